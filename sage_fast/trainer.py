@@ -171,6 +171,7 @@ class Trainer:
         self.gradient = self._make_gradient()
         self._seconds: dict[str, float] = {}
         self._first_update = True
+        self._had_spread = True
 
     def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[str, tuple[int, int]]:
         """Encode the prompts, and return the numbers of tokens by text.
@@ -384,6 +385,7 @@ class Trainer:
             )
         components = {name: values.view(groups)[trained_groups] for name, values in columns.items()}
         result = weighted_advantages(components, self.reward.weights, **asdict(config.advantage))
+        self._warn_of_no_spread(bool(result.zero_spread.all()))
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
         table = trajectories[0].table
@@ -409,6 +411,17 @@ class Trainer:
             all_advantages=advantages.flatten(),
             all_trained=trained,
         )
+
+    def _warn_of_no_spread(self, none: bool) -> None:
+        """Say once that a rollout has nothing to learn from, because no group has two different rewards."""
+        if none and self._had_spread and self.world.is_main:
+            self._had_spread = False
+            logger.warning(
+                "Update %d: the videos of each prompt all have the same reward, so every advantage is 0 and the reward "
+                "teaches nothing. Look at what %s returns: it is constant, or too coarse to tell these videos apart. "
+                "advantage/zero_spread_groups counts such groups from here on.",
+                *(self.update + 1, ", ".join(self.reward.weights)),
+            )
 
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
         """One optimizer step with the gradient of the trained steps at `positions` of every sample's order."""

@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -434,6 +434,27 @@ def test_a_checkpoint_holds_the_global_generators(tiny_run: MakeRun) -> None:
     expected = drawn(), float(np.random.randn())
     build_trainer(tiny_run()).load(Mock(), state)
     assert (drawn(), float(np.random.randn())) == expected
+
+
+def constant(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return torch.ones(len(videos))
+
+
+def differs(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return videos.float().mean((1, 2, 3, 4))
+
+
+@pytest.mark.parametrize(("name", "warnings"), [("constant", 1), ("differs", 0)])
+def test_a_rollout_without_spread_is_a_warning_once(
+    name: str, warnings: int, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [f"--reward.rewards=[{__name__}:{name}]", f"--reward.weights={{{name}: 1.0}}"]
+    trainer = build_trainer(tiny_run(*words))
+    for _ in range(2):
+        trainer.iterate()
+    told = [message for message in caplog.messages if "all have the same reward" in message]
+    assert len(told) == warnings
+    assert all(text.startswith("Update 1: ") and "Look at what constant returns" in text for text in told)
 
 
 def test_guidance_leads_away_from_the_negative_prompt(tiny_run: Callable[..., RunConfig]) -> None:

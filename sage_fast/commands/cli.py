@@ -125,7 +125,12 @@ def _with(mark: str, word: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     if world_size() == 1:
-        return _tell(_run, arguments)
+        status = _tell(_run, arguments)
+        guard = sys.modules.get("sage_fast.rewards.guard")
+        if guard is not None and guard.running_threads():
+            guard.end_processes()
+            end_process(status)  # a normal exit would wait for these threads of rewards
+        return status
     from torch.distributed.elastic.multiprocessing.errors import record
 
     status = 1

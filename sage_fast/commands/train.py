@@ -27,6 +27,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if rank() != 0:
         return 0
     if result.finished:
-        print(f"Done: look at {result.output_dir / 'index.html'}")
+        print(f"Done: look at {Path(config.output_dir) / 'index.html'}")
     elif world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
     else:

@@ -1,5 +1,6 @@
 """The interface of a reward: its scores, its declared costs and files, and the random generators that it may use."""
 
+import copy
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from sage_fast.config.registry import REWARDS, outside_names, registered, resolv
 from sage_fast.config.sections import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
+from sage_fast.rewards.guard import Guard
 
 OnFailure = Literal["stop", "drop_group"]
 
@@ -91,9 +93,10 @@ def reward_scales(names: Sequence[str]) -> dict[str, Scale]:
     return scales
 
 
-def find_reward(name: str) -> Any:
+def find_reward(name: str, guard: Guard | None = None) -> Any:
     """The class, function or object behind an entry of `reward.rewards`. ConfigError where it names nothing."""
-    return resolve(name, REWARDS, "reward.rewards")
+    with (guard or Guard(name))("while it was imported", keeps=True):
+        return resolve(name, REWARDS, "reward.rewards")
 
 
 def scored_elsewhere(config: RewardConfig) -> list[str]:
@@ -112,14 +115,16 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
     found, elsewhere = {}, scored_elsewhere(config)
     for name in config.rewards:
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
-        found[name] = costs(config.options.get(name, {}), video) if costs else RewardCosts()
+        with Guard(name)("while it was asked for its costs"):
+            found[name] = costs(copy.deepcopy(config.options.get(name, {})), video) if costs else RewardCosts()
     return found
 
 
 def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requirement]:
     """Declared files of a reward with its options; none for one that declares none. ConfigError as above."""
     requirements = getattr(find_reward(name), "requirements", None)
-    return list(requirements(options)) if requirements else []
+    with Guard(name)("while it was asked for its requirements"):
+        return list(requirements(copy.deepcopy(options))) if requirements else []
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:

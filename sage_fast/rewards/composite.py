@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
 from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward, scored_elsewhere
+from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import FunctionReward, SetupError, build_reward, fill_options, parameters
 
@@ -22,10 +23,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def _reward_code(name: str, when: str, refusals: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass."""
+def _reward_code(
+    name: str, guard: Guard | None, when: str, refusals: tuple[type[BaseException], ...] = (), *, keeps: bool = False
+) -> Iterator[None]:
+    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass.
+
+    guard: keeps what it does to this process from the run; None where it runs in another one. keeps: see `Guard`.
+    """
     try:
-        yield
+        with guard(when, keeps=keeps) if guard else nullcontext():
+            yield
     except KeyboardInterrupt:
         raise
     except refusals:
@@ -62,8 +69,11 @@ class CompositeReward:
         ConfigError: a score of which less is better has a positive weight.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, rewards: Mapping[str, Reward], weights: Mapping[str, float], guards: Mapping[str, Guard] | None = None
+    ) -> None:
         self.rewards = dict(rewards)
+        self._guards = {name: Guard(name) for name in rewards} if guards is None else guards
         remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
@@ -109,19 +119,18 @@ class CompositeReward:
         """
         rewards: dict[str, Reward] = {}
         elsewhere = scored_elsewhere(config)
-        for name in config.rewards:
-            if name in elsewhere:
-                continue
-            with _reward_code(name, "while it was set up", (ConfigError,)):
-                found = find_reward(name)
-                given = config.options.get(name, {})
-                options = fill_options(found, given, device=device, fps=fps)
-                if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
-                    logger.warning(
-                        "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at "
-                        "its own rate.",
-                        *(name, options["fps"], fps),
-                    )
+        guards = {name: Guard(name) for name in config.rewards if name not in elsewhere}
+        for name, guard in guards.items():
+            found = find_reward(name, guard)
+            given = config.options.get(name, {})
+            options = fill_options(found, given, device=device, fps=fps)
+            if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
+                logger.warning(
+                    "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at its "
+                    "own rate.",
+                    *(name, options["fps"], fps),
+                )
+            with _reward_code(name, guard, "while it was set up", (ConfigError,), keeps=True):
                 try:
                     rewards[name] = build_reward(name, found, options)
                 except SetupError as error:
@@ -129,12 +138,25 @@ class CompositeReward:
         if remote := connect(config, device, fps):
             rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
         for name, reward in rewards.items():
-            with _reward_code(name, "while it was set up", (ConfigError, RewardServerError)):
+            with _reward_code(name, guards.get(name), "while it was set up", (ConfigError, RewardServerError)):
                 try:
-                    getattr(reward, "check_prompts", lambda prompts: None)(prompts)
+                    getattr(reward, "check_prompts", lambda prompts: None)(list(prompts))
                 except RewardError as error:
                     raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
-        return cls(rewards, config.weights)
+        return cls(rewards, config.weights, guards)
+
+    def close(self) -> None:
+        """End the processes that the rewards have started, and warn of threads that cannot be ended."""
+        for reward in self.rewards.values():
+            if isinstance(reward, RemoteReward):
+                reward.close()
+        end_processes()
+        for thread, name in running_threads().items():
+            logger.warning(
+                "Reward %r has started the thread %r, which is still running. A command ends without it; in Python it "
+                "goes on. Have the reward end it, or start it with daemon=True.",
+                *(name, thread),
+            )
 
     def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Weighted sum of the scores, (B,) float64."""
@@ -154,11 +176,9 @@ class CompositeReward:
             RewardError: a reward raised, tried to exit, or returned a wrong shape, a taken name or a score that is not
                 finite.
         """
-        prompts = [s.prompt.text for s in samples]
         scores: dict[str, Tensor] = {}
-        for name, reward in self.rewards.items():
-            with _reward_code(name, f"on {describe_batch(samples)}", (RewardServerError,)):
-                result = reward.score(videos, prompts)
+        for name in self.rewards:
+            result = self.call(name, videos, [s.prompt.text for s in samples], f"on {describe_batch(samples)}")
             if not isinstance(result, Mapping):
                 raise RewardError(
                     f"Reward {name!r} returned a {type(result).__name__}, but it must be {{name: scores}} with "
@@ -174,6 +194,24 @@ class CompositeReward:
                 f"reward.weights names {missing}, but the rewards {list(self.rewards)} return {sorted(scores)}."
             )
         return scores
+
+    def call(self, name: str, videos: Tensor, prompts: Sequence[str], when: str) -> Any:
+        """Result of one reward, unchecked. The reward gets copies.
+
+        Args:
+            videos, prompts: see `Reward.score`.
+            when: for messages, such as "on prompt 3".
+
+        Raises:
+            RewardError: it raised or tried to exit. RewardServerError: its server is gone.
+        """
+        guard = self._guards.get(name)
+        given = videos.clone() if guard else videos
+        with _reward_code(name, guard, when, (RewardServerError,)):
+            result = self.rewards[name].score(given, list(prompts))
+        if guard and not (given.dtype == videos.dtype and torch.equal(given, videos)):
+            guard.tell("the videos that it was given", when)
+        return result
 
     def score_or_mark(self, videos: Tensor, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """As `score`, but a failure marks its sample instead of raising.
@@ -204,7 +242,8 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
     try:
         # Python's numbers keep all their digits, as they do on the way from a server.
         dtype = None if isinstance(returned, Tensor) else torch.float64
-        value = torch.as_tensor(returned, dtype=dtype).detach().cpu().double()
+        # A copy: the reward may use its tensor again.
+        value = torch.as_tensor(returned, dtype=dtype).detach().to("cpu", torch.float64, copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise RewardError(f"{what}, which is not a tensor of numbers: {error}.") from error
     if value.shape != (len(samples),):

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import signal
 import subprocess
 import time
 import urllib.request
@@ -24,6 +25,8 @@ from sage_fast.rewards.server import TOKEN
 
 PATIENCE = 120.0
 """Seconds for which a server that does not answer is asked again; it may have been started again meanwhile."""
+FIRST_PATIENCE = 10.0
+"""The same for a server that has never answered: it may still be starting, but more likely it is not there."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a request is repeated; a server that scores for longer says so before."""
 
@@ -41,12 +44,14 @@ class RemoteReward:
 
     def __init__(self, url: str, token: str | None, child: "subprocess.Popen[str] | None" = None) -> None:
         self.url, self.child = url.rstrip("/"), child
+        self.close = lambda: None if child is None else _end(child)
+        """Ends the child, and whatever it has started."""
         # Without the handlers of proxies, which are for the internet, and of statuses: every answer is read.
         self._opener = urllib.request.OpenerDirector()
         self._opener.add_handler(urllib.request.HTTPHandler())
         self._opener.add_handler(urllib.request.HTTPSHandler())
         self._opener.addheaders = [("Authorization", f"Bearer {token}")] if token else []
-        health = self._ask("/health")
+        health = self._ask("/health", patience=min(FIRST_PATIENCE, PATIENCE))
         if not isinstance(health.get("rewards"), dict):
             raise RewardServerError(f"{self.url} is not a reward server: /health answers {health!s:.200}.")
         self.serves: str = health["serves"]
@@ -74,12 +79,13 @@ class RemoteReward:
             raise RewardServerError(f"The server at {self.url} has other rewards or options now. Start it as it was.")
         return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in answer["scores"].items()}
 
-    def _ask(self, path: str, body: bytes | None = None) -> dict[str, Any]:
+    def _ask(self, path: str, body: bytes | None = None, patience: float | None = None) -> dict[str, Any]:
         """One exchange, repeated while the server cannot be reached. RewardError where it answers by an error."""
-        begin = time.monotonic()
+        begin, patience = time.monotonic(), PATIENCE if patience is None else patience
+        timeout = min(TIMEOUT, max(1.0, patience))  # of a host that does not even refuse
         while True:
             try:
-                with self._opener.open(urllib.request.Request(self.url + path, body), timeout=TIMEOUT) as reply:
+                with self._opener.open(urllib.request.Request(self.url + path, body), timeout=timeout) as reply:
                     answer = dict(json.load(reply))
                 if "error" in answer:
                     kind = RewardError if reply.status == 200 else RewardServerError
@@ -89,12 +95,12 @@ class RemoteReward:
                 problem = f"{type(error).__name__}: {error}"
             if self.child is not None and (status := self.child.poll()) is not None:
                 raise RewardServerError(f"The process of reward.python (pid {self.child.pid}) ended, status {status}.")
-            if time.monotonic() - begin >= PATIENCE:
+            if time.monotonic() - begin >= patience:
                 raise RewardServerError(
-                    f"The reward server at {self.url} has not answered for {PATIENCE:g} s ({problem}). Start it: "
+                    f"The reward server at {self.url} has not answered for {patience:g} s ({problem}). Start it: "
                     "python -m sage_fast.rewards.server CONFIG."
                 )
-            time.sleep(min(1.0, PATIENCE / 10))
+            time.sleep(min(1.0, patience / 10))
 
 
 def connect(config: RewardConfig, device: str | None, fps: float | None) -> RemoteReward | None:
@@ -152,5 +158,11 @@ def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:
         reason = hello or f"it ended with status {child.returncode}"
         raise ConfigError(f"reward.python is {python!r}, which cannot serve {sorted(spec['rewards'])}: {reason}")
     remote = RemoteReward(hello.rpartition(" ")[2], token, child)
-    weakref.finalize(remote, child.kill)
+    weakref.finalize(remote, _end, child)
     return remote
+
+
+def _end(child: "subprocess.Popen[str]") -> None:
+    if child.poll() is None:
+        os.killpg(child.pid, signal.SIGKILL)  # its session
+        child.wait()

@@ -16,6 +16,7 @@ again). An ID is scored once, so that a repeated request gets the same result.
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import hmac
 import importlib
@@ -83,9 +84,11 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
         "with such a method."
     )
+    options = copy.deepcopy(dict(options))  # a reward may change what it is given
     if hasattr(found, "score") and not inspect.isclass(found):
         if options:
             raise SetupError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
+        _check_order(name, found.score)
         return found
     if not callable(found):
         raise SetupError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
@@ -104,6 +107,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
             f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
         ) from error
     if scores_videos:
+        _check_order(name, found)
         return FunctionReward(found, function_score(name), options)
     try:
         reward = found(**options)
@@ -114,7 +118,18 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         raise SetupError(
             f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {wanted}"
         )
+    _check_order(name, reward.score)
     return reward
+
+
+def _check_order(name: str, function: Callable[..., Any]) -> None:
+    """SetupError for a function that would take the videos for the prompts, as TRL's f(prompts, completions) does."""
+    takes = parameters(function)
+    if next(iter(takes), "") in ("prompts", "prompt", "completions", "captions", "texts"):
+        raise SetupError(
+            f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called as f(videos, prompts), with "
+            "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters first, in this order."
+        )
 
 
 def parameters(found: Any) -> Mapping[str, inspect.Parameter]:
@@ -197,9 +212,9 @@ class RewardServer(ThreadingHTTPServer):
         scores: dict[str, Any] = {}
         scoring = "the batch"
         try:
-            videos, prompts = read_batch(body)
             for name, reward in self.rewards.items():
                 scoring = name
+                videos, prompts = read_batch(bytearray(body))  # a copy, which the reward may change
                 result = json.loads(to_json(dict(reward.score(videos, prompts))))
                 if twice := sorted(scores.keys() & result.keys()):
                     raise ValueError(f"another reward also returns {twice}")
@@ -279,10 +294,12 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
     if files[0].endswith(".json"):
         with open(files[0], encoding="utf-8") as file:
             return dict(json.load(file))
-    from sage_fast.config.load import load_config
+    from sage_fast.config.load import load_config, read_tree
     from sage_fast.config.registry import REWARDS
 
-    config = load_config(files, overrides)
+    # A file to be laid over a preset may hold the rewards alone, and the rest of a run does not matter here.
+    tree, unused = read_tree(files, overrides), {"output_dir": "none", "data.prompts": ["none"]}
+    config = load_config(None, unused | {key: tree[key] for key in ("reward", "video") if key in tree})
     rewards = {name: config.reward.options.get(name, {}) for name in config.reward.rewards}
     return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}
 

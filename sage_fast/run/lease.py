@@ -123,6 +123,8 @@ class Lease:
         file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n".encode())
         file.flush()
         self._file = file
+        # A lock belongs to all processes that have the file open: a fork that lives on would keep it.
+        os.register_at_fork(after_in_child=file.close)
 
 
 def _try_lock(file: IO[bytes], kind: int) -> bool:

@@ -168,7 +168,7 @@ class Run:
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
-        self.directory = Path(config.output_dir)
+        self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
         self.checkpoints = self.directory / "checkpoints"
         self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
@@ -213,6 +213,8 @@ class Run:
             except BaseException as error:
                 self._write_final_status("failed", error)
                 raise
+            finally:
+                self.trainer.reward.close()  # nothing of this run may write once the lease is free
             self._write_final_status("finished" if finished else "stopped")
             return result
 

@@ -129,8 +129,8 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
             changes = {"fps": fps} if "fps" in takes else {}
             options = {name: config.reward.options.get(name, {}) | changes}
             section = replace(config.reward, rewards=[name], options=options, url=None, python=None)
-            reward = CompositeReward.from_config(section, device=str(rank_device(config.model.device))).rewards[name]
-            found = reward.score(video[None], [row["prompt"]])
+            reward = CompositeReward.from_config(section, device=str(rank_device(config.model.device)))
+            found = reward.call(name, video[None], [row["prompt"]], f"on {row['video'].name}")
             for key, value in row["scores"].items():
                 given = float(found[key][0])
                 if not abs(given - value) <= worst:

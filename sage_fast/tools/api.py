@@ -146,7 +146,7 @@ def train(
     refuse_cpu(config, allow_cpu)
     result = training.train(settle_memory(config), allow_changes=allow_changes, callbacks=callbacks)
     return TrainedRun(
-        config=config,
+        config=replace(config, output_dir=str(result.output_dir)),
         update=result.update,
         finished=result.finished,
         test=result.test,

@@ -33,6 +33,12 @@ def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     return videos.float().mean((1, 2, 3, 4)) / 255 + torch.tensor([0.01 * len(p) for p in prompts])
 
 
+def darkens(videos: Tensor, prompts: list[str]) -> Tensor:
+    """A function that changes what it is given."""
+    prompts.clear()
+    return videos.zero_().float().mean((1, 2, 3, 4))
+
+
 def both(videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0) -> Mapping[str, Any]:
     """A function that names its scores, one of them a plain list."""
     return {"first": scale * brightness(videos, prompts), "length": [float(len(p)) for p in prompts]}
@@ -72,6 +78,18 @@ class Bright:
 
 OBJECT = Bright(3.0)
 NEITHER = 5
+
+
+def trl(prompts: Sequence[str], completions: Sequence[str], **kwargs: Any) -> list[float]:
+    """TRL's signature: it would take the videos for prompts, and score them all alike."""
+    return [float(len(text)) for text in completions]
+
+
+class Swapped:
+    """The same as a class."""
+
+    def score(self, prompts: Sequence[str], videos: Tensor) -> dict[str, Tensor]:
+        return {"score": torch.ones(len(videos))}
 
 
 def _threads() -> float:

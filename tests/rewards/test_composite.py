@@ -38,6 +38,8 @@ def test_whatever_scores_or_returns_what_scores_is_a_reward() -> None:
         ("_threads", {}, "gives a float, which has no method score"),
         ("Bright", {"size": 3}, r"= \{'size': 3\} does not fit"),
         ("OBJECT", {"scale": 3}, "is an object and takes no options"),
+        ("trl", {}, r"takes \(prompts, completions, kwargs\), but a reward is called as f\(videos, prompts\)"),
+        ("Swapped", {}, r"takes \(prompts, videos\), but a reward is called as f\(videos, prompts\)"),
     ],
 )
 def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:

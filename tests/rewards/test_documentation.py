@@ -11,6 +11,7 @@ import pytest
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import RunConfig
+from sage_fast.rewards.server import RewardServer, _read_spec
 from sage_fast.run.run import build_trainer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -47,6 +48,17 @@ def test_the_example_trains(
     parts = [weight * record[f"reward/{name}_mean"] for name, weight in trainer.reward.weights.items()]
     assert record["reward/mean"] == pytest.approx(sum(parts), abs=1e-9)
     assert score in trainer.reward.weights and 0 < record[f"reward/{score}_mean"] < 1
+
+
+def test_the_server_takes_the_overlay_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(block("python", TEXT))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my.yaml").write_text(block("yaml", TEXT))
+    spec = _read_spec([str(tmp_path / "my.yaml")], ["--video.fps=16"])
+    assert spec["fps"] == 16
+    with RewardServer(spec) as server:
+        assert list(server.rewards) == ["toy", "my_rewards:steadiness", "my_rewards:NamedColours"]
+        assert server.served["my_rewards:NamedColours"]["options"] == {"num_frames": 2}
 
 
 @pytest.mark.parametrize("name", ["videoalign", "clip_score", "pick_score"])

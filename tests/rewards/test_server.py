@@ -56,6 +56,11 @@ class Style:
         style = self.scale * np.sin(37 * frames).mean((1, 2, 3, 4), dtype=np.float32)
         lengths = np.array([len(prompt) for prompt in prompts], np.float32)
         return {"style": style + np.float32(0.1) * lengths, "mean": frames.mean((1, 2, 3, 4))}
+
+
+def starter(videos, prompts):
+    import subprocess
+    return [subprocess.Popen(["sleep", "60"]).pid for _ in prompts]
 '''
 STYLE_RUN = [
     "--reward.rewards=[style:Style]",
@@ -326,6 +331,17 @@ def test_a_server_that_is_killed_in_a_batch(
         process.wait()
 
 
+def test_a_child_ends_with_the_run_and_all_that_it_started(other_python: Path) -> None:
+    found = rewards(python=other_python, rewards=["style:starter"], weights={"starter": 1.0})
+    pids = found.score(VIDEOS, SAMPLES)["starter"].int().tolist()
+    found.close()
+    states = [Path(f"/proc/{pid}/stat") for pid in pids]
+    deadline = time.monotonic() + 10
+    while any(state.exists() and state.read_text().split()[2] != "Z" for state in states):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_child_ends_with_its_parent(other_python: Path) -> None:
     (reward,) = rewards(python=other_python, rewards=["style:Style"], weights={"style": 1.0}).rewards.values()
     assert isinstance(reward, RemoteReward) and reward.child is not None and reward.child.stdin is not None
@@ -347,6 +363,20 @@ def test_a_child_that_cannot_serve_is_a_config_error(
 ) -> None:
     with pytest.raises(ConfigError, match=f"reward.python is .*{message}"):
         rewards(python=Path(python or other_python), rewards=[name])
+
+
+def test_a_server_that_never_answered_is_soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is started a moment later is found, and one that has answered is waited for as long as before."""
+    assert remote.FIRST_PATIENCE <= 10 < remote.PATIENCE
+    monkeypatch.setattr(remote, "FIRST_PATIENCE", 0.3)
+    with pytest.raises(RewardServerError, match=r"127\.0\.0\.1:9 has not answered for 0\.3 s \(.*refused.*Start it: "):
+        rewards("http://127.0.0.1:9")
+
+
+def test_rewards_do_not_see_what_another_did_to_the_videos(serve: Callable[..., str]) -> None:
+    url = serve("darkens", "brightness")
+    found = rewards(url, rewards=[here("darkens"), here("brightness")], weights={"brightness": 1.0})
+    assert torch.equal(found.score(VIDEOS, SAMPLES)["brightness"], support.brightness(VIDEOS, PROMPTS).double())
 
 
 # ------------------------------------------------------------------------------------------ sharing, safety

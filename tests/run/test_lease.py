@@ -70,6 +70,23 @@ def test_a_holder_is_named_as_long_as_it_lives(tmp_path: Path) -> None:
     assert not look_at(tmp_path)[1]
 
 
+def test_a_fork_that_lives_on_does_not_keep_the_lease(tmp_path: Path) -> None:
+    """Such as a worker that a reward has started, when the run is killed."""
+    waiting, end = os.pipe()
+    running, started = os.pipe()
+    with Lease(tmp_path):
+        if not (child := os.fork()):
+            os.write(started, b".")
+            os.read(waiting, 1)
+            os._exit(0)
+        os.read(running, 1)
+    assert not look_at(tmp_path)[1]
+    os.write(end, b".")
+    os.waitpid(child, 0)
+    for descriptor in (waiting, end, running, started):
+        os.close(descriptor)
+
+
 def test_a_file_system_without_locks_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,8 +20,10 @@ from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import effective_resume
 from sage_fast.models.toy.components import WEIGHTS_NAME
+from sage_fast.run.callbacks import Callback
 from sage_fast.run.metrics import MetricsLogger, read_metrics
 from sage_fast.run.run import Run
+from sage_fast.tools.api import train
 from tests.made_runs import draw_nothing, numbers
 
 MakeRun = Callable[..., RunConfig]
@@ -60,6 +62,23 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
         "kl/weight", "grad_norm", "learning_rate", "time/rollout", "time/update", "memory/peak_gib",
     }  # fmt: skip
     assert wanted <= set(read_metrics(run / "metrics.jsonl")[-1])
+
+
+class Moves(Callback):
+    """Changes the working directory."""
+
+    def on_rollout(self, record: Any) -> None:
+        os.chdir("/")
+
+
+def test_a_relative_output_dir_is_meant_from_where_the_run_was_started(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = train(with_output(tiny_run(), Path("relative")), callbacks=[Moves()])
+    assert run.finished and run.output_dir == tmp_path / "relative"
+    assert [row["update"] for row in run.metrics] == [0, 1, 2]
+    assert load_config(tmp_path / "relative/config.yaml").output_dir == "relative"
 
 
 @pytest.mark.signals

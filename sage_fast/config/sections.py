@@ -348,6 +348,13 @@ class EvaluationConfig(Section, key="evaluation"):
     """Videos per prompt, each from its own noise; a prompt's score is their mean."""
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
+    stop_when_worse: bool = free(False, PACE)
+    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It goes on from
+    there only with false, or from an earlier checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.every > 0 or not self.stop_when_worse, "evaluation.stop_when_worse", True, "false with every 0")
 
 
 @dataclass(kw_only=True)

@@ -41,6 +41,7 @@ from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
+from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.exporting import Export, export
 from sage_fast.tools.generation import load_generator, write_videos
@@ -77,6 +78,7 @@ class TrainedRun:
         gain = "reward not compared: there are no two evaluations"
         if (test := self.test) is not None:
             gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
+            gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
         updates = f"update {self.update} of {self.config.training.num_updates}"
         return f"TrainedRun in {self.output_dir}: {updates}, {end}\n{gain}\nlook at {self.output_dir / PAGE}"
 

@@ -430,13 +430,14 @@ def _together(plan: Plan, single: list[Option]) -> Option:
     chosen: dict[str, Any] = {}
     best = single[0]
     for option in single:
-        if more := _try(plan, tuple((chosen | dict(option.changes)).items())):  # None: it excludes an earlier one
-            chosen, best = chosen | dict(option.changes), more
+        both = chosen | dict(option.changes)
+        if together := _try(plan, tuple(both.items())):  # None where it excludes an earlier one
+            chosen, best = both, together
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
-        option = _try(plan, tuple(fewer.items()))
-        if option is not None and (option.plan.fits or option.plan.memory.peak <= best.plan.memory.peak):
-            chosen, best = fewer, option
+        found = _try(plan, tuple(fewer.items()))
+        if found is not None and (found.plan.fits or found.plan.memory.peak <= best.plan.memory.peak):
+            chosen, best = fewer, found
     return best
 
 

@@ -82,7 +82,7 @@ class UnreadableCheckpointError(CheckpointError):
 _OPTION = re.compile(
     r"`[^`]*`|--(?P<flag>overwrite|trust-config|allow-cpu)\b"
     r"|--(?P<key>(?:\w+\.)+\w+|output[-_]dir|resume|seed|checkpoint|lora|sampler|num-videos|resamples|output|layout|format"
-    r"|allow-changes)(?:[= ](?P<value>auto|none|restart|best|full|diffusers|[A-Z]{4,}|(?:,?(?:\w+\.)+\w+)+))?"
+    r"|allow-changes)(?:[= ](?P<value>auto|none|restart|best|full|diffusers|[A-Z]{4,}|(?<=changes )[\w.,]*\w))?"
 )
 
 

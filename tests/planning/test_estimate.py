@@ -480,7 +480,7 @@ NO_MEMORY = {
 
 
 def test_every_key_that_keeps_the_result_is_offered_where_it_may_save_memory() -> None:
-    """Those that the configuration marks so, and the update, whose gradient is the same."""
+    """The configuration marks them so; the update is another one, whose gradient is the same."""
     free = marked_keys(RunConfig, FREE)
     keeping = {key for key, reason in free.items() if reason in (MACHINE, REMEDY)} | {"training.update"}
     keeping |= {key for key in free if key.endswith(".batch_size")}

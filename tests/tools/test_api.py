@@ -167,6 +167,7 @@ def test_errors_name_the_arguments_of_python(
 def test_a_message_in_python_leaves_commands_and_other_programs_alone() -> None:
     for text in ("`sage-fast train x --resume auto` goes on", "torchrun --max-restarts=3", "pip install --upgrade av"):
         assert in_python(text) == text
+    assert in_python("by --allow-changes seed.") == 'by allow_changes="seed".'
     told = in_python(
         "command line: --allow-changes lora.rank,rollout.eta. --resume PATH, --reward.url=NAME, --overwrite."
     )

@@ -5,11 +5,13 @@ accelerate(pipe.transformer)        docs/how_to/generate.md
 """
 
 import importlib
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sage_fast.config.errors import SageError
     from sage_fast.config.load import load_config
+    from sage_fast.config.schema import RunConfig
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
     from sage_fast.records import RolloutRecord
     from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
@@ -21,6 +23,7 @@ __all__ = [
     "Callback",
     "EvaluationRecord",
     "RolloutRecord",
+    "RunConfig",
     "SageError",
     "SaveRecord",
     "StopRun",
@@ -40,6 +43,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "sage_fast.config.errors": ("SageError",),
     "sage_fast.config.load": ("load_config",),
+    "sage_fast.config.schema": ("RunConfig",),
     "sage_fast.records": ("RolloutRecord",),
     "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
     "sage_fast.tools.api": ("TrainedRun", "evaluate", "generate", "open_run", "train"),
@@ -55,7 +59,12 @@ def __getattr__(name: str) -> Any:
         return getattr(fused, name)
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(importlib.import_module(module), name)
+            found = getattr(importlib.import_module(module), name)
+            if isinstance(found, FunctionType):
+                from sage_fast.config.errors import speaking_python
+
+                found = globals()[name] = speaking_python(found)
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

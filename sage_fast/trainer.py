@@ -335,7 +335,7 @@ class Trainer:
         rollout, members = self.config.rollout, self.config.rollout.num_generations
         samples = make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), members, self.own_videos)
         table = rollout_table(rollout, self.rollouts)
-        batches = list(micro_batches(samples, rollout.micro_batch_size))
+        batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
         self._scoring = self._new_scoring(phase=self._phase)
@@ -350,7 +350,7 @@ class Trainer:
                 keep = self.forward_process is None
                 trajectory = sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
             trajectories.append(trajectory)
-            unscored.append((self.own_videos.start + done * rollout.micro_batch_size, trajectory))
+            unscored.append((self.own_videos.start + done * rollout.videos_at_once, trajectory))
             if self.world.sp > 1 and done + 1 < len(batches):
                 continue  # the ranks that share a video are still needed for the next batch
             for first, trajectory in unscored:

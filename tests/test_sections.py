@@ -5,8 +5,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "sage_fast"
 
-# Loading it, running it, and what looks at a run from outside.
-WHOLE = ("config/", "run/", "commands/", "tools/", "study/", "planning/", "trainer.py")
+# Loading it, running it, what looks at a run from outside, and what users import.
+WHOLE = ("__init__.py", "config/", "run/", "commands/", "tools/", "study/", "planning/", "trainer.py")
 
 
 def names_run_config(source: str) -> bool:

@@ -9,8 +9,8 @@
 #   NNODES, HEAD            number of nodes, and the one that they meet on (1, localhost)
 #   PROCESSES               processes per node: gpu, one for each GPU (gpu)
 #   PYTHON                  the interpreter of the environment (python)
-#   MASTER_PORT             a free port of HEAD (29500)
-#   RUN_ID                  the same on all nodes, another one for each run at a time (sage-fast)
+#   MASTER_PORT             a free port of HEAD (one node: any; several: from 20000 on, by the arguments)
+#   RUN_ID                  the same on all nodes, another one for each run at a time (by the arguments)
 #   MAX_RESTARTS            restarts after failures, each from the last checkpoint (3)
 #   SHUTDOWN_SECONDS        time to finish an update and save after Ctrl-C or SIGTERM; needs torch >= 2.12 (900)
 set -euo pipefail
@@ -28,11 +28,20 @@ export TORCH_NCCL_DUMP_ON_TIMEOUT=${TORCH_NCCL_DUMP_ON_TIMEOUT:-1}
 # torch up to 2.11 has no --shutdown-timeout; the variable is read by those that know it.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${SHUTDOWN_SECONDS:-900}
 
+# Two runs at a time must not meet: one node takes a free port, several know one another by their arguments.
+meeting=(--standalone)
+if [[ "${NNODES:-1}" != 1 ]]; then
+    number=$(printf '%s\0' "$@" | cksum | cut -d ' ' -f 1)
+    meeting=(
+        --rdzv_backend=c10d
+        --rdzv_endpoint="${HEAD:?the node that all meet on}:${MASTER_PORT:-$((20000 + number % 10000))}"
+        --rdzv_id="${RUN_ID:-sage-fast-$number}"
+    )
+fi
+
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes="${NNODES:-1}" \
     --nproc_per_node="${PROCESSES:-gpu}" \
-    --rdzv_backend=c10d \
-    --rdzv_endpoint="${HEAD:-localhost}:${MASTER_PORT:-29500}" \
-    --rdzv_id="${RUN_ID:-sage-fast}" \
+    "${meeting[@]}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
     -m sage_fast train "$@"

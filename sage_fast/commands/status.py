@@ -14,8 +14,10 @@ state     running   it makes progress
           stopped   on request; --resume auto goes on
           finished
           unknown   it has no status, or none that can be read
+          ..., worse  the last paired evaluation is more than 3 standard errors below update 0; since when, and which
+                    checkpoint is the best, is below the table
 
-Exit status: 1 where a run hangs, was killed or has failed, else 0. Nothing is written.
+Exit status: 1 where a run hangs, was killed, has failed or got worse, else 0. Nothing is written.
 """
 
 import argparse
@@ -74,7 +76,8 @@ def to_text(states: Sequence["RunState"]) -> str:
     rows = [head, *(_cells(state) for state in states)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, *(note for state in states if (note := _note(state)))])
+    notes = [note for state in states if (note := _note(state))]
+    return "\n".join([*lines, *notes, *(f"{state.run}: {state.worse}" for state in states if state.worse)])
 
 
 def _cells(state: "RunState") -> tuple[str, ...]:
@@ -87,7 +90,7 @@ def _cells(state: "RunState") -> tuple[str, ...]:
     quiet = "" if state.quiet_seconds is None else f"{format_seconds(state.quiet_seconds)} ago"
     return (
         str(state.run),
-        state.condition,
+        f"{state.condition}, worse" if state.worse else state.condition,
         f"{status.update}/{status.num_updates}" if status.num_updates else str(status.update),
         f"{status.phase} {status.done}/{status.total}" if going else "",
         "" if status.reward is None else f"{status.reward:.4g}",

@@ -98,8 +98,17 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     result = train(settle_memory(config), allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0
+    folder = Path(config.output_dir)  # as it was given
+    page = folder / "index.html"
+    if result.worse is not None:
+        print(f"The model is {result.worse}.")
     if result.finished:
-        print(f"Done: look at {Path(config.output_dir) / 'index.html'}")
+        print(f"{'Done' if result.worse is None else 'Finished, but it got worse'}: look at {page}")
+    elif result.stop_reason is not None:
+        print(
+            f"Stopped after update {result.update}, as evaluation.stop_when_worse says. Go on with it false, or from "
+            f"an earlier checkpoint by --resume {folder / 'checkpoints/update-N'}. Look at {page}"
+        )
     elif world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
     else:

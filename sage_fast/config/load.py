@@ -51,7 +51,18 @@ def load_config(
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
     """
     files = [] if paths is None else [paths] if isinstance(paths, str | Path) else paths
-    tree = read_tree(files, overrides)
+    return _checked(read_tree(files, overrides))
+
+
+def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
+    """A configuration with other values by dotted key, as `load_config` takes them. ConfigError as there."""
+    tree = to_dict(config)
+    for key, value in overrides.items():
+        _set(tree, key, value)
+    return _checked(_located(tree))
+
+
+def _checked(tree: Tree) -> RunConfig:
     try:
         return _adapter().validate_json(json.dumps(tree, default=str))
     except ValidationError as error:

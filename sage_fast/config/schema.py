@@ -147,7 +147,12 @@ class RunConfig:
                 ("training.updates_per_rollout", training.updates_per_rollout, (1,), "its policy is the rollout's"),
                 ("training.best_and_worst", training.best_and_worst, (0,), "its gradient is there before an advantage"),
                 ("training.kl_share_every", training.kl_share_every, (0,), "it makes no passes beside the rollout's"),
-                ("rollout.micro_batch_size", rollout.micro_batch_size, (1,), "it collects a gradient per video"),
+                (
+                    "rollout.micro_batch_size",
+                    rollout.videos_at_once,
+                    (1,),
+                    "it collects a gradient per video",
+                ),
             ]
         else:
             why = "it trains at noised videos, not at the sampler's steps"

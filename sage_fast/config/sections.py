@@ -297,9 +297,10 @@ class RolloutConfig(Section, key="rollout"):
     """Group size G: videos per prompt that compete."""
     batch_size: Length = free(4, MACHINE)
     """Videos per rollout on each data-parallel rank; batch_size * ranks must be a multiple of num_generations."""
-    micro_batch_size: Length = free(1, MACHINE)
+    micro_batch_size: Length | Literal["auto"] = free(1, MACHINE)
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
-    bit and the ratio starts at exactly 1."""
+    bit and the ratio starts at exactly 1. `auto` takes as many of a group as fill the GPU and fit it by the plan; it is
+    1 on a CPU."""
     shared_initial_noise: bool = False
     """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
     fixed_initial_noise: bool = False
@@ -317,13 +318,18 @@ class RolloutConfig(Section, key="rollout"):
             "empty with rollout.guidance_scale 1, where there is no unconditional branch",
         )
         require(
-            self.batch_size % self.micro_batch_size == 0,
+            self.batch_size % self.videos_at_once == 0,
             "rollout.micro_batch_size",
             self.micro_batch_size,
             f"a divisor of rollout.batch_size = {self.batch_size}",
         )
         size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
         require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
+
+    @property
+    def videos_at_once(self) -> int:
+        """`micro_batch_size`, which is a number for `auto` too where no plan has settled it."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
 @dataclass(kw_only=True)
@@ -352,6 +358,13 @@ class EvaluationConfig(Section, key="evaluation"):
     """Videos per prompt, each from its own noise; a prompt's score is their mean."""
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
+    stop_when_worse: bool = free(False, PACE)
+    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It goes on from
+    there only with false, or from an earlier checkpoint."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.every > 0 or not self.stop_when_worse, "evaluation.stop_when_worse", True, "false with every 0")
 
 
 @dataclass(kw_only=True)

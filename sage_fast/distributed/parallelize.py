@@ -411,9 +411,9 @@ def check_lockstep(
     Args:
         train, scored: the lengths that training and evaluation prompts have.
     """
-    if rollout.num_generations % rollout.micro_batch_size and len(train) > 1:
+    if rollout.num_generations % rollout.videos_at_once and len(train) > 1:
         raise ConfigError(
-            f"rollout.micro_batch_size is {rollout.micro_batch_size}, which mixes prompts of different lengths, but "
+            f"rollout.micro_batch_size is {rollout.videos_at_once}, which mixes prompts of different lengths, but "
             "weights are sharded over ranks (distributed.dp_shard, sp), which must all run equally many forwards. Set "
             f"it to a divisor of rollout.num_generations = {rollout.num_generations}."
         )

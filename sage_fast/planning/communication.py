@@ -123,7 +123,7 @@ class Counter:
 
     def _passes(self) -> Iterator[_Passes]:
         rollout, training, visited = self.config.rollout, self.config.training, self.visited
-        micro_batches, batch = rollout.batch_size / rollout.micro_batch_size, rollout.micro_batch_size
+        micro_batches, batch = rollout.batch_size / rollout.videos_at_once, rollout.videos_at_once
         branches = self.branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
         more = splits_branches(self.config) and policy_moves(training)

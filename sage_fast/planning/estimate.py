@@ -45,6 +45,9 @@ from sage_fast.trainer import used_prompts
 
 logger = logging.getLogger(__name__)
 
+FULL_CALL = 16_384
+"""Video tokens of a call from which on a GPU counts as busy: more videos at once take memory and save no time."""
+
 SAFE_SHARE = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
 
@@ -165,8 +168,8 @@ def make_memory_plan(
         limit_gb: 1e9 bytes that may be used; None is all of them.
 
     Returns:
-        The plan. Its `config` has what fits in place of `model.checkpointing: auto`, and a number for
-        `model.decode_memory_gib: auto` where a whole video fits.
+        The plan. Its `config` has what fits in place of `auto` for `model.checkpointing` and
+        `rollout.micro_batch_size`, and a number for `model.decode_memory_gib: auto` where a whole video fits.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each other.
@@ -197,6 +200,8 @@ def make_memory_plan(
         )
         if on_gpu and config.model.checkpointing == "auto":
             plan = _fill(plan, room)
+        if on_gpu and config.rollout.micro_batch_size == "auto":
+            plan = _fill_calls(plan, room)
         decode = plan.memory.phases["decode"]  # with what `auto` is without a plan
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -222,14 +227,34 @@ def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     return _with_model(plan, checkpointing="full")
 
 
+def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
+    """With the fewest videos of a group at once that fill the GPU, as far as they fit `room` bytes, for `auto`."""
+    rollout, size = plan.config.rollout, 1
+    group = math.gcd(rollout.batch_size, rollout.num_generations)
+
+    def planned(size: int) -> MemoryPlan:
+        return replace(plan, config=replace(plan.config, rollout=replace(rollout, micro_batch_size=size)))
+
+    # A single pass collects a gradient per video.
+    while plan.config.training.update != "single_pass" and size < group and size * plan.video_tokens < FULL_CALL:
+        larger = next(count for count in range(size + 1, group + 1) if group % count == 0)
+        memory = planned(larger).memory
+        if max(memory.total(phase) for phase in ("rollout", "decode", "update")) > room:
+            break
+        size = larger
+    return planned(size)
+
+
 def settle_memory(config: RunConfig) -> RunConfig:
-    """With what the plan has room for on this process's GPU in place of `auto`: what blocks keep, how to decode.
+    """With what the plan has room for on this process's GPU in place of `auto`: what blocks keep, how to decode, how
+    many videos at once.
 
     It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
     and the run after it has been resumed, computes alike. Ranks whose GPUs differ are refused by `start_world`.
     """
     model, device = config.model, rank_device(config.model.device)
-    if "auto" not in (model.decode_memory_gib, model.checkpointing) or device.type != "cuda":
+    asked = (model.decode_memory_gib, model.checkpointing, config.rollout.micro_batch_size)
+    if "auto" not in asked or device.type != "cuda":
         return config
     try:
         settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=gpu_memory_gb(device)).config
@@ -237,6 +262,8 @@ def settle_memory(config: RunConfig) -> RunConfig:
         return config  # what cannot be planned is computed as without a plan
     if model.checkpointing == "auto":
         logger.info("model.checkpointing auto: %s", settled.model.checkpointing)
+    if config.rollout.micro_batch_size == "auto":
+        logger.info("rollout.micro_batch_size auto: %s", settled.rollout.micro_batch_size)
     if model.decode_memory_gib == "auto":
         limit = settled.model.decode_memory_gib
         logger.info("model.decode_memory_gib auto: %s", "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB")
@@ -280,7 +307,7 @@ def make_plan(
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     visited = visits(config, layout.data_parallel)
-    tiled, decode = _decoding(held, device, held.latent, config.rollout.micro_batch_size)
+    tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
     _, decode_evaluated = _decoding(held, device, evaluated, config.evaluation.batch_size)
     batches = _evaluation_batches(held)
     tokens = description.tokens(evaluated)
@@ -342,7 +369,7 @@ def _phases(
 ) -> tuple[Phase, ...]:
     """Phases per video; `slower` is the share by which the rank with the longest prompts computes longer."""
     config, weights, calls, layout = held.config, held.weights, held.calls, held.layout
-    batch, videos = config.rollout.micro_batch_size, config.rollout.batch_size
+    batch, videos = config.rollout.videos_at_once, config.rollout.batch_size
     updates = config.training.updates_per_rollout
 
     def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
@@ -385,6 +412,12 @@ def _evaluation_batches(held: MemoryPlan) -> int:
 Change = tuple[str, Any]
 """A config key and its new value."""
 
+UPDATES = {"single_pass": "two_phase", "two_phase": "single_pass"}
+"""Updates that take the same gradient."""
+
+NOT_TIMED = {"distributed.cpu_offload", "reward.url"}
+"""Changes whose cost is not predicted, or lies elsewhere; they come last."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
@@ -403,6 +436,10 @@ class Option:
             f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}" for key, value in self.changes
         )
 
+    @property
+    def seconds(self) -> float:
+        return self.plan.seconds_per_video
+
 
 def find_options(plan: Plan, most: int = 8) -> list[Option]:
     """Changes that save memory and leave what is computed as it is, the fastest first.
@@ -417,41 +454,53 @@ def find_options(plan: Plan, most: int = 8) -> list[Option]:
         helping = [option for option in single if option.plan.fits]
         if single and not helping:
             helping = [_together(plan, single)]
-    return sorted(helping, key=lambda option: option.plan.seconds_per_video)[:most]
+    return sorted(helping, key=lambda option: (not NOT_TIMED.isdisjoint(dict(option.changes)), option.seconds))[:most]
 
 
 def _together(plan: Plan, single: list[Option]) -> Option:
     """All changes together, less those that are not needed to fit, or that save nothing where nothing fits."""
     # Of the values of a key the last one saves most.
-    chosen = dict(change for option in single for change in option.changes)
-    best = _try(plan, tuple(chosen.items()))
-    assert best is not None
+    chosen: dict[str, Any] = {}
+    best = single[0]
+    for option in single:
+        both = chosen | dict(option.changes)
+        if together := _try(plan, tuple(both.items())):  # None where it excludes an earlier one
+            chosen, best = both, together
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
-        option = _try(plan, tuple(fewer.items()))
-        if option is not None and (option.plan.fits or option.plan.memory.peak <= best.plan.memory.peak):
-            chosen, best = fewer, option
+        found = _try(plan, tuple(fewer.items()))
+        if found is not None and (found.plan.fits or found.plan.memory.peak <= best.plan.memory.peak):
+            chosen, best = fewer, found
     return best
 
 
 def possible_changes(plan: Plan) -> Iterator[Change]:
-    """Single changes that may save memory."""
+    """Single changes that may save memory and keep the result, those that cost most first."""
     config = plan.asked
-    model, rollout = config.model, config.rollout
+    model, rollout, evaluation = config.model, config.rollout, config.evaluation
+    if plan.on_gpu and plan.memory.phases["encode"].reward_models:
+        yield "reward.url", "http://HOST:8000"
+    if plan.gathered.sharded and not config.distributed.cpu_offload:
+        yield "distributed.cpu_offload", True
+    if config.training.update in UPDATES:
+        yield "training.update", UPDATES[config.training.update]
     order = ["selective", "full"]
     for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
         yield "model.checkpointing", value
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
-    sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
+    most = plan.config.rollout.videos_at_once
+    sizes = [size for size in range(most - 1, 0, -1) if rollout.batch_size % size == 0]
     for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
         yield "rollout.micro_batch_size", size
     if plan.gathered.sharded and plan.gathered.keep != "never" and not config.distributed.cpu_offload:
         yield "distributed.keep_gathered", "never"
-    if config.evaluation.every and config.evaluation.batch_size > 1:
-        yield "evaluation.batch_size", max(1, config.evaluation.batch_size // 4)
-    if not plan.tiled and (model.decode_limit_gib is None or model.decode_limit_gib > 8):
-        yield "model.decode_memory_gib", 8.0
+    if evaluation.every and evaluation.batch_size > 1:
+        yield from (("evaluation.batch_size", size) for size in sorted({1, max(1, evaluation.batch_size // 4)})[::-1])
+    limits = (8.0, 1.0) if not plan.tiled else ()
+    yield from (("model.decode_memory_gib", size) for size in limits if size < (model.decode_limit_gib or math.inf))
+    if plan.on_gpu and model.decode_dtype(True) == "float32":
+        yield "model.vae_dtype", "auto"
     if plan.on_gpu and config.training.mode == "lora" and model.adaln != "offload":
         yield "model.adaln", "offload"
 

@@ -174,7 +174,7 @@ class MemoryPlan:
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
             "rollout": self._working(sampling, self.calls.velocity if two_phase else self.calls.gradient),
-            "decode": self._decoding(sampling, self.latent, rollout.micro_batch_size),
+            "decode": self._decoding(sampling, self.latent, rollout.videos_at_once),
             "reward": replace(sampling, scoring=self._scoring),
         }
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
@@ -327,7 +327,7 @@ class MemoryPlan:
         if keeps_old_policy(self.config):
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
-        videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.micro_batch_size)
+        videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.videos_at_once)
         return 4.0 * prod(self.latent) * videos * measured
 
     # ------------------------------------------------------------------------------------------ what comes and goes

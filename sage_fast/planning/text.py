@@ -72,6 +72,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
     if plan.asked.model.checkpointing == "auto":
         yield f"  model.checkpointing auto: {plan.config.model.settled_checkpointing}"
+    if plan.asked.rollout.micro_batch_size == "auto":
+        yield f"  rollout.micro_batch_size auto: {plan.config.rollout.videos_at_once}"
     if plan.loading is not None:
         parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in plan.loading.items() if size)
         yield f"  CPU memory of a node, at most: {sum(plan.loading.values()) / 1e9:.1f} GB ({parts})"
@@ -258,6 +260,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "peak_memory": plan.memory.peak,
         "peak_phase": plan.memory.peak_phase,
         "checkpointing": plan.config.model.checkpointing,
+        "micro_batch_size": plan.config.rollout.videos_at_once,
         "loading_memory": plan.loading,
         "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
         "phases": {

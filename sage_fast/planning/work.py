@@ -141,7 +141,7 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
         guidance_scale=config.rollout.guidance_scale,
-        batch=config.rollout.micro_batch_size,
+        batch=config.rollout.videos_at_once,
         gradient=False,
     )
 
@@ -262,7 +262,7 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     size, group = rollout.batch_size, rollout.num_generations
     whole = group // math.gcd(size, group)
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
-    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.micro_batch_size)
+    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.videos_at_once)
     share = trained.any(-1).double().mean(-1)
     return float(share.mean() if ranks is None else share.amax(1).mean())
 

@@ -92,25 +92,27 @@ class WeightsAndBiases:
             ) from error
         id_file = run_dir / "wandb_run_id"
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
-        self._run: Any = wandb.init(
-            project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow", config=dict(settings)
-        )
+        self._run: Any = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
+        # A resumed run may have other settings, and updates that W&B has seen: its own steps only rise.
+        self._run.config.update(dict(settings), allow_val_change=True)
+        self._run.define_metric("update")
+        self._run.define_metric("*", step_metric="update")
         if run_id is None:
             write_text(id_file, f"{self._run.id}\n")
 
     def log(self, update: int, values: Mapping[str, Scalar]) -> None:
         """Add a row to the history."""
-        self._run.log({"update": update, **values}, step=update)
+        self._run.log({"update": update, **values})
 
     def show(self, update: int, sheet: Path, samples: Samples) -> None:
-        """Add the videos to the row of their update."""
+        """Add a row with the videos to the history."""
         import wandb
 
         videos = {file.stem: wandb.Video(str(file), caption=prompt, format="mp4") for prompt, file in samples}
-        self._run.log({f"samples/{name}": video for name, video in videos.items()}, step=update)
+        self._run.log({"update": update, **{f"samples/{name}": video for name, video in videos.items()}})
 
     def truncate_after(self, update: int) -> None:
-        """Nothing: it keeps the first value that a step was given."""
+        """Nothing: its history only grows; the rows of updates that are made again come after the earlier ones."""
 
     def close(self) -> None:
         """Send what is left and end the run."""

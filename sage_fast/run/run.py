@@ -64,7 +64,8 @@ logger = logging.getLogger(__name__)
 class RunResult:
     """End of a run: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
 
-    stop_reason: from the callback that stopped it; None where none did, and on ranks other than 0.
+    stop_reason: from the callback that stopped it, or how it got worse where `evaluation.stop_when_worse` did; None
+    where none did, and on ranks other than 0. worse: how the last evaluation is below update 0, see `describe_worse`.
 
     Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True, test=PairedTest(...))`
     """
@@ -74,6 +75,7 @@ class RunResult:
     finished: bool
     test: PairedTest | None
     stop_reason: str | None = None
+    worse: str | None = None
 
 
 def build_trainer(
@@ -238,7 +240,8 @@ class Run:
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
                 for row in read_metrics(self.directory / "metrics.jsonl"):
-                    self.progress.learn(row)
+                    if checkpoint is not None and row["update"] <= resumed:
+                        self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
@@ -306,8 +309,13 @@ class Run:
 
     @property
     def _stop_requested(self) -> bool:
-        """A signal, a file or a callback has asked this rank to stop."""
-        return self.stop.requested or self.callbacks.wants_stop
+        """A signal, a file or a callback has asked this rank to stop, or the model got worse."""
+        return self.stop.requested or self.callbacks.wants_stop or self._stops_as_worse
+
+    @property
+    def _stops_as_worse(self) -> bool:
+        # Rank 0 has the metrics. A run that was stopped for this stops again unless it goes on from an earlier update.
+        return self.config.evaluation.stop_when_worse and self.progress.status.worse is not None
 
     def _tell_of_checkpoints(self) -> None:
         """Tell the callbacks of the checkpoints that have become complete."""
@@ -493,7 +501,7 @@ class Run:
 
     def _conclude(self, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
-        update, test = self.trainer.update, None
+        update, test, worse = self.trainer.update, None, self.progress.status.worse
         if self.world.is_main:
             rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
             if rows:
@@ -505,7 +513,8 @@ class Run:
             update=update,
             finished=finished,
             test=test,
-            stop_reason=self.callbacks.stop_reason,
+            stop_reason=self.callbacks.stop_reason or (worse if self._stops_as_worse and not finished else None),
+            worse=worse,
         )
 
 

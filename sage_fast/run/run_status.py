@@ -44,6 +44,9 @@ QUIET_FACTOR = 4.0
 QUIET_FIRST_SECONDS = 1800.0
 """And so long before its first update, whose pace nobody knows."""
 
+WORSE = -3.0
+"""Standard errors of a paired gain below which the model counts as worse than the one that the run started from."""
+
 State = Literal["running", "finished", "stopped", "failed"]
 
 logger = logging.getLogger(__name__)
@@ -59,8 +62,8 @@ class Status:
 
     state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
-    paired, over update 0. seconds_left: by the measured pace. longest_seconds: that it has gone without progress.
-    videos_per_rollout: on all ranks. error: that ended it. written: UTC.
+    paired, over update 0. worse: see `describe_worse`. seconds_left: by the measured pace. longest_seconds: that it has
+    gone without progress. videos_per_rollout: on all ranks. error: that ended it. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
     gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
@@ -75,6 +78,7 @@ class Status:
     total: int = 0
     reward: float | None = None
     gain: float | None = None
+    worse: str | None = None
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
@@ -107,6 +111,7 @@ class RunProgress:
         self._step, self._evaluation_every = step, evaluation_every
         self._iterations: deque[float] = deque(maxlen=RECENT)
         self._evaluations: deque[float] = deque(maxlen=RECENT)
+        self._gains: dict[int, tuple[float, float]] = {}
         self._begun = self._failed = False
         self._last_step = self._last_line = time.monotonic()
         self._last_write = self._last_refresh = -math.inf
@@ -124,11 +129,14 @@ class RunProgress:
         self._write()
 
     def learn(self, record: Mapping[str, Any]) -> None:
-        """Take over the times of an update's record."""
+        """Take over the times and the paired gain of an update's record."""
         if "time/iteration" in record:
             self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
         if "time/evaluation" in record:
             self._evaluations.append(record["time/evaluation"])
+        if "eval/paired_gain" in record:
+            self._gains[record["update"]] = record["eval/paired_gain"], record["eval/paired_gain_stderr"]
+            self.status = replace(self.status, worse=describe_worse(self._gains))
 
     def seconds_left(self) -> float | None:
         """From the last update to the end of the run, by the measured times; None as long as there are none."""
@@ -187,6 +195,8 @@ class RunProgress:
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
         self.status = replace(self.status, update=update, **scores)
         self.status = replace(self.status, seconds_left=self.seconds_left())
+        if "gain" in scores and self.status.worse is not None and self.shown:
+            logger.warning("The model is %s.", self.status.worse)
         self._summary = "  ".join(parts)
         if self._bar is None:
             self._print(f"update {update}/{self.status.num_updates}  {self._summary}")
@@ -234,6 +244,28 @@ class RunProgress:
                 return
 
 
+def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
+    """A line on a model whose last evaluation is below `WORSE`: since which update, by how much, and the best one.
+
+    Args:
+        gains: update -> (paired gain over update 0, its standard error).
+    """
+    order = sorted(gains)
+    since = None
+    for update in order:
+        gain, error = gains[update]
+        since = (update if since is None else since) if gain < min(0.0, WORSE * error) else None
+    if since is None:
+        return None
+    gain, error = gains[order[-1]]
+    best = max(order, key=lambda update: gains[update][0])
+    by = f"{gain / error:+.1f} standard errors" if error else "every prompt alike"
+    return (
+        f"worse than at update 0 since update {since}: paired gain {gain:+.3g} at update {order[-1]} ({by}); the best "
+        + (f"checkpoint is update-{best:06d}, {gains[best][0]:+.3g}" if gains[best][0] > 0 else "is update 0")
+    )
+
+
 def format_seconds(seconds: float) -> str:
     """Example: `format_seconds(200)` is `3.3 min`, `format_seconds(9000)` is `2.5 h`."""
     if seconds < 90:
@@ -268,7 +300,12 @@ class RunState:
 
     @property
     def needs_attention(self) -> bool:
-        return self.condition in ("hangs", "killed", "failed")
+        return self.condition in ("hangs", "killed", "failed") or self.worse is not None
+
+    @property
+    def worse(self) -> str | None:
+        """See `describe_worse`."""
+        return None if self.status is None else self.status.worse
 
 
 def is_run(directory: Path) -> bool:

@@ -13,17 +13,19 @@ change. docs/how_to/python.md has examples.
 """
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from sage_fast.checkpoint import find_checkpoint, list_checkpoints
 from sage_fast.checkpoint.folder import update_of
-from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import check_trust, load_config
+from sage_fast.config.errors import ConfigError, speaking_python
+from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import register, registered
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
@@ -40,7 +42,8 @@ from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
 from sage_fast.run.page import FILE_NAME as PAGE
 from sage_fast.run.prompt_files import load_eval_prompts
-from sage_fast.run.resume import check_same_run
+from sage_fast.run.resume import check_same_run, split_keys
+from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.exporting import Export, export
 from sage_fast.tools.generation import load_generator, write_videos
@@ -77,6 +80,7 @@ class TrainedRun:
         gain = "reward not compared: there are no two evaluations"
         if (test := self.test) is not None:
             gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
+            gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
         updates = f"update {self.update} of {self.config.training.num_updates}"
         return f"TrainedRun in {self.output_dir}: {updates}, {end}\n{gain}\nlook at {self.output_dir / PAGE}"
 
@@ -90,14 +94,17 @@ class TrainedRun:
         """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
         return read_metrics(self.output_dir / METRICS)
 
+    @speaking_python
     def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
         """Compare the trained model with its base model; see `evaluate`."""
         return evaluate(self, output, **options)
 
+    @speaking_python
     def generate(self, prompts: str | Sequence[str], output: str | Path | None = None, **options: Any) -> list[Path]:
         """Write videos of prompts with the trained model, and return their files; see `generate`."""
         return generate(self, prompts, output, **options)
 
+    @speaking_python
     def export(self, output: str | Path | None = None, **options: Any) -> Export:
         """Write the trained weights for other programs; see `export`."""
         return export(self, output, **options)
@@ -107,20 +114,21 @@ RunLike = TrainedRun | RunConfig | str | Path
 
 
 def train(
-    config: RunConfig | str | Path,
+    config: RunLike | Sequence[str | Path],
     *,
-    prompts: Sequence[str] | None = None,
+    prompts: str | Sequence[str] | None = None,
     reward: RewardLike | Sequence[RewardLike] | None = None,
     reward_weights: Mapping[str, float] | None = None,
-    callbacks: Sequence[Callback] = (),
-    allow_changes: Collection[str] = (),
+    callbacks: Callback | Sequence[Callback] = (),
+    allow_changes: str | Collection[str] = (),
     allow_cpu: bool = False,
+    **overrides: Any,
 ) -> TrainedRun:
     """Train in this process, or in the processes that a launcher has started.
 
     Args:
-        config: a configuration, a preset or a YAML file.
-        prompts: texts that take the place of `data.prompts`.
+        config: a configuration, a preset, a YAML file or several, or a run.
+        prompts: a text, or several, that take the place of `data.prompts`.
         reward: takes the place of `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
             uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
             `score`; or a name as in `reward.rewards`; or a list of these. Higher is better.
@@ -129,6 +137,8 @@ def train(
         callbacks: called on rank 0 at every rollout, update, evaluation and save; each may stop the run.
         allow_changes: dotted keys that may differ from those of the checkpoint which `config.resume` goes on from.
         allow_cpu: train a model of more than 1e9 parameters on a CPU.
+        overrides: values of the configuration by key: `output_dir="runs/mine"`, `training={"num_updates": 3}`, or
+            `**{"training.num_updates": 3}`.
 
     Raises:
         ConfigError: the configuration cannot run; nothing was changed.
@@ -136,15 +146,17 @@ def train(
         TrainingError, RewardError, CheckpointError, RunDirectoryError, OSError: the message says what to do, and what
             was saved before is intact. RankFailure: another rank has died, failed or hung.
     """
-    config = _config_of(config)
+    config = _config_of(config, overrides)
     if prompts is not None:
-        config = replace(config, data=replace(config.data, prompts=list(prompts)))
+        config = replace(config, data=replace(config.data, prompts=_texts(prompts)))
     if reward is not None:
         config = _with_reward(config, reward, reward_weights)
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
     refuse_cpu(config, allow_cpu)
-    result = training.train(settle_memory(config), allow_changes=allow_changes, callbacks=callbacks)
+    allowed = split_keys([allow_changes] if isinstance(allow_changes, str) else list(allow_changes))
+    told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
     return TrainedRun(
         config=replace(config, output_dir=str(result.output_dir)),
         update=result.update,
@@ -263,8 +275,7 @@ def generate(
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if prompts is not None:
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
-        evaluation = replace(evaluation, prompts=texts, num_prompts=None)
+        evaluation = replace(evaluation, prompts=_texts(prompts), num_prompts=None)
     if seed is not None:
         evaluation = replace(evaluation, seed=seed)
     config = replace(config, evaluation=evaluation)
@@ -289,13 +300,25 @@ def generate(
 # ------------------------------------------------------------------------------------------ parts
 
 
-def _config_of(run: RunLike) -> RunConfig:
-    """The configuration of a run, which may be given by its directory; else that of a preset or a file."""
-    if isinstance(run, RunConfig):
-        return run
+def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+    """The configuration of a run, which may be given by its directory; else that of a preset or of files."""
+    if isinstance(run, str | Path) and (Path(run) / "config.yaml").is_file():
+        run = open_run(run)
     if isinstance(run, TrainedRun):
-        return run.config
-    return open_run(run).config if (Path(run) / "config.yaml").is_file() else load_config(run)
+        run = run.config
+    if isinstance(run, RunConfig):
+        return with_overrides(run, overrides) if overrides else run
+    return load_config(run, overrides)
+
+
+def _texts(prompts: str | Sequence[str]) -> list[str]:
+    """One text is one prompt. ConfigError for the name of a file."""
+    if isinstance(prompts, Path) or (isinstance(prompts, str) and os.path.isfile(prompts)):
+        raise ConfigError(
+            f"prompts is {str(prompts)!r}, a file, but it must be a text or a list of them. A file goes into the "
+            "configuration, as data.prompts (train) or evaluation.prompts (generate)."
+        )
+    return [prompts] if isinstance(prompts, str) else list(prompts)
 
 
 def _one_process() -> None:
@@ -344,7 +367,8 @@ def _with_reward(
         is_function = not isinstance(reward, str) and not hasattr(reward, "score")
         if is_function and not callable(reward):
             raise ConfigError(
-                f"reward is {reward!r}. Give a function f(videos, prompts), an object with `score`, or a name."
+                f"reward is {reward!r}. Give a function f(videos, prompts), an object with `score`, or a name; keys of "
+                'the section `reward` are given as **{"reward.KEY": value}.'
             )
         names.append(reward if isinstance(reward, str) else register(reward))
         if is_function:
@@ -367,5 +391,5 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
         raise ConfigError(
             f"The model has {count / 1e9:.1f} billion parameters and would run on a CPU (model.device is "
             f"{config.model.device!r}, and no GPU is used): one video takes hours. Use a GPU of 80 GB, try things out "
-            "with the preset toy_cpu, or add --allow-cpu (allow_cpu=True in Python) if you mean it."
+            "with the preset toy_cpu, or add --allow-cpu if you mean it."
         )

@@ -1,6 +1,7 @@
 """How processes are described, numbered and restarted, and the scripts that start them."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -107,9 +108,14 @@ def fake_cluster(folder: Path, **variables: str) -> dict[str, str]:
     )
 
 
+def called(folder: Path) -> list[str]:
+    """Arguments of the last call."""
+    return (folder / "arguments").read_text().splitlines()
+
+
 def assert_called(folder: Path, expected: list[str]) -> None:
     """The last call is torchrun with these arguments, and the environment has what it needs."""
-    arguments = (folder / "arguments").read_text().splitlines()
+    arguments = called(folder)
     assert arguments[arguments.index("-m") :] == [
         *("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=gpu", "--rdzv_backend=c10d"),
         *expected,
@@ -121,10 +127,10 @@ def assert_called(folder: Path, expected: list[str]) -> None:
 
 def test_the_scripts(tmp_path: Path) -> None:
     environment = fake_cluster(tmp_path)
-    here = environment | {"NNODES": "2", "HEAD": "node01", "MAX_RESTARTS": "2"}
+    here = environment | {"NNODES": "2", "HEAD": "node01", "MAX_RESTARTS": "2", "MASTER_PORT": "29500", "RUN_ID": "a"}
     assert bash("torchrun.sh", "my config.yaml", "--seed=1", environment=here) == (0, "")
     rest = ["-m", "sage_fast", "train", "my config.yaml"]
-    meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=sage-fast", "--max-restarts=2"]
+    meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=a", "--max-restarts=2"]
     assert_called(tmp_path, [*meeting, *rest, "--seed=1"])
     assert "usage" in bash("torchrun.sh", environment=here)[1]
 
@@ -133,6 +139,21 @@ def test_the_scripts(tmp_path: Path) -> None:
     rest += ["--output_dir", str(tmp_path / "my runs"), "--resume", "auto", "--seed=1", "--distributed.sp=2"]
     assert_called(tmp_path, [*meeting, *rest])
     assert not (tmp_path / "scontrol-calls").exists()
+
+
+def test_two_runs_of_the_script_at_a_time_do_not_meet(tmp_path: Path) -> None:
+    """One node takes a free port. On several all nodes name the same place, another one for another command."""
+    environment = fake_cluster(tmp_path)
+    assert bash("torchrun.sh", "a.yaml", environment=environment) == (0, "")
+    assert called(tmp_path)[4:6] == ["--standalone", "--max-restarts=3"]
+    several = environment | {"NNODES": "2", "HEAD": "node01"}
+    places = []
+    for words in (["a.yaml"], ["a.yaml"], ["a.yaml", "--output-dir=b"], ["a.yaml --output-dir=b"]):
+        assert bash("torchrun.sh", *words, environment=several) == (0, "")
+        places.append(tuple(called(tmp_path)[5:7]))
+    assert places[0] == places[1] and len(set(places)) == 3
+    assert all(re.fullmatch(r"--rdzv_endpoint=node01:2\d{4}", endpoint) for endpoint, _ in places)
+    assert "HEAD: the node" in bash("torchrun.sh", "a.yaml", environment=environment | {"NNODES": "2"})[1]
 
 
 @pytest.mark.parametrize(("status", "restarts", "requeued"), [("137", "3", True), ("1", "20", False)])

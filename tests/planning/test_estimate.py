@@ -22,6 +22,7 @@ from sage_fast import accelerate
 from sage_fast.commands.cli import main
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import FREE, MACHINE, REMEDY, marked_keys
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.hunyuan15 import (
@@ -44,6 +45,7 @@ from sage_fast.planning.estimate import (
     find_options,
     make_plan,
     plan_encoding,
+    possible_changes,
     settle_memory,
 )
 from sage_fast.planning.layout import Layout
@@ -493,3 +495,73 @@ def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> N
     assert settle_memory(config).model.decode_memory_gib == "auto", "in tiles where a whole video does not fit"
     given = replace(config, model=replace(config.model, decode_memory_gib=8.0))
     assert settle_memory(given) is given
+
+
+# ------------------------------------------------------------------------------------------ every key that may help
+
+NO_MEMORY = {
+    "model.device model.kernels model.attention model.deterministic": "the same tensors",
+    "model.forward": "stock keeps more, and is not planned",
+    "rollout.batch_size distributed.dp_replicate distributed.dp_shard distributed.sp distributed.zero_stage "
+    "distributed.param_dtype": "they follow from the number of GPUs, or must change together",
+    "distributed.timeout_seconds": "a time",
+    "reward.python": "the rewards stay on the GPU",
+    "reward.on_failure training.skip_nonfinite_updates training.kl_share_every": "what a run does now and then",
+}
+"""Keys that leave the result as it is, and that no plan offers."""
+
+
+def test_every_key_that_keeps_the_result_is_offered_where_it_may_save_memory() -> None:
+    """The configuration marks them so; the update is another one, whose gradient is the same."""
+    free = marked_keys(RunConfig, FREE)
+    keeping = {key for key, reason in free.items() if reason in (MACHINE, REMEDY)} | {"training.update"}
+    keeping |= {key for key in free if key.endswith(".batch_size")}
+
+    def asks(sharded: bool, *words: str) -> Any:
+        config = load_config(B, [*words, "--evaluation.batch_size=8", "--model.vae_dtype=float32"])
+        memory = SimpleNamespace(phases={"encode": SimpleNamespace(reward_models=1.0)})
+        gathered = SimpleNamespace(sharded=sharded, keep="rollout")
+        return SimpleNamespace(asked=config, config=config, gathered=gathered, on_gpu=True, tiled=False, memory=memory)
+
+    lora = ("--model.checkpointing=none", "--training.guidance=paired", "--rollout.micro_batch_size=4")
+    asked = [asks(False, *lora), asks(True, "--training.mode=full")]
+    offered = {key: value for plan in asked for key, value in possible_changes(plan)}
+    assert offered.keys() | {key for keys in NO_MEMORY for key in keys.split()} == keeping
+    assert offered["rollout.micro_batch_size"] == offered["evaluation.batch_size"] == 1
+    assert [change[0] for change in possible_changes(asked[0])][:2] == ["reward.url", "training.update"]
+
+
+@pytest.mark.slow
+def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
+    config = load_config("hv15_quick_lora_1gpu")
+    found = make_plan(config, DEVICES["h100"], memory_gb=40, sizes={})
+    assert not found.fits and found.memory.peak > 50e9
+    (only,) = find_options(found)
+    assert only.overrides == "--training.update=two_phase" and only.plan.memory.peak == pytest.approx(34.9e9, abs=5e7)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "memory", "expected"),
+    [
+        ((), None, 4),  # the whole group: its calls are short
+        ((), 0.013, 1),
+        (("--rollout.num_generations=2",), None, 2),
+        (("--training.update=single_pass",), None, 1),
+    ],
+)
+def test_micro_batch_size_auto_is_what_fills_and_fits_the_gpu(
+    words: tuple[str, ...], memory: float | None, expected: int
+) -> None:
+    auto = ("--rollout.micro_batch_size=auto", "--rollout.num_generations=4", "--rollout.batch_size=8")
+    found = small_plan(*auto, *words, memory_gb=memory)
+    assert found.config.rollout.micro_batch_size == expected and found.asked.rollout.micro_batch_size == "auto"
+    assert f"rollout.micro_batch_size auto: {expected}" in to_text(found, [])
+
+
+@pytest.mark.slow
+def test_micro_batch_size_auto_stops_at_a_full_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--rollout.micro_batch_size=auto", "--rollout.num_generations=4", "--rollout.batch_size=4")
+    tokens = small_plan().video_tokens
+    monkeypatch.setattr(estimate, "FULL_CALL", 1.5 * tokens)
+    assert small_plan.__wrapped__(*words).config.rollout.micro_batch_size == 2

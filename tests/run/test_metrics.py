@@ -135,9 +135,11 @@ def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_ke
         logger.close()
     logger.show(2, sheet, [(PROMPT, tmp_path / "00.mp4")])
     first, second = (begun.kwargs for begun in wandb.init.call_args_list)
-    assert (first["project"], first["config"], first["id"], second["id"]) == ("videos", SETTINGS, None, "abc")
-    rows = [call({"update": update, "a": 0.5}, step=update) for update in (1, 2)]
-    assert run.log.call_args_list == [*rows, call({"samples/00": wandb.Video.return_value}, step=2)]
+    assert (first["project"], first["id"], second["id"]) == ("videos", None, "abc")
+    assert run.config.update.call_args_list == [call(SETTINGS, allow_val_change=True)] * 2, "a resumed run's own"
+    assert run.define_metric.call_args_list[2:] == [call("update"), call("*", step_metric="update")]
+    rows = [call({"update": update, "a": 0.5}) for update in (1, 2)]  # without `step`, below which W&B drops rows
+    assert run.log.call_args_list == [*rows, call({"update": 2, "samples/00": wandb.Video.return_value})]
     wandb.Video.assert_called_once_with(str(tmp_path / "00.mp4"), caption=PROMPT, format="mp4")
     assert run.finish.call_count == 2
 

@@ -4,22 +4,28 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import TrainingError
+from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.load import dump_config
+from sage_fast.config.registry import register
 from sage_fast.config.schema import RunConfig
 from sage_fast.run import run_status
 from sage_fast.run.lease import Lease
+from sage_fast.run.page import write_run_page
 from sage_fast.run.run import Run
 from sage_fast.run.run_status import (
     FILE_NAME,
     RunProgress,
     Status,
+    describe_worse,
     format_seconds,
     look_at_run,
     patience,
@@ -156,3 +162,71 @@ def test_a_log_has_lines_a_terminal_a_bar_and_other_ranks_nothing(
     assert nothing == "" and heartbeat == "update 4/60  rollout 1/4  1.9 h left"
     assert 1 <= len(others) <= 3 and last.startswith("update 4/60")
     assert all(part in bar for part in ("3/60", "rollout 2/4", "4/60", "reward 0.5"))
+
+
+# ------------------------------------------------------------------------------------------ a model that got worse
+
+
+def test_a_run_that_got_worse_says_since_when_and_which_checkpoint_is_the_best(
+    runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Below 3 standard errors, at the last evaluation; a later one that is better takes it back."""
+    error = 0.1
+    gains = {0: 0.0, 10: 0.4, 20: -0.31, 30: -0.29, 40: -0.31, 50: -0.5}
+    worse = describe_worse({update: (gain, error) for update, gain in gains.items()})
+    assert worse is not None and "since update 40: paired gain -0.5 at update 50 (-5.0 standard errors)" in worse
+    assert worse.endswith("the best checkpoint is update-000010, +0.4")
+    assert describe_worse({0: (0.0, 0.0), 10: (-0.3, error)}) is None
+    alike = describe_worse({0: (0.0, 0.0), 10: (-0.1, 0.0)})
+    assert alike is not None and "every prompt alike" in alike and alike.endswith("the best is update 0")
+
+    progress = RunProgress(runs / "done", replace(GOING, state="finished", gain=None), step=1, evaluation_every=10)
+    progress.begin(10)
+    progress.learn({"update": 0, "eval/paired_gain": 0.0, "eval/paired_gain_stderr": 0.0})
+    row = {"update": 20, "eval/reward_mean": 0.1, "eval/paired_gain": -0.31, "eval/paired_gain_stderr": error}
+    progress.finished(row)
+    progress.end("finished")
+    assert "The model is worse than at update 0 since update 20" in caplog.text
+    write_run_page(runs / "done")
+    assert "The model is worse than at update 0 since update 20" in (runs / "done/index.html").read_text("utf-8")
+    assert main(["status", str(runs / "done")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "finished, worse" in lines[1] and lines[2].startswith(f"{runs / 'done'}: worse than at update 0 since")
+    progress.finished(row | {"update": 30, "eval/paired_gain": -0.2})
+    assert progress.status.worse is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_drawn")
+def test_a_run_stops_when_it_got_worse_and_goes_on_when_it_is_told_to(
+    tiny_run: MakeRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    calls: list[int] = []
+
+    def falling(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+        calls.append(len(prompts))
+        return torch.linspace(0, 0.01, len(prompts)) - len(calls) * (len(calls) > 3)  # not at update 1
+
+    reward = ["--reward.rewards", f"[{register(falling)}]", "--reward.weights={falling: 1}"]
+    words = [*reward, "--evaluation.every=1", "--training.num_updates=3", "--checkpoint.asynchronous=false"]
+    file = tmp_path / "falling.yaml"
+    file.write_text(dump_config(tiny_run(*words)))
+
+    def train(*more: str) -> list[str]:
+        assert main(["train", str(file), *more]) == 0
+        return capsys.readouterr().out.splitlines()[-2:]
+
+    stop = "--evaluation.stop_when_worse=true"
+    back = f"{tmp_path}/run/checkpoints/update-000001"
+    for resume in ("none", "auto", back):  # a job that is queued again does not go on by itself
+        before = len(calls)
+        model, stopped = train(stop, f"--resume={resume}")
+        assert "worse than at update 0 since update 2" in model
+        assert stopped.startswith("Stopped after update 2, as evaluation.stop_when_worse says.")
+        assert (len(calls) == before) == (resume == "auto")
+    result = Run(tiny_run(*words, stop, "--resume=auto")).train()
+    assert not result.finished and result.update == 2 and result.stop_reason == result.worse is not None
+    model, end = train("--resume=auto")
+    assert "worse than at update 0 since update 2" in model and "Finished, but it got worse: look at" in end
+    with pytest.raises(ConfigError, match=r"stop_when_worse is True, but it must be false with every 0"):
+        tiny_run(stop, "--evaluation.every=0")

@@ -9,10 +9,9 @@ import pytest
 from torch import Tensor
 
 import sage_fast
-from sage_fast import Callback, StopRun, UpdateRecord, load_config, open_run, train
+from sage_fast import Callback, RunConfig, StopRun, TrainedRun, UpdateRecord, load_config, open_run, train
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.errors import ConfigError, RewardError, in_python
 from sage_fast.models import video_files
 
 MakeRun = Callable[..., RunConfig]
@@ -88,12 +87,91 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
         ({"prompts": ["a red circle moving left", 3]}, "data.prompts: a prompt is 3; write it as a text"),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         ({"callbacks": [print]}, "sage_fast.Callback"),
+        ({"callbacks": print}, "sage_fast.Callback"),
+        ({"prompts": "setup.py"}, "prompts is 'setup.py', a file"),
+        ({"reward": {"on_failure": "stop"}}, '**{"reward.KEY": value}'),
+        ({"num_updates": 3}, "unknown key 'num_updates'. Did you mean training.num_updates?"),
+        ({"training": 3}, "training is 3, but it must hold keys such as training.num_updates"),
+        ({"training": {"num_updates": 0}}, "training.num_updates is 0"),
+        ({"allow_changes": "seeds"}, "allow_changes: unknown key 'seeds'. Did you mean seed?"),
     ],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as error:
         train(tiny_run(), **options)
     assert expected in str(error.value) and isinstance(error.value, ValueError)
+
+
+def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    seen: list[tuple[RunConfig, Any]] = []
+
+    def end(config: RunConfig, **options: Any) -> None:
+        seen.append((config, options))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("sage_fast.run.run.train", end)
+    one, many = StopAtOne(), {"training.num_updates": 6, "rollout": {"sde_window": {"size": 2}}}
+    given: dict[str, Any] = {"prompts": "a red circle", "callbacks": one, "allow_changes": "seed, rollout.eta"}
+    base = tiny_run("--rollout.eta=0.3")
+    for config in (
+        base,
+        "toy_cpu",
+        ["toy_cpu", "ablations/kl_none"],
+        TrainedRun(config=base, update=0, finished=False),
+    ):
+        with pytest.raises(ConfigError, match="enough"):
+            train(config, **given, **many, output_dir=tmp_path / "mine", seed=7)
+    for config, options in seen:
+        assert config.data.prompts == ["a red circle"]
+        assert options == {"callbacks": [one], "allow_changes": ["seed", "rollout.eta"]}
+        assert (config.training.num_updates, config.rollout.sde_window.size, config.seed) == (6, 2, 7)
+        assert config.output_dir == str(tmp_path / "mine")
+    assert [config.rollout.eta for config, _ in seen] == [0.3, 0.5, 0.5, 0.3], "what is not named stays"
+    assert seen[2][0].objective.kl_mode == "none" and base.seed != 7
+    (tmp_path / "no_output.yaml").write_text("data: {prompts: [a]}")
+    with pytest.raises(ConfigError, match="enough"):
+        train(tmp_path / "no_output.yaml", output_dir="there")
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "of_the_command"),
+    [
+        (lambda run: sage_fast.generate(run, "a", num_videos=0), "num_videos is 0;", "--num-videos is 0;"),
+        (lambda run: sage_fast.generate(run, "a", sampler="x"), "sampler is 'x';", "--sampler is 'x';"),
+        (lambda run: sage_fast.evaluate(run, resamples=1), "resamples is 1;", "--resamples is 1;"),
+        (
+            lambda run: sage_fast.generate(run, "a"),
+            'Give checkpoint=FOLDER, or checkpoint="none" for',
+            "Give --checkpoint FOLDER, or --checkpoint none for",
+        ),
+        (
+            lambda run: TrainedRun(config=run, update=0, finished=False).generate("a", num_videos=0),
+            "num_videos is",
+            "--num",
+        ),
+        (lambda run: load_config("toy_cpu", {"seeds": 1}), "unknown key 'seeds'", "command line: unknown key"),
+    ],
+)
+def test_errors_name_the_arguments_of_python(
+    tiny_run: MakeRun, call: Callable[[RunConfig], object], expected: str, of_the_command: str
+) -> None:
+    """And those of the commands name their options: inside there is one wording."""
+    with pytest.raises(ConfigError) as error:
+        call(tiny_run())
+    assert str(error.value).startswith(expected) or expected in str(error.value)
+    assert of_the_command not in str(error.value)
+
+
+def test_a_message_in_python_leaves_commands_and_other_programs_alone() -> None:
+    for text in ("`sage-fast train x --resume auto` goes on", "torchrun --max-restarts=3", "pip install --upgrade av"):
+        assert in_python(text) == text
+    assert in_python("by --allow-changes seed.") == 'by allow_changes="seed".'
+    told = in_python(
+        "command line: --allow-changes lora.rank,rollout.eta. --resume PATH, --reward.url=NAME, --overwrite."
+    )
+    assert told == 'allow_changes="lora.rank,rollout.eta". resume=PATH, reward.url=NAME, overwrite=True.'
 
 
 @pytest.mark.parametrize("command", ["train", "generate --checkpoint=none --output=v"])

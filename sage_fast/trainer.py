@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,9 +48,9 @@ from sage_fast.objective import (
     next_kl_weight,
     weighted_advantages,
 )
+from sage_fast.policy.adapters import add_initial_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
-from sage_fast.policy.trained import load_adapter
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
 from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
 from sage_fast.rewards.composite import CompositeReward
@@ -194,9 +193,8 @@ class Trainer:
         config, transformer = self.config, components.transformer
         self.model_digest = base_digest(transformer, components.weights)
         """Digest of the weights that the run starts from."""
+        add_initial_adapter(transformer, config.model, config.lora)
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
-        if config.model.adapter is not None:
-            load_adapter(transformer, Path(config.model.adapter))
         self.engine = self._make_engine(transformer, components.weights)
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import json
+import logging
+import math
 import os
 import re
 import stat
@@ -15,6 +17,8 @@ from sage_fast import __version__
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.config.files import sync
 from sage_fast.distributed.world import SINGLE_PROCESS, World
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -58,6 +62,22 @@ def list_checkpoints(root: Path) -> list[Path]:
             return []
         raise UnreadableCheckpointError.of(root, error) from error
     return sorted((root / name for name in names), key=update_of)
+
+
+def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
+    """The pinned update and its score, unless its checkpoint is gone or is of a part of the run that was gone back
+    behind. A file that is cut or altered is ignored with a warning.
+    """
+    path = root / BEST
+    try:
+        found = json.loads(path.read_bytes())
+        update, score = int(found["update"]), float(found["score"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s) and ignored; the next best evaluation replaces it.", path, error)
+        return None
+    return (update, score) if update <= newest and (root / checkpoint_name(update)).is_dir() else None
 
 
 def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:

@@ -39,6 +39,7 @@ from sage_fast.checkpoint.folder import (
     describe_files,
     list_checkpoints,
     one_process_is_meant,
+    read_best,
     update_of,
     write_manifest,
 )
@@ -157,7 +158,7 @@ class CheckpointWriter:
         def pin() -> None:
             if not self.world.is_main or not self._final(update).is_dir():
                 return
-            best = self._read_best(newest=update)
+            best = read_best(self.root, newest=update)
             if best is None or best[0] == update or best[1] < score:
                 write_text(self.root / BEST, json.dumps({"update": update, "score": score}))
 
@@ -295,7 +296,7 @@ class CheckpointWriter:
             logger.warning("Checkpoints that are no longer kept could not be deleted: %s", error)
 
     def _delete_superfluous(self, update: int) -> None:
-        best = self._read_best(newest=update)
+        best = read_best(self.root, newest=update)
         # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
         folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
         for old in folders[: -self.keep_last]:
@@ -307,21 +308,6 @@ class CheckpointWriter:
         doomed = self._partial(update_of(folder)).with_suffix(".deleted.partial")
         folder.replace(doomed)
         shutil.rmtree(doomed)
-
-    def _read_best(self, newest: int) -> tuple[int, float] | None:
-        """The pinned update and its score, unless its checkpoint is gone or is of a part of the run that was gone back
-        behind. A file that is cut or altered is ignored with a warning.
-        """
-        path = self.root / BEST
-        try:
-            found = json.loads(path.read_bytes())
-            update, score = int(found["update"]), float(found["score"])
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError, KeyError) as error:
-            logger.warning("%s is damaged (%s) and ignored; the next best evaluation replaces it.", path, error)
-            return None
-        return (update, score) if update <= newest and self._final(update).is_dir() else None
 
     # ------------------------------------------------------------------------------------------ ranks
 

@@ -125,9 +125,13 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
-        "--checkpoint", default="auto", help=f"auto (newest of the run){base} or a checkpoint folder; default auto"
+        "--checkpoint",
+        default="auto",
+        help=f"auto (newest of the run), best (by its evaluations){base} or a checkpoint folder; default auto",
     )
-    weights.add_argument("--lora", type=Path, help="adapter in diffusers' or the official layout")
+    weights.add_argument(
+        "--lora", type=Path, help="adapter: .safetensors of diffusers, peft, ComfyUI, musubi-tuner or the official code"
+    )
     add_cpu_argument(parser)
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(

@@ -1,10 +1,16 @@
-"""Write the trained weights for diffusers, the official code or ComfyUI.
+"""Write the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or peft.
 
 examples:
   sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
   sage-fast export runs/mine/checkpoints/update-000040 --output exported
   sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
   sage-fast export runs/mine --output official --layout official         for `generate.py --lora_path official`
+  sage-fast export runs/mine --output best --checkpoint best             of the run's best evaluation
+
+An adapter is for one layout of names, and most programs ignore another one silently:
+  diffusers   diffusers                             comfyui   ComfyUI, diffusion-pipe
+  official    Tencent's generate.py, LightX2V       musubi    musubi-tuner
+  peft        peft, vLLM-Omni
 
 FOLDER/README.md says how to load it; `hf upload me/mine FOLDER` publishes the folder. With
 training.ema_decay set the averaged weights are exported: those that the run evaluated.
@@ -31,11 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layout",
-        choices=["diffusers", "official", "comfyui"],
+        choices=["diffusers", "official", "comfyui", "musubi", "peft"],
         default="diffusers",
         help="program that an adapter is for; default diffusers",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the export of another run in the folder")
+    parser.add_argument(
+        "--checkpoint", default="auto", help="of a run: auto (the newest), best (by its evaluations) or a folder"
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace an export of another run, format or layout in the folder"
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -48,6 +59,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     result = export(
         Path(options.config[0]),
         options.output,
+        checkpoint=options.checkpoint,
         format=options.format,
         layout=options.layout,
         overrides=overrides,

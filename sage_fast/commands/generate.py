@@ -24,7 +24,7 @@ USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value .
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_sampling_arguments(parser, base=", none (the base model),", num_videos=1, counted="videos per prompt")
+    add_sampling_arguments(parser, base=", none (where the run starts)", num_videos=1, counted="videos per prompt")
     parser.add_argument(
         "--sampler",
         default="ode",

@@ -145,8 +145,8 @@ class ModelConfig(Section, key="model"):
     dtype: Literal["float32", "bfloat16"] = fixed("float32", SHAPES)
     """Data type of the frozen transformer weights. Trained weights are always float32."""
     adapter: str | None = fixed(None, SHAPES)
-    """LoRA adapter to start from: the folder or .safetensors file of another run's export, or the lora/ folder of a
-    checkpoint. It is loaded before training (training.mode lora; lora.rank and
+    """LoRA adapter to start from: the folder or .safetensors file of another run's export or of another program, or the
+    lora/ folder of a checkpoint. It is loaded before training (training.mode lora; lora.rank and
     target_modules must fit), and is part of what the run calls its initial weights: the fixed anchor, and "before" in
     the paired evaluation."""
     vae_dtype: Literal["auto", "float32", "bfloat16", "float16"] = free("auto", MACHINE)

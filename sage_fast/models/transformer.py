@@ -19,7 +19,7 @@ from sage_fast.models.attention.joint import SequenceLayout
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """Activations that a block keeps for its backward pass."""
 
-Layout = Literal["diffusers", "official", "comfyui"]
+Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
 """Programs that an adapter is exported for, each with its names for the same weights."""
 
 
@@ -58,6 +58,8 @@ class Backbone:
         where that is not the weights' yet. ConfigError for an attention backend that cannot run;
         ValueError for options or a variant that the fused forward does not support.
     named_adapter: a LoRA adapter by diffusers' names, with alpha = rank, by the names of a layout.
+    layers_named: the linear layers by diffusers' names that a layer of any layout stands for, in the order of its rows;
+        without a prefix, and with `.` or `_` between its parts. A name that no layout has stands for itself.
 
     Example: `BACKBONE` in `sage_fast/models/hunyuan15/backbone.py`
     """
@@ -69,6 +71,7 @@ class Backbone:
     adaln_layers: Callable[[Any], list[nn.Module]]
     choose_forward: Callable[..., FusedForward | None]
     named_adapter: Callable[[Mapping[str, Tensor], Layout], dict[str, Tensor]]
+    layers_named: Callable[[str], list[str]]
 
 
 def backbone(transformer: nn.Module | None = None, *, name: str | None = None) -> Backbone:

@@ -28,15 +28,23 @@ ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 def make_trainable(
     transformer: HunyuanVideo15Transformer3DModel, mode: Literal["lora", "full"], lora: LoraConfig, seed: int
 ) -> None:
-    """Prepare a transformer for `training.mode`: new adapters, or every weight that matters.
+    """Prepare a transformer for `training.mode`: the adapter that is there, or a new one, or every weight that matters.
 
     ValueError as `add_lora` and `train_all`.
     """
-    if mode == "lora":
+    if mode == "lora" and has_adapter(transformer):
+        for name, parameter in transformer.named_parameters():
+            parameter.requires_grad_(".lora_" in name)
+    elif mode == "lora":
         modules = lora.target_modules
         add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=modules, seed=seed)
     else:
         train_all(transformer)
+
+
+def has_adapter(transformer: nn.Module) -> bool:
+    """Return True if an adapter was added."""
+    return bool(getattr(transformer, "peft_config", None))
 
 
 def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: Sequence[str]) -> list[str]:
@@ -141,9 +149,10 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
     for name, parameter in transformer.named_parameters():
         if ".lora_" in name:
             continue
+        name = name.replace(".base_layer", "")
         flat = (parameter if weights is None else weights[name]).detach().flatten()
         ends = torch.cat([flat[:8], flat[-8:]]).to(parameter.dtype).double().cpu()
-        digest.update(f"{name.replace('.base_layer', '')} {tuple(parameter.shape)} {ends.tolist()}".encode())
+        digest.update(f"{name} {tuple(parameter.shape)} {ends.tolist()}".encode())
     return digest.hexdigest()
 
 
@@ -163,6 +172,12 @@ def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dty
     )
 
 
+def described(config: PeftLoraConfig) -> str:
+    """peft's description of an adapter as JSON."""
+    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    return json.dumps(fields, indent=2, sort_keys=True)
+
+
 def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Callable[[], None]:
     """Copy the adapter as it is now to CPU memory; the function that is returned writes it in diffusers' layout.
 
@@ -173,8 +188,7 @@ def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Ca
     ((name, config),) = transformer.peft_config.items()
     weights = get_peft_model_state_dict(transformer, adapter_name=name)
     copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in weights.items()}
-    described = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
-    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(described, indent=2, sort_keys=True)}
+    metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: described(config)}
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sage_fast.checkpoint.folder import read_best
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import write_text
 from sage_fast.evaluation import (
@@ -30,12 +31,38 @@ from sage_fast.evaluation import (
 )
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
+from sage_fast.run.metrics import FILE_NAME as METRICS
+from sage_fast.run.metrics import read_metrics
 from sage_fast.trainer import Trainer
 
 MOST_SHOWN = 8
 """Samples on the contact sheet of an evaluation, and in Weights & Biases."""
 
 logger = logging.getLogger(__name__)
+
+
+WORSE = -3.0
+"""Standard errors of the paired evaluation from which on a model is said to be worse than the one it started from."""
+
+
+def decline(directory: Path, update: int) -> str | None:
+    """One line where the last evaluation up to an update says that the run got worse than its start or its best."""
+    rows = [row for row in read_metrics(directory / METRICS) if "eval/paired_gain" in row and row["update"] <= update]
+    if not rows:
+        return None
+    gain, stderr = rows[-1]["eval/paired_gain"], rows[-1].get("eval/paired_gain_stderr", 0.0)
+    best = read_best(directory / "checkpoints")
+    findings = []
+    if gain < WORSE * stderr:
+        findings.append("the model that the run starts from")
+    if best is not None and best[1] > gain:
+        findings.append(f"update {best[0]}, whose gain was {best[1]:+.3g} (--checkpoint best)")
+    if not findings:
+        return None
+    return (
+        f"By the run's own evaluation update {rows[-1]['update']} (reward {gain:+.3g} \N{PLUS-MINUS SIGN} {stderr:.2g} "
+        f"against its start) is worse than {' and than '.join(findings)}."
+    )
 
 
 class RunEvaluation:

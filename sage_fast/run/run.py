@@ -35,9 +35,11 @@ from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_c
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import describe_model, open_components
+from sage_fast.models.family import describe_model
 from sage_fast.objective import kl_uses
-from sage_fast.policy.lora import cast_weights, copy_lora
+from sage_fast.policy.adapters import open_model
+from sage_fast.policy.lora import copy_lora
+from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
@@ -99,8 +101,7 @@ def build_trainer(
     if world.sp > 1:
         _check_described_heads(config, world.sp)
     try:
-        components = open_components(config.model)
-        cast_weights(components.transformer, getattr(torch, config.model.dtype))
+        components = open_model(config.model, config.lora)
         reward = CompositeReward.from_config(
             config.reward,
             [p.text for p in used_prompts(config, prompts, eval_prompts, world.dp_degree, done)],
@@ -186,7 +187,9 @@ class Run:
         )
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         # A path may name other files on another node.
-        check_same_everywhere({"model.path": self.trainer.model_digest, "prompts": self.prompts_digest})
+        adapter = "" if config.model.adapter is None else weights_digest(Path(config.model.adapter))
+        digests = {"model.path": self.trainer.model_digest, "model.adapter": adapter, "prompts": self.prompts_digest}
+        check_same_everywhere(digests)
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.directory)
         training = config.training

@@ -27,8 +27,9 @@ from sage_fast.config.registry import EXACT_POLICIES
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.config.sections import FREE, marked_keys
 from sage_fast.evaluation import OVERALL, REWARD
-from sage_fast.models.family import open_components
+from sage_fast.policy.adapters import open_model
 from sage_fast.policy.lora import base_digest
+from sage_fast.policy.trained import weights_digest
 from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
 from sage_fast.run.provenance import describe_environment
 from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
@@ -124,10 +125,12 @@ class Study:
     def begin(self) -> None:
         """Note the base model. ConfigError where it cannot be loaded, or the folder has results of another."""
         try:
-            components = open_components(self.config.model)
+            components = open_model(self.config.model, self.config.lora)
+            base = base_digest(components.transformer, components.weights)
+            if self.config.model.adapter is not None:
+                base += weights_digest(Path(self.config.model.adapter))
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
-        base = base_digest(components.transformer, components.weights)
         file = self.folder / "study.json"
         if not file.is_file() and not (self.folder / "trainings").exists() and not (self.folder / "measures").exists():
             write_text(file, json.dumps({"base": base}))

@@ -23,13 +23,13 @@ from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.models.family import Components, load_components
+from sage_fast.models.family import Components
 from sage_fast.models.transformer import backbone
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.planning.memory import CUDA_RUNTIME
-from sage_fast.policy.lora import cast_weights
+from sage_fast.policy.adapters import load_model
 from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.prompt_files import load_prompts
@@ -74,11 +74,10 @@ def examine_deeply(config: RunConfig, scores: Path | None = None) -> list[Check]
     guarded("rewards", _stored_scores(config, scores))
     start = time.perf_counter()
     try:
-        components = load_components(config.model)
+        components = load_model(config.model, config.lora)
         components.check_guidance(config.rollout.guidance_scale)
     except (SageError, ValueError, OSError, RuntimeError) as error:
         return [*checks, _judged("model", False, str(error), "see the message")]
-    cast_weights(components.transformer, getattr(torch, config.model.dtype))
     parameters = sum(p.numel() for p in components.transformer.parameters())
     detail = f"{parameters:,} parameters in {config.model.dtype}, loaded in {time.perf_counter() - start:.0f} s"
     checks.append(_judged("model", True, detail))

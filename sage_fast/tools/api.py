@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sage_fast.checkpoint import find_checkpoint, list_checkpoints
+from sage_fast.checkpoint import list_checkpoints
 from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.errors import ConfigError, speaking_python
 from sage_fast.config.load import check_trust, load_config, with_overrides
@@ -33,7 +33,8 @@ from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
-from sage_fast.policy.trained import adapter_file, weights_digest
+from sage_fast.policy.adapters import adapter_file
+from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score
 from sage_fast.run import run as training
@@ -45,8 +46,9 @@ from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run, split_keys
 from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
+from sage_fast.tools.checkpoints import choose_checkpoint
 from sage_fast.tools.exporting import Export, export
-from sage_fast.tools.generation import load_generator, write_videos
+from sage_fast.tools.generation import initial_weights, load_generator, write_videos
 from sage_fast.tools.paired import PairedEvaluation, Report, write_report
 
 TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
@@ -201,9 +203,12 @@ def evaluate(
 ) -> Report:
     """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report into `output`.
 
+    The base model is the one that the run starts from: `model.adapter` is part of it.
+
     Args:
         output: a folder; None is `scores` in the run's directory.
-        checkpoint: `auto` (newest of the run) or a checkpoint folder. lora: an adapter instead.
+        checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a checkpoint folder. lora: an adapter
+            instead.
         num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
         overwrite: evaluate again what has been evaluated in `output`.
 
@@ -257,8 +262,8 @@ def generate(
     Args:
         prompts: one text or several; None takes the run's evaluation prompts.
         output: a folder; None is `generated` in the run's directory.
-        checkpoint: `auto` (newest of the run), `none` (the base model) or a checkpoint folder. lora: an adapter
-            instead.
+        checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the model that the run starts
+            from) or a checkpoint folder. lora: an adapter instead, also of `model.adapter`.
         sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
         overwrite: make videos again that exist already.
 
@@ -281,8 +286,10 @@ def generate(
     config = replace(config, evaluation=evaluation)
     records = load_eval_prompts(config)
     chosen = _choose_weights(config, checkpoint, lora)
+    if chosen is not None:
+        config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
     generator = load_generator(config, records)
-    name = "base"
+    name = initial_weights(config)
     if chosen is not None:
         path, weights = chosen
         generator.use_trained(weights)
@@ -344,14 +351,8 @@ def _choose_weights(
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error
         return file, file
-    root = Path(config.output_dir) / "checkpoints"
-    found = find_checkpoint(checkpoint, root)
+    found = choose_checkpoint(checkpoint, Path(config.output_dir))
     if found is None:
-        if checkpoint == "auto":
-            raise ConfigError(
-                f"{root} holds no complete checkpoint. Give --checkpoint FOLDER, or --checkpoint none for the base "
-                "model."
-            )
         return None
     check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
     return found.folder, found.tensors.get("ema", found.tensors["weights"])

@@ -2,6 +2,7 @@
 
 FOLDER/
     pytorch_lora_weights.safetensors               format lora
+    adapter_model.safetensors  adapter_config.json  the same in peft's layout
     config.json  diffusion_pytorch_model*          format full
     README.md  config.yaml  *.png  export.json     the model card (template `model_card.md`); its source
 """
@@ -10,33 +11,45 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
+from peft import LoraConfig as PeftLoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import Checkpoint, newest_checkpoint, open_checkpoint
+from sage_fast.checkpoint import Checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import load_components, model_family
+from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.models.transformer import Layout, backbone
-from sage_fast.policy.lora import ADAPTER_FILE, cast_weights
-from sage_fast.policy.trained import read_adapter, use_weights
+from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_adapter
+from sage_fast.policy.lora import ADAPTER_FILE
+from sage_fast.policy.lora import described as described_adapter
+from sage_fast.policy.trained import use_weights
+from sage_fast.tools.checkpoints import choose_checkpoint
 
 Format = Literal["lora", "full"]
 
 RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
+CLIENTS = {
+    "diffusers": "diffusers; `sage-fast generate --lora` (which reads every layout)",
+    "comfyui": "ComfyUI, diffusion-pipe",
+    "official": "Tencent's generate.py, LightX2V",
+    "musubi": "musubi-tuner",
+    "peft": "peft, vLLM-Omni",
+}
+"""Layout of an adapter -> programs that load it; most of them ignore another one silently."""
 PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts and noise, before and after"}
 """Files of a run that the card shows, where they are."""
 
@@ -57,6 +70,11 @@ class Export:
     averaged: bool
     dtype: Literal["float32", "bfloat16"]
 
+    @property
+    def adapter_file(self) -> str:
+        """Name of the file of an adapter, as the programs of its layout look for it."""
+        return PEFT_FILE if self.layout == "peft" else ADAPTER_FILE
+
 
 class _InDirectory(Protocol):
     """A run, or its configuration: it names the directory."""
@@ -69,6 +87,7 @@ def export(
     run: _InDirectory | str | Path,
     output: str | Path | None = None,
     *,
+    checkpoint: str = "auto",
     format: Format | None = None,
     layout: Layout = "diffusers",
     overrides: Sequence[str] = (),
@@ -78,57 +97,55 @@ def export(
     """Write the trained weights of a run, or of one checkpoint, into a folder for other programs.
 
     Args:
-        run: a run, whose newest complete checkpoint is taken, or a checkpoint folder.
-        output: folder to write to; new, empty, or an earlier export, whose files are removed. None is `exported` in the
-            run's directory.
+        run: a run, or a checkpoint folder.
+        output: folder to write to; new, empty, or an earlier export alike, whose files are removed. None is `exported`
+            in the run's directory.
+        checkpoint: of a run: `auto` (the newest complete one), `best` (by its evaluations) or a folder.
         format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None is `lora` for a
             run that trained adapters, and `full` for one that trained every weight.
         layout: the program that it is for; a whole transformer is for diffusers.
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
-        overwrite: replace the export of another run in `output`.
+        overwrite: replace an export of another run, format or layout in `output`.
 
     Raises:
         ConfigError: a format or layout that the run does not have, or a folder with other files.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
-    checkpoint = _open(Path(run if isinstance(run, str | Path) else run.output_dir))
-    directory = checkpoint.folder.parent.parent
+    source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
+    directory = source.folder.parent.parent
     folder = Path(output or directory / "exported")
-    config = _config_of(checkpoint, overrides)
+    config = _config_of(source, overrides)
     if not trust_config:
-        check_trust(config, checkpoint.folder, named_code([], overrides), rewards=False)
+        check_trust(config, source.folder, named_code([], overrides), rewards=False)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
-            f"{checkpoint.folder} is of a run with training.mode full, which has no adapter. Export it by "
-            "--format full."
+            f"{source.folder} is of a run with training.mode full, which has no adapter. Export it by --format full."
         )
     if chosen == "full" and layout != "diffusers":
         raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
-    _make_room(folder, None if overwrite else checkpoint.folder.parent)
-    averaged = "ema" in checkpoint.tensors
+    _make_room(folder, None if overwrite else source.folder.parent, chosen, layout)
+    averaged = "ema" in source.tensors
     result = Export(
         folder=folder,
         format=chosen,
         layout=layout,
-        update=int(checkpoint.state["trainer"]["update"]),
+        update=int(source.state["trainer"]["update"]),
         averaged=averaged,
         dtype=config.model.dtype if chosen == "full" else "float32",
     )
     if chosen == "lora":
-        adapter = read_adapter(checkpoint.folder / "lora" / ADAPTER_FILE)
-        with replacing(folder / ADAPTER_FILE) as partial:
-            save_file(backbone().named_adapter(adapter, layout), partial, metadata={"format": "pt"})
+        _write_adapter(result, config, source.folder / "lora")
     else:
-        transformer = _whole_transformer(config, checkpoint.tensors["ema" if averaged else "weights"])
+        transformer = _whole_transformer(config, source.tensors["ema" if averaged else "weights"])
         transformer.save_pretrained(folder)
     _write_card(result, config, directory)
     record = {
         "sage_fast": __version__,
         "diffusers": metadata.version("diffusers"),
         "files": sorted(path.name for path in folder.iterdir()),
-        "checkpoint": str(checkpoint.folder),
+        "checkpoint": str(source.folder),
         "base_model": {"family": config.model.family, "path": config.model.path},
         **{key: value for key, value in asdict(result).items() if key != "folder"},
     }
@@ -136,8 +153,30 @@ def export(
     return result
 
 
-def _make_room(folder: Path, run: Path | None) -> None:
-    """Empty a folder that holds nothing but an earlier export, of the same run unless that is None; else ConfigError.
+def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
+    """Write the adapter of a checkpoint by the names of the layout, with its scale in lora_B."""
+    pairs, adapter = read_adapter(source), dict[str, Tensor]()
+    for name, pair in pairs.items():
+        adapter |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * pair.scale}
+    rank = config.lora.rank
+    base = model_family(config.model.family).pipeline_base(config.model) or config.model.path or config.model.family
+    # Without diffusers' own key: it reads the tensors by either prefix, and would take the key's fields by one alone.
+    about = {"format": "pt", "rank": str(rank), "alpha": str(rank), "base_model": base}
+    with replacing(result.folder / result.adapter_file) as partial:
+        save_file(backbone().named_adapter(adapter, result.layout), partial, metadata=about)
+    if result.layout == "peft":
+        layers = sorted({name.rsplit(".", 2)[0] for name in adapter})
+        described = described_adapter(
+            PeftLoraConfig(
+                r=rank, lora_alpha=rank, target_modules=layers, inference_mode=True, base_model_name_or_path=base
+            )
+        )
+        write_text(result.folder / PEFT_CONFIG, described + "\n")
+
+
+def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -> None:
+    """Empty a folder that holds nothing but an earlier export, which must be of the same run, format and layout unless
+    the run is None; else ConfigError.
 
     run: where its checkpoints are.
     """
@@ -145,7 +184,7 @@ def _make_room(folder: Path, run: Path | None) -> None:
         raise ConfigError(f"--output {folder} is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
-    files = {RECORD}
+    files, earlier = {RECORD}, dict[str, Any]()
     if record.is_file():
         try:
             earlier = json.loads(record.read_text(encoding="utf-8"))
@@ -164,24 +203,32 @@ def _make_room(folder: Path, run: Path | None) -> None:
             f"--output {folder} holds other files, such as {others[0]}. Give a new folder, or one with nothing but an "
             "earlier export."
         )
+    kinds = earlier.get("format", format), earlier.get("layout", layout)
+    if run is not None and kinds != (format, layout):
+        raise ConfigError(
+            f"--output {folder} holds an export by --format {kinds[0]} --layout {kinds[1]}, which this one by --format "
+            f"{format} --layout {layout} would remove. Give another folder, or --overwrite to replace it."
+        )
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):
         path.unlink(missing_ok=True)
 
 
-def _open(source: Path) -> Checkpoint:
-    """The checkpoint that `source` means. ConfigError when it means none, CheckpointError for a damaged one."""
+def _open(source: Path, chosen: str) -> Checkpoint:
+    """The checkpoint that is meant. ConfigError when there is none, CheckpointError for a damaged one."""
     if (source / "state.json").exists():
+        if chosen != "auto":
+            raise ConfigError(f"{source} is a checkpoint, and --checkpoint {chosen} is for a run. Give one of the two.")
         return open_checkpoint(source)
     if not (source / "checkpoints").is_dir():
         raise ConfigError(
             f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/. Give a run, or one of "
             "the folders in its checkpoints/."
         )
-    newest = newest_checkpoint(source / "checkpoints")
-    if newest is None:
-        raise ConfigError(f"{source / 'checkpoints'} holds no complete checkpoint. Train on, or give another run.")
-    return newest
+    found = choose_checkpoint(chosen, source)
+    if found is None:
+        raise ConfigError(f"--checkpoint {chosen} exports nothing. Give auto, best or a checkpoint folder.")
+    return found
 
 
 def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
@@ -196,8 +243,8 @@ def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
     """The base transformer with the trained weights: in place of the base ones, or an adapter merged into them."""
     dtype = getattr(torch, config.model.dtype)
     try:
-        transformer = load_components(config.model).transformer
-        cast_weights(transformer, dtype)
+        # The checkpoint has what became of `model.adapter`, which may be gone.
+        transformer = load_model(replace(config.model, adapter=None), config.lora).transformer
         use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
     except (ValueError, OSError) as error:
         raise ConfigError(
@@ -231,7 +278,7 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
         base_model_relation="adapter" if lora else "finetune",
-        library_name="diffusers" if result.layout == "diffusers" else None,
+        library_name=result.layout if result.layout in ("diffusers", "peft") else None,
         license="other" if licence else None,
         license_name=licence[0] if licence else None,
         license_link=licence[1] if licence else None,
@@ -246,7 +293,8 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
         folder=repr(str(result.folder)),
         base=base,
         config=config,
-        adapter_file=ADAPTER_FILE,
+        adapter_file=result.adapter_file,
+        clients=CLIENTS,
         version=__version__,
         diffusers=diffusers,
         # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other.

@@ -16,11 +16,11 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
-from sage_fast.models.family import VideoDecoder, open_components
+from sage_fast.models.family import VideoDecoder
 from sage_fast.models.transformer import FusedForward, backbone
+from sage_fast.policy.adapters import open_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.lora import cast_weights
-from sage_fast.policy.trained import use_adapter, use_weights
+from sage_fast.policy.trained import use_weights, weights_digest
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, noise_keys, noise_seed, policy_velocity, sample_trajectory
 from sage_fast.run import media
@@ -36,7 +36,7 @@ SHEET_ROWS = 16
 
 @dataclass(kw_only=True)
 class Generator:
-    """A model that is ready to sample: the base model until `use_trained` is called.
+    """A model that is ready to sample: the one that the run starts from, until `use_trained` is called.
 
     embed: conditioning of one of the prompts, on `device`. latent_shape: (C, F, H, W).
     """
@@ -74,17 +74,16 @@ class Generator:
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
-    """Load the base model of a config and encode the prompts.
+    """Load the model that a run of a config starts from, and encode the prompts.
 
     Raises:
         ConfigError: a file is missing or a setting does not fit; the message names it.
     """
     device = rank_device(config.model.device)
     try:
-        components = open_components(config.model)
+        components = open_model(config.model, config.lora)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn_of_shift(config.rollout.shift)
-        cast_weights(components.transformer, getattr(torch, config.model.dtype))
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
@@ -176,6 +175,16 @@ def write_videos(
     cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
     media.contact_sheet(output / "contact_sheet.png", cells)
     return paths
+
+
+def initial_weights(config: RunConfig) -> str:
+    """Name of the weights that a run starts from, with a digest of its adapter. ConfigError where there is none."""
+    if config.model.adapter is None:
+        return "base"
+    try:
+        return f"{config.model.adapter} ({weights_digest(Path(config.model.adapter))[:12]})"
+    except ValueError as error:
+        raise ConfigError(f"model.adapter: {error}") from error
 
 
 def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:

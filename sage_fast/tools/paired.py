@@ -1,4 +1,4 @@
-"""The paired evaluation of a trained model and its base model, as files. Each model is evaluated once.
+"""The paired evaluation of a trained model and the model it starts from, as files. Each model is evaluated once.
 
 FOLDER/
     before.json  after.json     scores per prompt of the base and the trained model
@@ -45,7 +45,7 @@ from sage_fast.rollout import VideoScoring
 from sage_fast.run import media
 from sage_fast.run.page import render
 from sage_fast.run.prompt_files import prompts_digest
-from sage_fast.tools.generation import Generator, load_generator, sampling_settings
+from sage_fast.tools.generation import Generator, initial_weights, load_generator, sampling_settings
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class PairedEvaluation:
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
-        weights = "base" if model == "base" else weights_digest(self.trained)
+        weights = initial_weights(self.config) if model == "base" else weights_digest(self.trained)
         settings = sampling_settings(self.config, "ode", weights) | {
             "noises": self.config.evaluation.noises,
             "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},

@@ -86,6 +86,20 @@ def test_results_of_another_configuration_or_base_model_are_refused(study: Study
         study.begin()
 
 
+def test_an_adapter_is_part_of_the_base_model(tiny_run: MakeRun, finished_run: Path, tmp_path: Path) -> None:
+    def begin(update: int) -> None:
+        lora = finished_run / f"checkpoints/update-{update:06d}/lora"
+        file = tmp_path / f"{update}.yaml"
+        file.write_text(dump_config(tiny_run(f"--model.adapter={lora}")))
+        Study(tmp_path / "study", [str(file)]).begin()
+
+    begin(1)
+    begin(1)
+    (tmp_path / "study/trainings").mkdir()
+    with pytest.raises(ConfigError, match="results of another base model"):
+        begin(2)
+
+
 def test_findings_of_a_training(study: Study) -> None:
     make_run(study.folder / "trainings" / SAGE.name, final=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
     rows = {row.quantity: row for row in study.trained(SAGE, "e")}

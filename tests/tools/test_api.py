@@ -181,7 +181,7 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
     def loaded(*_: object, **__: object) -> None:
         raise RewardError("it is being loaded")
 
-    for name in ("run.run", "tools.generation"):
+    for name in ("policy.adapters",):
         monkeypatch.setattr(f"sage_fast.{name}.open_components", loaded)
     monkeypatch.chdir(tmp_path)
     words = [*command.split(), "hv15_352x624_lora_1gpu", "--model.device=cpu", "--output_dir=run"]

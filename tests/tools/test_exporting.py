@@ -1,18 +1,21 @@
 """Exports: what diffusers loads computes exactly what was trained."""
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import ModelCard
+from peft import PeftModel
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -23,6 +26,8 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import load_components
+from sage_fast.models.transformer import Layout
+from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.trained import whole_parameters
 from sage_fast.run.run import Run
@@ -132,8 +137,14 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run:
     with pytest.raises(ConfigError, match=r"holds other files, such as mine\.json"):
         export(finished_run, folder)
     (folder / "mine.json").unlink()
-    export(finished_run, folder)
+    with pytest.raises(ConfigError, match="--format full --layout diffusers, which .* would remove"):
+        export(finished_run, folder)
+    assert (folder / "config.json").exists()
+    export(finished_run, folder, overwrite=True)
     assert not (folder / "config.json").exists(), "nothing of the first export is left"
+    with pytest.raises(ConfigError, match="--layout comfyui would remove"):
+        export(finished_run, folder, layout="comfyui")
+    export(finished_run, folder)
     other = shutil.copytree(finished_run, tmp_path / "other")
     with pytest.raises(ConfigError, match="is another run's"):
         export(other, folder)
@@ -295,10 +306,88 @@ def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path)
         torch.testing.assert_close(weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6)
 
 
-def test_an_adapter_comes_back(public_run: Run, tmp_path: Path) -> None:
+def test_musubi_tuner_loads_an_adapter_as_it_is(public_run: Run, tmp_path: Path) -> None:
+    """By the merge of its lora_utils: lora_unet_ and the module's name with `_`, times alpha / rank."""
+    export(public_run.directory, tmp_path / "o", layout="musubi")
+    values = load_file(tmp_path / "o" / ADAPTER_FILE)
+    transformer = public_transformer(public_run)
+    for name, module in OfficialNames(transformer).named_modules():
+        key = "lora_unet_" + name.replace(".", "_")
+        if f"{key}.lora_down.weight" in values:
+            down, up = values.pop(f"{key}.lora_down.weight"), values.pop(f"{key}.lora_up.weight")
+            with torch.no_grad():
+                module.weight += up @ down * (values.pop(f"{key}.alpha") / len(down))
+    assert not values
+    close_to_trained(public_run, transformer)
+
+
+def test_peft_loads_an_adapter_as_its_readme_says(public_run: Run, tmp_path: Path) -> None:
+    export(public_run.directory, tmp_path / "o", layout="peft")
+    assert {"adapter_config.json", "adapter_model.safetensors"} < {path.name for path in (tmp_path / "o").iterdir()}
+    assert "PeftModel.from_pretrained(transformer, " in code_of(tmp_path / "o")
+    transformer = PeftModel.from_pretrained(public_transformer(public_run), str(tmp_path / "o"))
+    close_to_trained(public_run, transformer.get_base_model())
+
+
+@pytest.mark.parametrize("layout", get_args(Layout))
+def test_an_adapter_of_any_layout_comes_back(public_run: Run, tmp_path: Path, layout: Layout) -> None:
     """By model.adapter into a run of any alpha; `generate --lora` loads it by the same function."""
-    export(public_run.directory, tmp_path / "o")
+    result = export(public_run.directory, tmp_path / "o", layout=layout)
     config = public_run.config
+    file = tmp_path / "o" / result.adapter_file
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    assert about == {"format": "pt", "rank": "2", "alpha": "2", "base_model": config.model.path}
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "o").iterdir()} == {0o666 & ~read_umask()}
+    card = (tmp_path / "o/README.md").read_text()
+    assert all(f"{name} for" in card or name == layout for name in get_args(Layout))
     model, lora = replace(config.model, adapter=str(tmp_path / "o")), replace(config.lora, alpha=8)
-    again = Run(replace(config, output_dir=str(tmp_path / "run"), model=model, lora=lora))
-    torch.testing.assert_close(trained(again), trained(public_run), rtol=1e-6, atol=1e-6)
+    transformer = load_model(model, lora).transformer
+    torch.testing.assert_close(probe(public_run, transformer), trained(public_run), rtol=1e-5, atol=1e-6)
+
+
+def read_umask() -> int:
+    os.umask(mask := os.umask(0o022))
+    return mask
+
+
+def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    metrics, best = run / "metrics.jsonl", run / "checkpoints/best.json"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    words = ["export", str(run), "--overwrite", "--output"]
+
+    def said(gain: float, *more: str) -> str:
+        rows[-1] |= {"eval/paired_gain": gain, "eval/paired_gain_stderr": 0.1}
+        metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        caplog.clear()
+        assert main([*words, str(tmp_path / "o"), *more]) == 0
+        return "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+
+    best.write_text('{"update": 2, "score": -0.2}')
+    assert "worse" not in said(-0.2)
+    assert "worse than the model that the run starts from" in said(-0.31)
+    best.write_text('{"update": 1, "score": 0.25}')
+    assert "is worse than update 1, whose gain was +0.25 (--checkpoint best)." in said(0.1)
+    assert "worse" not in said(0.1, "--checkpoint", "best")
+    assert json.loads((tmp_path / "o/export.json").read_text())["update"] == 1
+    best.unlink()
+    assert main([*words, str(tmp_path / "o"), "--checkpoint", "best"]) == 2
+    assert main([*words, str(tmp_path / "o"), "--checkpoint", "none"]) == 2
+    words[1] = str(run / "checkpoints/update-000001")
+    assert main([*words, str(tmp_path / "o"), "--checkpoint", "best"]) == 2
+    errors = capsys.readouterr().err
+    assert "no checkpoint that an evaluation found best" in errors and "exports nothing" in errors
+    assert "is a checkpoint, and --checkpoint best is for a run" in errors
+
+
+def test_the_adapter_that_a_run_began_with_is_exported_once(
+    finished_run: Path, tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    run = trained_run(tiny_run, f"--model.adapter={adapter}")
+    shutil.rmtree(adapter)
+    export(run.directory, tmp_path / "full", format="full")
+    torch.testing.assert_close(probe(run, run_readme(tmp_path / "full")), trained(run), rtol=1e-5, atol=1e-5)

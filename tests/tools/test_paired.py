@@ -1,19 +1,28 @@
 """The paired evaluation: its numbers by hand, its page complete in itself, and what a second call keeps."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation, format_comparison, paired_test, paired_tests
 from sage_fast.models import video_files
+from sage_fast.policy.lora import ADAPTER_FILE
+from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import reward_scales
+from sage_fast.run.run import Run
+from sage_fast.tools.acceptance import examine_deeply
+from sage_fast.tools.api import evaluate, generate
 from sage_fast.tools.paired import Report, headline, spread_over_ranks, to_html, to_json, write_report
 from tests.browser import CHROMIUM, Browser, Page, wide_elements
 
@@ -192,6 +201,45 @@ def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     assert main(["evaluate", str(finished_run), "--output", str(tmp_path / "other"), *size]) == 0
     by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
     assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
+
+
+def test_before_is_the_model_that_the_run_started_from(
+    finished_run: Path, tiny_run: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To every digit; with `model.adapter`, whose scale is not the run's, it is not the model of `model.path`."""
+    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    file = adapter / ADAPTER_FILE
+    save_file({k: 50 * v + 0.03 * ("_B" in k) for k, v in load_file(file).items()}, file, metadata=read_metadata(file))
+    config = tiny_run(f"--model.adapter={adapter}", "--lora.alpha=3", "--optimizer.learning_rate=0.01")
+    Run(config).train()
+    before, after = (Evaluation.load(tmp_path / f"run/evaluation/update-00000{n}.json") for n in (0, 2))
+    report = evaluate(config, tmp_path / "scores", resamples=100, num_videos=0)
+    assert (report.base, report.trained) == (before, after) and before != after
+    alone = replace(config, model=replace(config.model, adapter=None))
+    assert evaluate(alone, tmp_path / "alone", resamples=100, num_videos=0).base.reward != before.reward
+    # `--lora` takes the place of the run's adapter, and `none` leaves it.
+    lora = tmp_path / "run/checkpoints/update-000002/lora"
+    again = evaluate(config, tmp_path / "scores", lora=lora, resamples=100, num_videos=0)
+    assert again.base == before and again.trained.reward == pytest.approx(after.reward, abs=1e-5)
+    generate(config, "a red circle", tmp_path / "videos", checkpoint="none")
+    digest = weights_digest(adapter)[:12]
+    assert f"adapter ({digest})" in (tmp_path / "videos/generation.json").read_text()
+    # Another adapter at the same path is another model.
+    save_file(load_file(lora / ADAPTER_FILE), file, metadata=read_metadata(file))
+    caplog.clear()
+    assert evaluate(config, tmp_path / "scores", resamples=100, num_videos=0).base.reward != before.reward
+    with pytest.raises(ConfigError, match=r"is in the way.*weights"):
+        generate(config, "a red circle", tmp_path / "videos", checkpoint="none")
+    shutil.rmtree(adapter)
+    with pytest.raises(ConfigError, match=r"model\.adapter: There is no adapter"):
+        evaluate(config, tmp_path / "scores")
+    (check,) = [check for check in examine_deeply(config) if check.status == "failed"]
+    assert check.name == "model" and "There is no adapter" in check.detail
+
+
+def read_metadata(file: Path) -> dict[str, str]:
+    with safe_open(file, "pt") as opened:
+        return dict(opened.metadata())
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 * glyph and image tokens that do not exist are passed as zero-length tensors, so nothing is padded but ragged text;
 * names of adapters elsewhere: double_blocks.0.img_attn_q.lora_A.weight in the official class
   (`HunyuanVideo_1_5_DiffusionTransformer`); diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight in ComfyUI
-  (`model_lora_keys_unet`), where q, k and v are one layer.
+  (`model_lora_keys_unet`), where q, k and v are one layer;
+  lora_unet_double_blocks_0_img_attn_q.lora_down.weight in musubi-tuner, the official names with `_` for `.`.
 """
 
 import re
@@ -150,6 +151,22 @@ NAMES = {
 """Linear layers of a block in diffusers -> (in the official classes, in ComfyUI). Layers of one ComfyUI name stand
 below each other in it, in the order of the table."""
 
+LAYERS: dict[str, list[str]] = {}
+"""Name of a block's layer in any layout, with `_` for `.` -> the layers in diffusers."""
+for _layer, _names in NAMES.items():
+    for _name in {name.replace(".", "_") for name in (_layer, *_names)}:
+        LAYERS.setdefault(_name, []).append(_layer)
+
+
+def layers_named(name: str) -> list[str]:
+    """Linear layers by diffusers' names that a layer's name in any layout stands for, see `Backbone`.
+
+    Example: `layers_named("double_blocks.0.img_attn.qkv")` is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
+    """
+    match = re.fullmatch(r"(?:double|transformer)_blocks[._](\d+)[._](.+)", name)
+    layers = LAYERS.get(match[2].replace(".", "_"), []) if match else []
+    return [f"{BACKBONE.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
+
 
 def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
     """A LoRA adapter by the names of a layout, from one by diffusers' names with a scale (alpha / rank) of 1.
@@ -158,12 +175,19 @@ def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Ten
     """
     if layout == "diffusers":
         return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
+    if layout == "peft":
+        return {f"base_model.model.{name}": value for name, value in values.items()}
     adapter: dict[str, Tensor] = {}
     for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
         _, number, layer = module.split(".", 2)
         official, comfyui = NAMES[layer]
         down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
         name = f"double_blocks.{number}.{official}"
+        if layout == "musubi":
+            name = f"lora_unet_{name.replace('.', '_')}"
+            rank = torch.tensor(float(len(down)))
+            adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
+            continue
         if layout == "comfyui":
             name = f"diffusion_model.double_blocks.{number}.{comfyui}"
             joined = [other for other, (_, theirs) in NAMES.items() if theirs == comfyui]
@@ -186,4 +210,5 @@ BACKBONE = Backbone(
     adaln_layers=all_adaln_layers,
     choose_forward=choose_forward,
     named_adapter=named_adapter,
+    layers_named=layers_named,
 )

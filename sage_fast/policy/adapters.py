@@ -1,0 +1,336 @@
+"""LoRA adapters from files: one reader of every layout that people have, with the scale that each layer has in it."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig as PeftLoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from sage_fast.config.sections import LoraConfig, ModelConfig
+from sage_fast.distributed.engine import check_same_shapes, shapes_of
+from sage_fast.models.family import Components, open_components
+from sage_fast.models.transformer import backbone, is_dead
+from sage_fast.policy.lora import ADAPTER_FILE, cast_weights, has_adapter, make_trainable, trainable_parameters
+
+PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+
+LAYOUTS = {
+    "peft": r"base_model\.model\.",
+    "musubi-tuner": r"lora_unet_",
+    "comfyui": r"((model\.)?diffusion_model\.)?double_blocks\.\d+\.\w+_(attn\.|mod\.lin\.|mlp\.\d)",
+    "official": r"(\w+\.)*double_blocks\.",
+    "diffusers": r"(\w+\.)*transformer_blocks\.",
+}
+"""Layouts that are read -> how their keys begin; the first that fits."""
+
+MERGE = "Merge it into the transformer with the program that trained it, and give that by model.path."
+FOREIGN = {
+    r"\.hada_": ("LoHa (LyCORIS), products of two low-rank matrices", MERGE),
+    r"\.lokr_": ("LoKr (LyCORIS), Kronecker products", MERGE),
+    r"\.dora_scale|\.lora_magnitude_vector": ("DoRA, which also scales whole columns", MERGE),
+    r"\.lora_mid": ("LoCon with a Tucker core (LyCORIS)", MERGE),
+    r"\.oft_|\.boft_": ("OFT, a rotation of the weights", MERGE),
+    r"\.(lora_B|lora_up)(\.\w+)?\.bias|\.diff(_b)?$": ("LoRA with whole weights or biases beside it", MERGE),
+    r"^(lora_te|text_encoder)": ("of a text encoder, which is not trained here", "Delete these keys from the file."),
+}
+"""Pattern in a key -> the layout that it tells of, and how to come to one that is read."""
+
+KEY = re.compile(
+    r"(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|unet\.)?"
+    r"(?P<layer>.+?)\.(lora[_.](?P<half>A|B|down|up)(\.default)?\.weight|(?P<alpha>alpha))"
+)
+
+NEUTRAL_FIELDS = re.compile(
+    "r|lora_alpha|use_rslora|rank_pattern|alpha_pattern|task_type|auto_mapping|peft_version|base_model_name_or_path|"
+    "revision|inference_mode|target_modules|exclude_modules|layers_to_transform|layers_pattern|lora_dropout|"
+    "fan_in_fan_out|megatron_config|megatron_core|qalora_group_size|runtime_config|ensure_weight_tying|loftq_config|"
+    "eva_config|corda_config|lora_ga_config"
+)
+"""peft's fields that are read, or leave the computed product as it is, whatever they hold."""
+NEUTRAL_VALUES = {
+    "peft_type": '"LORA"',
+    "bias": '"none"',
+    "init_lora_weights": 'true|false|"(gaussian|orthogonal|eva)"',  # the others change the base weights
+}
+"""Of other fields, the JSON that leaves it so; of all the rest, what stands for nothing."""
+
+
+class Pair(NamedTuple):
+    """The adapter of a linear layer, which adds scale * b @ a to its weight.
+
+    a: (rank, in) float32. b: (out, rank) float32. scale: alpha / rank, as the file defines it.
+
+    Example: `Pair(torch.zeros(2, 24), torch.zeros(24, 2), 1.0)`
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def adapter_file(path: Path) -> Path:
+    """The .safetensors file of an adapter, from its folder or its own path. ValueError when there is none."""
+    file = path
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")) or sorted(path.glob("*.pt"))
+        usual = [file for file in files if file.name in (ADAPTER_FILE, PEFT_FILE)]
+        if len(files) > 1 and len(usual) != 1:
+            names = ", ".join(file.name for file in files)
+            raise ValueError(f"{path} holds {len(files)} .safetensors files ({names}). Give the path of one of them.")
+        file = [*usual, *files, path / ADAPTER_FILE][0]
+    if not file.is_file():
+        raise ValueError(
+            f"There is no adapter {file}. Give a folder that `sage-fast export` or peft wrote, the lora/ folder of a "
+            "checkpoint, or a .safetensors file."
+        )
+    if file.suffix != ".safetensors":
+        raise ValueError(
+            f"{file} is in the format {file.suffix or 'of no extension'!r}, and adapters are read from .safetensors "
+            "alone, because loading a pickle can run code. Convert it where you trust it: "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'adapter.safetensors')."
+        )
+    return file
+
+
+def files_of(file: Path) -> list[Path]:
+    """An adapter's file, and peft's configuration beside it, which says its scale."""
+    beside = file.with_name(PEFT_CONFIG)
+    return [file, beside] if file.name != ADAPTER_FILE and beside.is_file() else [file]
+
+
+def read_adapter(path: Path) -> dict[str, Pair]:
+    """The pairs of a LoRA adapter by the layers' names in diffusers, from a file or folder of any layout in `LAYOUTS`.
+
+    A file that states no scale has alpha = rank, as all programs take it.
+
+    Raises:
+        ValueError: not a LoRA adapter; one of a layout that is not read, or that says of itself what is not
+            understood; a layer without one of its matrices. The message names the file, the layout and the key.
+    """
+    file = adapter_file(path)
+    try:
+        with safe_open(file, "pt") as opened:
+            metadata = opened.metadata() or {}
+            values = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a .safetensors file: {error}.") from error
+    layouts = [name for name, keys in LAYOUTS.items() if any(re.match(keys, key) for key in values)]
+    try:
+        layers, fields = _by_layer(values), _peft_fields(file, metadata)
+        if "peft" in layouts and not fields and "alpha" not in metadata:
+            raise ValueError(f"peft writes its scale into {PEFT_CONFIG}, which is not beside it. Put it there.")
+        return _pairs(layers, fields, metadata)
+    except ValueError as error:
+        named = f" (layout: {layouts[0]})" if layouts else ""
+        raise ValueError(f"{file}{named} cannot be used: {error}") from error
+
+
+def _by_layer(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Layer's name in the file, without a prefix -> its tensors `A`, `B` and `alpha`. ValueError for other keys."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, value in values.items():
+        for pattern, (layout, advice) in FOREIGN.items():
+            if re.search(pattern, key):
+                raise ValueError(f"it is {layout}: {key!r}. {advice}")
+        if (match := KEY.fullmatch(key)) is None:
+            kind = "whole weights" if key.endswith((".weight", ".bias")) else "no part of a LoRA adapter"
+            raise ValueError(f"{key!r} is {kind}. The keys of an adapter end in lora_A.weight or lora_down.weight.")
+        part = "alpha" if match["alpha"] else {"down": "A", "up": "B"}.get(match["half"], match["half"])
+        # diffusers' layout of an export has every tensor under two names.
+        known = found.setdefault(match["layer"], {}).setdefault(part, value)
+        if known is not value and not torch.equal(known, value):
+            raise ValueError(f"it has two different {part} of {match['layer']!r}. Keep one of them.")
+    if not found:
+        raise ValueError("it is empty.")
+    return found
+
+
+def _peft_fields(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """peft's description of the adapter, from diffusers' metadata or the file beside; empty where there is none.
+
+    ValueError for a field that changes the model in a way that is not computed here, or that is not known.
+    """
+    text, beside = metadata.get(LORA_ADAPTER_METADATA_KEY), files_of(file)[1:]
+    place = LORA_ADAPTER_METADATA_KEY
+    if text is None and beside:
+        text, place = beside[0].read_text(encoding="utf-8"), PEFT_CONFIG
+    fields = json.loads(text or "{}")
+    if not isinstance(fields, dict):
+        raise ValueError(f"its {place} is {type(fields).__name__}, and not an object.")
+    fields = {name.removeprefix("transformer."): value for name, value in fields.items()}
+    for name, value in fields.items():
+        usual = NEUTRAL_VALUES.get(name, r"null|false|\[\]|\{\}")
+        if not NEUTRAL_FIELDS.fullmatch(name) and not re.fullmatch(usual, json.dumps(value)):
+            raise ValueError(f"its {place} has {name} = {value!r}, which is not understood. {MERGE}")
+    return fields
+
+
+def _pairs(
+    layers: Mapping[str, Mapping[str, Tensor]], fields: Mapping[str, Any], metadata: Mapping[str, str]
+) -> dict[str, Pair]:
+    """Whole pairs by the layers' names in diffusers; one layer of the file may stand for several of them."""
+    pairs: dict[str, Pair] = {}
+    for layer, parts in layers.items():
+        if missing := {"A", "B"} - parts.keys():
+            raise ValueError(f"{layer!r} has no lora_{min(missing)}. The file was not written whole; get it again.")
+        a, b = parts["A"].float(), parts["B"].float()
+        if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or not len(a):
+            raise ValueError(
+                f"{layer!r} has lora_A of shape {tuple(a.shape)} and lora_B of shape {tuple(b.shape)}, which are not "
+                "(rank, in) and (out, rank)."
+            )
+        scale = _scale(layer, len(a), parts.get("alpha"), fields, metadata)
+        names = backbone().layers_named(layer)
+        if len(b) % len(names):
+            raise ValueError(f"{layer!r} has lora_B of {len(b)} rows, which are not those of {len(names)} layers.")
+        for name, rows in zip(names, b.chunk(len(names)), strict=True):
+            if name in pairs:
+                raise ValueError(f"it has two adapters of {name}. Keep one of them.")
+            # A joined layer may have other columns for every part; one without any has no adapter.
+            used = rows.any(0) if len(names) > 1 and b.any() else torch.ones(len(a), dtype=torch.bool)
+            if used.any():
+                pairs[name] = Pair(a[used], rows[:, used], scale)
+    return pairs
+
+
+def _scale(
+    layer: str, rank: int, alpha: Tensor | None, fields: Mapping[str, Any], metadata: Mapping[str, str]
+) -> float:
+    """alpha / rank of one layer, by the rules of who stated it."""
+    try:
+        stated = None if alpha is None else float(alpha) / rank
+        if fields:
+            fields = {"r": 8, "lora_alpha": 8, **fields}  # peft's
+            ranks, alphas = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+            said = ranks.get(get_pattern_key(ranks, layer), fields["r"])
+            if int(said) != rank:
+                raise ValueError(f"its description says rank {said} for {layer!r}, whose lora_A has {rank} rows.")
+            top = float(alphas.get(get_pattern_key(alphas, layer), fields["lora_alpha"]))
+            scale = top / (rank**0.5 if fields.get("use_rslora") else rank)
+            if stated is not None and stated != scale:
+                raise ValueError(f"it says two scales of {layer!r}: {stated:g} by its alpha, {scale:g} by peft.")
+            return scale
+        for name in {"alpha", "lora_alpha"} & metadata.keys() if stated is None else ():
+            if float(metadata[name]) != float(metadata.get("rank", rank)):
+                raise ValueError(
+                    f"its metadata has {name} = {metadata[name]} for rank {metadata.get('rank', rank)}, where no "
+                    f"program reads it. Give each layer a key such as {layer + '.alpha'!r} with that number."
+                )
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the scale of {layer!r} is not a number: {error}.") from error
+    return 1.0 if stated is None else stated
+
+
+# ------------------------------------------------------------------------------------------ into a transformer
+
+
+@torch.no_grad()
+def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+    """Take over a LoRA adapter in float32, as it was trained, in place of the one that is there. Nothing is trainable.
+
+    Args:
+        path: its folder or its file, see `read_adapter`.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or it is for another transformer.
+    """
+    pairs = read_adapter(path)
+    if has_adapter(transformer):
+        transformer.unload_lora()
+    modules = {name: m for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    for name, pair in pairs.items():
+        if (layer := modules.get(name)) is None:
+            raise ValueError(
+                f"{path} has an adapter for {name!r}, which the model lacks. Give a LoRA adapter of HunyuanVideo-1.5."
+            )
+        if (len(pair.b), pair.a.shape[1]) != layer.weight.shape:
+            raise ValueError(
+                f"{path} does not fit this model: its {name} has {pair.a.shape[1]} inputs and {len(pair.b)} outputs, "
+                f"and the model's has {layer.in_features} and {layer.out_features}."
+            )
+    most = max(len(pair.a) for pair in pairs.values())
+    ranks: dict[str, Any] = {f"^{re.escape(n)}": len(pair.a) for n, pair in pairs.items() if len(pair.a) < most}
+    transformer.add_adapter(
+        PeftLoraConfig(r=most, lora_alpha=most, target_modules=[*pairs], rank_pattern=ranks, alpha_pattern=ranks)
+    )
+    for name, parameter in transformer.named_parameters():
+        if (match := re.fullmatch(r"(.+)\.lora_([AB])\.\w+\.weight", name)) is not None:
+            pair = pairs[match[1]]
+            parameter.data = (pair.a if match[2] == "A" else pair.b * pair.scale).contiguous().to(parameter.device)
+    transformer.requires_grad_(False)
+
+
+@torch.no_grad()
+def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+    """Start training from an adapter: copy it into the freshly added, trainable one, in float32.
+
+    lora_B is divided by this run's scale (alpha / rank), so that the model is the one that the adapter made.
+
+    Args:
+        path: its folder or its file, see `read_adapter`.
+
+    Raises:
+        ValueError: there is no such file, it cannot be read, or its layers or rank are not those of this run.
+    """
+    own = {
+        re.sub(r"\.lora_([AB])\.[^.]+\.weight$", r".lora_\1.weight", name): parameter
+        for name, parameter in trainable_parameters(transformer).items()
+    }
+    ((_, config),) = transformer.peft_config.items()
+    scale, values = config.lora_alpha / config.r, dict[str, Tensor]()
+    try:
+        pairs = read_adapter(path)
+    except ValueError as error:
+        raise ValueError(f"model.adapter: {error}") from error
+    dead = backbone(transformer).dead_modules(transformer)
+    for name, pair in ((name, pair) for name, pair in pairs.items() if not is_dead(name, dead)):
+        values |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * (pair.scale / scale)}
+    try:
+        check_same_shapes(shapes_of(own), shapes_of(values), "adapter")
+    except ValueError as error:
+        raise ValueError(
+            f"model.adapter: {path} does not fit this run's adapter: {error} Set lora.rank and lora.target_modules to "
+            "those of the run that trained it."
+        ) from error
+    for name, parameter in own.items():
+        parameter.copy_(values[name])
+
+
+# ------------------------------------------------------------------------------------------ the start of a run
+
+
+def add_initial_adapter(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig, lora: LoraConfig) -> None:
+    """Add the adapter that a run starts from, trainable, unless it is there: a copy of `model.adapter`.
+
+    ValueError as `make_trainable` and `load_adapter`.
+    """
+    if model.adapter is not None and not has_adapter(transformer):
+        make_trainable(transformer, "lora", lora, seed=0)  # every value is replaced
+        load_adapter(transformer, Path(model.adapter))
+
+
+def open_model(model: ModelConfig, lora: LoraConfig) -> Components:
+    """Open the model that a run starts from: the weights of `model.path` in `model.dtype`, and `model.adapter`.
+
+    Everything that uses a run's model opens it here. Raises as `open_components` and `add_initial_adapter`.
+    """
+    components = open_components(model)
+    cast_weights(components.transformer, getattr(torch, model.dtype))
+    add_initial_adapter(components.transformer, model, lora)
+    return components
+
+
+def load_model(model: ModelConfig, lora: LoraConfig) -> Components:
+    """As `open_model`, with all weights in CPU memory."""
+    components = open_model(model, lora)
+    if components.weights is not None:
+        components.weights.read_into(components.transformer)
+    return components

@@ -1,0 +1,281 @@
+"""Adapters of others: every layout that people have is the model that was trained, or an error of one line."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.loaders import HunyuanVideoLoraLoaderMixin
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+
+from sage_fast.config.sections import LoraConfig as LoraSection
+from sage_fast.models.hunyuan15.backbone import NAMES, velocity
+from sage_fast.policy.adapters import adapter_file, load_adapter, read_adapter, use_adapter
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora
+from sage_fast.policy.trained import weights_digest
+from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
+
+Tensors = dict[str, Tensor]
+
+
+def probe(transformer: Any) -> Tensor:
+    with torch.no_grad():
+        return velocity(transformer, latents(1), torch.tensor([0.7]), [prompt(5, 3)])
+
+
+class Trained:
+    """A model with adapters of rank 2 and alpha 4 on every kind of layer; all of them matter."""
+
+    def __init__(self, **fields: Any) -> None:
+        self.transformer = tiny_transformer(layers=2)
+        targets = [f"transformer_blocks.{i}.{layer}" for i in range(2) for layer in NAMES]
+        self.config = LoraConfig(**{"r": 2, "lora_alpha": 4, "target_modules": targets} | fields)
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            self.transformer.add_adapter(self.config)
+            self.transformer.eval()
+            for name, parameter in self.transformer.named_parameters():
+                if ".lora_B." in name:
+                    parameter.normal_(0, 0.2)
+        self.weights: Tensors = get_peft_model_state_dict(self.transformer)
+        self.expected = probe(self.transformer)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trained:
+    return Trained()
+
+
+def described(trained: Trained, prefix: str = "") -> dict[str, str]:
+    fields = {prefix + key: sorted(v) if isinstance(v, set) else v for key, v in trained.config.to_dict().items()}
+    return {LORA_ADAPTER_METADATA_KEY: json.dumps(fields)}
+
+
+def save_by_diffusers(trained: Trained, folder: Path) -> None:
+    trained.transformer.save_lora_adapter(folder, weight_name=ADAPTER_FILE)
+
+
+def save_by_a_pipeline(trained: Trained, folder: Path) -> None:
+    HunyuanVideoLoraLoaderMixin.save_lora_weights(
+        folder, trained.weights, transformer_lora_adapter_metadata=trained.config.to_dict()
+    )
+
+
+def save_by_peft(trained: Trained, folder: Path) -> None:
+    model = PeftModel(tiny_transformer(layers=2), trained.config)
+    model.load_state_dict({f"base_model.model.{k}".replace(".weight", ".default.weight"): v
+                           for k, v in trained.weights.items()}, strict=False)  # fmt: skip
+    model.save_pretrained(folder)
+
+
+def renamed(trained: Trained, rename: Callable[[str, str], str], alpha: float | None) -> Tensors:
+    """Tensors by other names, of (block's number, layer in diffusers); with or without a key for alpha."""
+    scale = 1.0 if alpha else 2.0
+    found: Tensors = {}
+    for key, value in trained.weights.items():
+        _, number, rest = key.split(".", 2)
+        layer, half, _ = rest.rsplit(".", 2)
+        name = rename(number, layer)
+        word = {"lora_A": "lora_down", "lora_B": "lora_up"}[half] if alpha else half
+        found[f"{name}.{word}.weight"] = value * (scale if half == "lora_B" else 1)
+        if alpha:
+            found[f"{name}.alpha"] = torch.tensor(alpha)
+    return found
+
+
+def joined(tensors: Tensors) -> Tensors:
+    """q, k and v in one layer, as musubi-tuner's script and ComfyUI's trainers have them."""
+    down, up = ("lora_down", "lora_up") if any("lora_down" in key for key in tensors) else ("lora_A", "lora_B")
+    found = dict(tensors)
+    for key in tensors:
+        if match := re.fullmatch(rf"(.+(?:img|txt)_attn[_.])q\.{down}\.weight", key):
+            downs, ups = ([found.pop(f"{match[1]}{p}.{half}.weight") for p in "qkv"] for half in (down, up))
+            found |= {
+                f"{match[1]}qkv.{down}.weight": torch.cat(downs),
+                f"{match[1]}qkv.{up}.weight": torch.block_diag(*ups),
+            }
+            for part in "qkv":
+                alpha = found.pop(f"{match[1]}{part}.alpha", None)
+                if alpha is not None:
+                    found[f"{match[1]}qkv.alpha"] = 3 * alpha
+    return found
+
+
+def official(number: str, layer: str) -> str:
+    return f"double_blocks.{number}.{NAMES[layer][0]}"
+
+
+def comfyui(number: str, layer: str) -> str:
+    name = official(number, layer).replace("attn_", "attn.").replace("mod.linear", "mod.lin")
+    return "diffusion_model." + name.replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.2")
+
+
+def musubi(number: str, layer: str) -> str:
+    return "lora_unet_" + official(number, layer).replace(".", "_")
+
+
+def musubi_to_comfyui(number: str, layer: str) -> str:
+    return "lora_unet_" + comfyui(number, layer).removeprefix("diffusion_model.").replace(".", "_")
+
+
+def diffusers(number: str, layer: str) -> str:
+    return f"transformer.transformer_blocks.{number}.{layer}"
+
+
+SAVED: dict[str, Callable[[Trained, Path], object]] = {
+    "diffusers": save_by_diffusers,
+    "pipeline": save_by_a_pipeline,
+    "peft": save_by_peft,
+    "official": lambda t, f: save_file(renamed(t, official, None), f / "a.safetensors"),
+    "official-prefix": lambda t, f: save_file(
+        {f"diffusion_model.{k}": v for k, v in renamed(t, official, None).items()}, f / "a.safetensors"
+    ),
+    "comfyui": lambda t, f: save_file(joined(renamed(t, comfyui, None)), f / "a.safetensors"),
+    "musubi": lambda t, f: save_file(renamed(t, musubi, 4.0), f / "a.safetensors"),
+    "musubi-comfyui": lambda t, f: save_file(joined(renamed(t, musubi_to_comfyui, 4.0)), f / "a.safetensors"),
+    "alpha-keys": lambda t, f: save_file(renamed(t, diffusers, 4.0), f / "a.safetensors"),
+    "peft-file": lambda t, f: save_file(
+        {f"base_model.model.{k}": v for k, v in t.weights.items()}, f / "a.safetensors", metadata=described(t)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", SAVED)
+def test_every_layout_is_the_model_that_was_trained(plain: Trained, tmp_path: Path, layout: str) -> None:
+    SAVED[layout](plain, tmp_path)
+    used, started = tiny_transformer(layers=2), tiny_transformer(layers=2)
+    assert (probe(used) - plain.expected).abs().max() > 0.1, "the adapter does nothing"
+    use_adapter(used, tmp_path)
+    torch.testing.assert_close(probe(used), plain.expected, rtol=1e-5, atol=1e-5)
+    add_lora(started, rank=2, alpha=3, target_modules=list(NAMES), seed=5)
+    load_adapter(started, tmp_path)
+    torch.testing.assert_close(probe(started), plain.expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"attn.to_q": 7, "^transformer_blocks.1.ff.net.2": 1}},
+        {"rank_pattern": {"to_k": 3}, "alpha_pattern": {"add_v_proj": 9}, "use_rslora": True},
+        {"init_lora_weights": "gaussian", "lora_dropout": 0.1},
+    ],
+)
+@pytest.mark.parametrize("save", [save_by_diffusers, save_by_a_pipeline, save_by_peft])
+def test_every_layer_has_its_own_scale(tmp_path: Path, fields: dict[str, Any], save: Callable[..., object]) -> None:
+    trained, used = Trained(**fields), tiny_transformer(layers=2)
+    save(trained, tmp_path)
+    use_adapter(used, tmp_path)
+    torch.testing.assert_close(probe(used), trained.expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_joined_layer_of_one_rank_is_split_by_rows(plain: Trained, tmp_path: Path) -> None:
+    """As ComfyUI's own trainers write it: q, k and v share lora_A."""
+    a, b = torch.randn(2, 32), torch.randn(96, 2)
+    name = "diffusion_model.double_blocks.0.img_attn.qkv"
+    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "a.safetensors")
+    pairs = read_adapter(tmp_path)
+    assert [*pairs] == [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"]
+    torch.testing.assert_close(torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a)
+
+
+FIRST = "transformer_blocks.0.attn.to_q"
+
+
+def field(**fields: Any) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: config.update(fields)
+
+
+def extra(name: str, *shape: int) -> Callable[[Tensors, dict[str, Any]], None]:
+    return lambda tensors, config: tensors.update({name: torch.ones(shape)})
+
+
+REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
+    "no-b": (lambda t, c: t.pop(f"{FIRST}.lora_B.weight"), rf"'{FIRST}' has no lora_B"),
+    "no-a": (lambda t, c: t.pop(f"{FIRST}.lora_A.weight"), rf"'{FIRST}' has no lora_A"),
+    "only-alpha": (extra("double_blocks.0.img_attn_q.alpha"), "has no lora_A"),
+    "ranks": (extra(f"{FIRST}.lora_B.weight", 32, 3), r"\(2, 32\) and lora_B of shape \(32, 3\)"),
+    "convolution": (extra(f"{FIRST}.lora_A.weight", 2, 32, 1, 1), r"\(2, 32, 1, 1\)"),
+    "other-rank": (field(r=3), "says rank 3"),
+    "zero-rank": (field(rank_pattern={"to_q": 0}), "says rank 0"),
+    "dora": (field(use_dora=True), "use_dora = True, which is not understood"),
+    "dora-key": (extra(f"{FIRST}.lora_magnitude_vector", 32), "DoRA"),
+    "bias": (field(bias="all"), "bias = 'all'"),
+    "bias-key": (extra(f"{FIRST}.lora_B.bias", 32), "biases"),
+    "pissa": (field(init_lora_weights="pissa_niter_4"), "init_lora_weights = 'pissa_niter_4'"),
+    "saved-modules": (field(modules_to_save=["proj_out"]), "modules_to_save"),
+    "not-lora": (field(peft_type="LOHA"), "peft_type = 'LOHA'"),
+    "unknown": (field(lora_gamma=0), "lora_gamma = 0"),
+    "encoder": (field(**{"text_encoder.r": 2}), r"text_encoder\.r"),
+    "no-rows": (lambda t, c: t.update({f"{FIRST}.lora_A.weight": torch.ones(0, 32),
+                                       f"{FIRST}.lora_B.weight": torch.ones(32, 0)}), r"\(0, 32\)"),
+    "no-number": (field(lora_alpha=None), "is not a number"),
+    "loha": (extra("lora_unet_double_blocks_0_img_attn_q.hada_w1_a", 2, 2), "LoHa"),
+    "lokr": (extra("lora_unet_double_blocks_0_img_attn_q.lokr_w1", 2, 2), "LoKr"),
+    "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "whole weights"),
+    "te": (extra("lora_te1_layers_0.lora_down.weight", 2, 2), "of a text encoder"),
+    "weights": (extra("proj_out.weight", 2, 2), "whole weights"),
+    "stranger": (extra("iteration", 1), "'iteration' is no part"),
+    "twice": (extra(f"transformer.{FIRST}.lora_A.weight", 2, 32), "two different A"),
+    "two-names": (lambda t, c: [t.update({f"double_blocks.0.img_attn_q.{h}.weight": t[f"{FIRST}.{h}.weight"].clone()})
+                                for h in ("lora_A", "lora_B")] and c.clear(), f"two adapters of {FIRST}"),
+    "two-scales": (extra(f"{FIRST}.alpha"), "two scales"),
+    "empty": (lambda t, c: t.clear(), "is empty"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_not_understood_is_one_line(plain: Trained, tmp_path: Path, fault: str) -> None:
+    change, message = REFUSED[fault]
+    tensors, config = dict(plain.weights), json.loads(described(plain)[LORA_ADAPTER_METADATA_KEY])
+    change(tensors, config)
+    save_file(tensors, tmp_path / "a.safetensors", metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    with pytest.raises(ValueError, match=message) as error:
+        read_adapter(tmp_path)
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert not tensors or "(layout: " in str(error.value)
+
+
+def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    for name in ("a.pt", "a.bin", "a.ckpt"):
+        torch.save(plain.weights, tmp_path / name)
+        with pytest.raises(ValueError, match=rf"'\.{name[2:]}'.*Convert it"):
+            read_adapter(tmp_path / name)
+    with pytest.raises(ValueError, match=r"a\.bin is in the format '\.bin'"):
+        adapter_file(tmp_path)
+    file.write_bytes(b"no header")
+    with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
+        read_adapter(file)
+    save_file(plain.weights, file, metadata={"alpha": "4", "rank": "2"})
+    with pytest.raises(ValueError, match=r"alpha = 4 for rank 2.*Give each layer a key"):
+        read_adapter(file)
+    save_file({f"base_model.model.{key}": value for key, value in plain.weights.items()}, file)
+    with pytest.raises(ValueError, match=r"layout: peft.*adapter_config\.json, which is not beside it"):
+        read_adapter(file)
+    save_file(plain.weights, tmp_path / "b.safetensors")
+    with pytest.raises(ValueError, match=r"holds 2 \.safetensors files \(a\.safetensors, b\.safetensors\)"):
+        adapter_file(tmp_path)
+
+
+def test_a_scale_beside_the_weights_is_part_of_the_digest(plain: Trained, tmp_path: Path) -> None:
+    save_by_peft(plain, tmp_path)
+    before, config = weights_digest(tmp_path), tmp_path / "adapter_config.json"
+    assert weights_digest(adapter_file(tmp_path)) == before
+    config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
+    assert weights_digest(tmp_path) != before and read_adapter(tmp_path)[FIRST].scale == 4.0
+
+
+def test_an_adapter_of_other_layers_or_ranks_says_which_keys_to_set(plain: Trained, tmp_path: Path) -> None:
+    save_by_peft(plain, tmp_path)
+    for options in ({"rank": 4, "targets": list(NAMES)}, {"rank": 2, "targets": LoraSection().target_modules}):
+        transformer = tiny_transformer(layers=2)
+        add_lora(transformer, rank=options["rank"], alpha=None, target_modules=options["targets"], seed=0)
+        with pytest.raises(ValueError, match=r"model\.adapter.*Set lora\.rank and lora\.target_modules"):
+            load_adapter(transformer, tmp_path)

@@ -33,16 +33,13 @@ from sage_fast.models.video_files import read_video, video_file_name, write_vide
 from sage_fast.run import media
 from sage_fast.run.metrics import FILE_NAME as METRICS
 from sage_fast.run.metrics import read_metrics
+from sage_fast.run.run_status import WORSE
 from sage_fast.trainer import Trainer
 
 MOST_SHOWN = 8
 """Samples on the contact sheet of an evaluation, and in Weights & Biases."""
 
 logger = logging.getLogger(__name__)
-
-
-WORSE = -3.0
-"""Standard errors of the paired evaluation from which on a model is said to be worse than the one it started from."""
 
 
 def decline(directory: Path, update: int) -> str | None:
@@ -53,7 +50,7 @@ def decline(directory: Path, update: int) -> str | None:
     gain, stderr = rows[-1]["eval/paired_gain"], rows[-1].get("eval/paired_gain_stderr", 0.0)
     best = read_best(directory / "checkpoints")
     findings = []
-    if gain < WORSE * stderr:
+    if gain < min(0.0, WORSE * stderr):
         findings.append("the model that the run starts from")
     if best is not None and best[1] > gain:
         findings.append(f"update {best[0]}, whose gain was {best[1]:+.3g} (--checkpoint best)")

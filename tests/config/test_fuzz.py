@@ -111,7 +111,7 @@ def comparable(value: Any) -> Any:
 
 
 def as_yaml(word: str) -> object:
-    """What YAML makes of a word; the word where that is nothing."""
+    """Value of a word as YAML; the word itself where it is none."""
     try:
         return yaml.safe_load(word)
     except yaml.YAMLError:

@@ -241,7 +241,7 @@ def test_a_run_encodes_and_shows_to_rewards_what_it_will_use(
     shown = Mock(wraps=CompositeReward.from_config)
     monkeypatch.setattr(CompositeReward, "from_config", shown)
     names = [caption.text for caption in all_captions()]
-    words = "--training.num_updates=5", "--training.updates_per_rollout=2", "--evaluation.num_prompts=2"
+    words = "--training.num_updates=6", "--training.updates_per_rollout=2", "--evaluation.num_prompts=2"
     config = tiny_run(*words)
     config = replace(config, data=replace(config.data, prompts=names))
     trainer = build_trainer(config)

@@ -140,6 +140,9 @@ def test_what_a_call_changes_is_put_back_and_told_once(what: str, caplog: pytest
         scores = reward.score(videos, RECORDS)
         torch.testing.assert_close(scores["bright"], EXPECTED, rtol=0, atol=0)
         assert state() == before and torch.equal(videos, VIDEOS)
+        (leaves,) = reward.rewards.values()
+        assert isinstance(leaves, Leaves) and leaves.seen[0] == os.getcwd()  # each call begins alike
+        leaves.what = [what]
     (told,) = caplog.messages
     assert told.startswith(f"Reward '{NAME}' changed {what.strip()}") and "on prompt 7 ('a'), sample 0" in told
 

@@ -43,7 +43,7 @@ Format = Literal["lora", "full"]
 RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 CLIENTS = {
-    "diffusers": "diffusers; `sage-fast generate --lora` (which reads every layout)",
+    "diffusers": "diffusers",
     "comfyui": "ComfyUI, diffusion-pipe",
     "official": "Tencent's generate.py, LightX2V",
     "musubi": "musubi-tuner",

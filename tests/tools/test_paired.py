@@ -224,6 +224,10 @@ def test_before_is_the_model_that_the_run_started_from(
     generate(config, "a red circle", tmp_path / "videos", checkpoint="none")
     digest = weights_digest(adapter)[:12]
     assert f"adapter ({digest})" in (tmp_path / "videos/generation.json").read_text()
+    (tmp_path / "a.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"--lora: .*'\.pt'"):
+        evaluate(config, tmp_path / "unread", lora=tmp_path / "a.pt")
+    assert not (tmp_path / "unread").exists()
     # Another adapter at the same path is another model.
     save_file(load_file(lora / ADAPTER_FILE), file, metadata=read_metadata(file))
     caplog.clear()
@@ -233,6 +237,7 @@ def test_before_is_the_model_that_the_run_started_from(
     shutil.rmtree(adapter)
     with pytest.raises(ConfigError, match=r"model\.adapter: There is no adapter"):
         evaluate(config, tmp_path / "scores")
+    generate(config, "a red circle", tmp_path / "by_checkpoint")  # which holds what became of it
     (check,) = [check for check in examine_deeply(config) if check.status == "failed"]
     assert check.name == "model" and "There is no adapter" in check.detail
 

@@ -319,7 +319,7 @@ def _phases(
 
     # The products of a second backward pass are those of a gradient's cost less a velocity's.
     second = calls.gradient + calls.velocity.times(-1.0)
-    rollout = calls.velocity.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
+    rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
     rollout = rollout + calls.velocity.times(repeated_branches(config, visited) / (2 * batch))
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
@@ -410,6 +410,8 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "model.checkpointing", value
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
+    if config.training.update == "single_pass":
+        yield "training.update", "two_phase"
     sizes = [size for size in range(rollout.micro_batch_size - 1, 0, -1) if rollout.batch_size % size == 0]
     for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
         yield "rollout.micro_batch_size", size

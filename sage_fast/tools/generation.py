@@ -82,7 +82,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     try:
         components = open_components(config.model)
         components.check_guidance(config.rollout.guidance_scale)
-        components.warn_of_shift(config.rollout.shift)
+        components.warn(config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps})
         cast_weights(components.transformer, getattr(torch, config.model.dtype))
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)

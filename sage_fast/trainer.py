@@ -308,8 +308,10 @@ class Trainer:
         if self.anchor and self.anchor_kind == "moving" and age >= self.config.training.anchor_interval:
             self.anchor.refresh()
             self.anchor_update = self.update
-        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards.
-        return None if self.anchor_update == self.update else self.anchor
+        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards. In later updates
+        # the rollout's velocities stand for the anchor's, but the forward process has none at its levels.
+        later = self.forward_process is not None and self.config.training.updates_per_rollout > 1
+        return None if self.anchor_update == self.update and not later else self.anchor
 
     def _kl_factors(self) -> list[float]:
         """Weights of the position KL of the coming rollout at each position of a sample's order."""

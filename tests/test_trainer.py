@@ -165,7 +165,7 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         (f"{FORWARD} --training.updates_per_rollout=2", "updates_per_rollout is 2, but .* a divisor of the 1 micro"),
         (
             f"{FORWARD} --forward_process.schedule=shifted --model.adaln=offload",
-            "adaln is 'offload'.*Set it to auto or",
+            "but with forward_process.schedule shifted .*to sampler",
         ),
         (f"{FORWARD} --forward_process.sampling_guidance=5", "guidance_scale is 2.0, but with .*sampling_guidance 5"),
         ("--forward_process.sampling_guidance=5 --rollout.guidance_scale=1", "training.update is 'two_phase'.*to null"),

@@ -193,8 +193,9 @@ class RunConfig:
                 ("objective.logprob", objective.logprob, ("gaussian",), why),
             ]
             if self.forward_process.schedule == "shifted":
-                levels = "every level would bring the weights from CPU memory"
-                needs.append(("model.adaln", self.model.adaln, ("auto", "weights", "table"), levels))
+                levels = "every level would bring the AdaLN weights from CPU memory"
+                kept = ("model.adaln", self.model.adaln, ("auto", "weights", "table"), levels)
+                _check("forward_process.schedule shifted", "forward_process.schedule to sampler", [kept])
         _check(f"training.update {training.update}", "training.update to two_phase", needs)
 
     def _check_engine(self) -> None:

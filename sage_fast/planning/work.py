@@ -275,6 +275,8 @@ def anchor_share(training: TrainingConfig, kl_mode: str) -> float:
     rollouts = training.num_updates // training.updates_per_rollout
     if kind == "none":
         return 0.0
+    if training.update == "forward_process" and training.updates_per_rollout > 1:
+        return 1.0
     if kind == "moving":
         rollouts = min(rollouts, math.ceil(training.anchor_interval / training.updates_per_rollout))
     return 1.0 - 1.0 / rollouts

@@ -192,6 +192,8 @@ def test_the_rank_with_most_trained_videos_counts() -> None:
     assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
 
 
+FORWARD = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
+FORWARD.append("--rollout.guidance_scale=1")
 ONE_OF_FOUR = "--rollout.micro_batch_size=1 --rollout.num_generations=4 --training.best_and_worst=1"
 DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
 
@@ -204,8 +206,10 @@ DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
         DRAWN_KL,
         f"{DRAWN_KL} --training.update=single_pass",
         f"{DRAWN_KL} --training.update=single_pass --training.guidance=split",
+        f"{DRAWN_KL} {' '.join(FORWARD)} --objective.kl_mode=moving --forward_process.sampling_guidance=2 "
+        "--training.updates_per_rollout=2",
     ],
-    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split"],
+    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split", "forward-process"],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     words: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +228,9 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
     for _ in range(4):
         trainer.iterate()
     found = visits(config)
-    made = 2 * (found.rollout + found.pass_steps + found.anchor + found.update) + repeated_branches(config, found)
+    branches = 1 if config.rollout.guidance_scale == 1 else 2
+    made = 2 * found.rollout + branches * (found.pass_steps + found.anchor + found.update)
+    made += repeated_branches(config, found)
     assert sum(calls) == 4 * config.rollout.batch_size * made
 
 
@@ -368,10 +374,6 @@ def test_the_peak_of_a_gradient_at_480p_is_the_measured_one() -> None:
 
 
 # ------------------------------------------------------------------------------------------ what makes it fit
-
-
-FORWARD = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
-FORWARD.append("--rollout.guidance_scale=1")
 
 
 def test_guidance_of_the_sampler_costs_the_rollout_alone() -> None:

@@ -190,7 +190,34 @@ def presets_block(found: Results) -> str:
     return markdown(head, rows)
 
 
+CARDS = (
+    ("24 GB", "rtx4090", None, "hv15_quick_lora_24gb"),
+    ("40 GB", "a100", 40.0, "hv15_quick_lora_1gpu_nft"),
+    ("48 GB", "l40s", None, "hv15_quick_lora_1gpu_nft"),
+    ("80 GB", "h100", None, "hv15_quick_lora_1gpu"),
+    ("8 x 80 GB", "h100", None, "hv15_480p_lora_8gpu_fast"),
+)
+"""Memory, device, 1e9 bytes where they are fewer than the device's, and a preset that fits."""
+
+
+def cards_block(found: Results) -> str:
+    """Presets that fit some cards, by the plan."""
+    rows = []
+    for memory, device, limit, preset in CARDS:
+        config = load_config(preset)
+        gpus = least_gpus(config.distributed, config.rollout)
+        plan = make_plan(config, DEVICES[device], gpus=gpus, memory_gb=limit, sizes={})
+        assert plan.fits, preset
+        videos, minutes = config.rollout.batch_size * plan.layout.data_parallel, plan.seconds_per_rollout / 60
+        frames = f"{config.video.num_frames} frames of {config.video.height}x{config.video.width}"
+        card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
+        row = [f"{memory} ({card})", f"`{preset}`", f"{plan.memory.peak / 1e9:.1f} GB"]
+        rows.append([*row, f"{videos} videos, {frames}: {minutes:.1f} min"])
+    return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)"), rows)
+
+
 BLOCKS: dict[str, Callable[[Results], str]] = {
+    "cards": cards_block,
     "headline": headline_block,
     "gpu": gpu_block,
     "cpu": partial(suite_block, suites=("decode",)),

@@ -15,6 +15,8 @@ gradient is that of advantage-weighted flow matching, linear in A. `weighting` i
 
 With `clip` the linear term is AWM's, -min(A rho, clip(rho) A) for rho = exp(-w (mean (v-u)^2 - mean (v_old-u)^2)).
 
+`sampling_guidance` samples x0 by the guided velocity; v, v_old and v_anchor stay the unguided ones.
+
 Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 """
 
@@ -30,7 +32,9 @@ from sage_fast.data import uniform
 from sage_fast.distributed.engine import Snapshot
 from sage_fast.gradient import TwoPhaseGradient, VelocityLoss
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
-from sage_fast.records import ScoredRollout, Trajectory
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import Sample, ScoredRollout, Trajectory
+from sage_fast.rollout import StepVelocity, policy_velocity
 from sage_fast.sde import TransitionTable
 
 ADAPTIVE_FLOOR = 1e-5
@@ -170,19 +174,24 @@ class ForwardProcessGradient(TwoPhaseGradient):
     """The gradient of `forward_loss` over K levels of every video.
 
     shift: of the sampler's schedule. advantage_bound: A_max. old: the old policy where it is not the current one; the
-    rollout was sampled with it.
+    rollout was sampled with it. sampler: the velocity that samples, guided or as the trained one.
     """
 
     process: ForwardProcessConfig
     shift: float
     advantage_bound: float
     old: Snapshot | None
+    sampler: GuidedPolicy
     _old_velocities: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
 
     def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
         """As in `PolicyGradient`."""
         super().begin(kl_weight, anchor, kl_factors)
         self._old_velocities = {}
+
+    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+        """As in `PolicyGradient`."""
+        return policy_velocity(self.sampler, samples)
 
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
         """As in `PolicyGradient`: numbers of levels."""

@@ -1,12 +1,15 @@
 """Optimizers and the learning-rate schedule.
 
-Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, norms and embeddings go to AdamW; with
-`match_rms_adamw` Muon's updates have AdamW's size, and one learning rate serves both.
+Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, norms and embeddings go to AdamW. With
+`match_rms_adamw` the elements of Muon's update have an RMS of 0.17 times the rate (measured; its aim is 0.2), from the
+first step on. AdamW's first update moves every element by the rate, six times as far; later ones shrink as gradients
+disagree. So one rate does not serve both: `first_movement` compares them, and runs with published recipes.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +17,90 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from sage_fast.config.sections import OptimizerConfig
+from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
+
+MUON_RMS = 0.17
+"""RMS of the elements of Muon's update over the learning rate: the 0.2 of `match_rms_adamw`, times what five
+Newton-Schulz steps leave of singular values of 1. Measured."""
+
+WIDTH = 2048
+"""Inputs of a weight, where the movement of whole weights is asked for."""
+
+LARGE_MODEL = 10**9
+"""Parameters from which on a model is compared with published recipes, whose models have 1.3 to 14 billion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Settings that decide how far an update moves the weights. rank: of adapters; None for whole weights.
+
+    Example: `PUBLISHED["lora", False].movement` is 4.6e-4.
+    """
+
+    name: str
+    optimizer: Literal["muon", "adamw"]
+    learning_rate: float
+    rank: int | None = None
+    scale: float = 1.0
+    """lora.alpha / lora.rank."""
+
+    @property
+    def movement(self) -> float:
+        return first_movement(self.optimizer, self.learning_rate, self.rank, self.scale)
+
+    def __str__(self) -> str:
+        scale = "" if self.rank is None else f", alpha / rank {self.scale:g}"
+        return f"{self.name} ({self.optimizer}, {self.learning_rate:g}{scale})"
+
+
+PUBLISHED = {
+    ("lora", False): Recipe(name="Flow-Factory's GRPO of Wan 2.1", optimizer="adamw", learning_rate=1e-4, rank=64),
+    ("lora", True): Recipe(name="DiffusionNFT's SD3.5", optimizer="adamw", learning_rate=3e-4, rank=32, scale=2.0),
+    ("full", False): Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5),
+    ("full", True): Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5),
+}
+"""Published recipe by (training.mode, whether by the forward process); sources: docs/real_model.md. UniRL's SD3 and
+verl-omni's MiniMax-H3 (rank 64) take DiffusionNFT's rate and alpha / rank."""
+
+
+def first_movement(
+    optimizer: Literal["muon", "adamw"], learning_rate: float, rank: int | None = None, scale: float = 1.0
+) -> float:
+    """Norm of the change that a first update makes to a weight W of n inputs, over W's, if W's variance is 1/n.
+
+    AdamW moves every element by the rate, Muon by `MUON_RMS` of it (root mean square). Whole weights (rank None) move
+    by that times sqrt(n), n = `WIDTH`. Adapters are W + scale B A, B starts at 0 and A with variance 1/(3n): the RMS of
+    the change scale dB A is scale |dB| sqrt(rank / 3n), whose share of W's does not depend on n.
+    """
+    element = learning_rate * (1.0 if optimizer == "adamw" else MUON_RMS)
+    return element * (math.sqrt(WIDTH) if rank is None else scale * math.sqrt(rank / 3))
+
+
+def unusual_movement(
+    optimizer: OptimizerConfig, lora: LoraConfig, training: TrainingConfig, parameters: int
+) -> tuple[str, float] | None:
+    """Warning where a first update moves the weights less than a tenth or more than ten times as far as published.
+
+    Args:
+        parameters: of the model; none is published for a small one.
+
+    Returns:
+        The warning and the rate that moves them as far; None where there is nothing to warn of.
+    """
+    published = PUBLISHED[training.mode, training.update == "forward_process"]
+    rank = lora.rank if training.mode == "lora" else None
+    scale = (lora.alpha or lora.rank) / lora.rank
+    share = first_movement(optimizer.name, optimizer.learning_rate, rank, scale) / published.movement
+    if parameters < LARGE_MODEL or 0.1 <= share <= 10:
+        return None
+    feared = "the reward may not move" if share < 1 else "the videos may break"
+    rate = float(f"{optimizer.learning_rate / share:.1g}")
+    text = (
+        f"optimizer.learning_rate is {optimizer.learning_rate:g} with {optimizer.name}: a first update moves weights "
+        f"{share:.2g} times as far as that of {published}, so {feared}. Set it to about "
+        f"{rate:g}, unless this is meant."
+    )
+    return text, rate
 
 
 class OptimizerSet:

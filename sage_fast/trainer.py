@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ from sage_fast.objective import (
     next_kl_weight,
     weighted_advantages,
 )
+from sage_fast.optim import unusual_movement
 from sage_fast.policy.adapters import add_initial_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
@@ -146,7 +147,11 @@ class Trainer:
             check_trainable_steps(config.rollout, config.training)
 
         components.check_guidance(config.rollout.guidance_scale)
-        components.warn_of_shift(config.rollout.shift)
+        components.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
+        components.warn(config.rollout.shift, config.steps_by_key)
+        size = sum(parameter.numel() for parameter in components.transformer.parameters())
+        if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
+            logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
         self.latent_shape, self.evaluation_latent_shape = (
             self.decoder.latent_shape(video.num_frames, video.height, video.width)
@@ -272,6 +277,7 @@ class Trainer:
             shift=config.rollout.shift,
             advantage_bound=ADVANTAGE_CLIP,
             old=self.old,
+            sampler=GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance),
         )
 
     # ------------------------------------------------------------------------------------------ one iteration
@@ -296,8 +302,8 @@ class Trainer:
         with self._phase("anchor"), self.engine.phase("anchor"):
             self.gradient.measure_anchor(scored)
         with self._phase("update"), self.engine.phase("update"):
-            for positions in split_evenly(len(scored.orders[0]), training.updates_per_rollout):
-                self._optimizer_update(scored, positions, metrics)
+            for part, positions in self._mini_batches(scored):
+                self._optimizer_update(part, positions, metrics)
         self.rollouts += 1
         if training.skip_nonfinite_updates:
             metrics["update/skipped_nonfinite"] = self.skipped_updates
@@ -305,14 +311,28 @@ class Trainer:
         metrics["time/iteration"] = sum(self._seconds.values())
         return {"update": self.update} | metrics
 
+    def _mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
+        """The share of each update of a rollout: some steps of all videos, or by the forward process some videos."""
+        updates, count = self.config.training.updates_per_rollout, len(scored.orders[0])
+        if self.forward_process is None or updates == 1:
+            yield from ((scored, positions) for positions in split_evenly(count, updates))
+            return
+        turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
+        for turn in range(updates):
+            trained = scored.all_trained & (turns == turn)
+            # Where a reward has failed for all of a part, its update trains the rest once more.
+            yield replace(scored, all_trained=trained if trained.any() else scored.all_trained), range(count)
+
     def _due_anchor(self) -> Snapshot | None:
         """The anchor of the coming rollout, refreshed if that is due; None where it is the policy itself."""
         age = self.update - self.anchor_update
         if self.anchor and self.anchor_kind == "moving" and age >= self.config.training.anchor_interval:
             self.anchor.refresh()
             self.anchor_update = self.update
-        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards.
-        return None if self.anchor_update == self.update else self.anchor
+        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards. In later updates
+        # the rollout's velocities stand for the anchor's, but the forward process has none at its levels.
+        later = self.forward_process is not None and self.config.training.updates_per_rollout > 1
+        return None if self.anchor_update == self.update and not later else self.anchor
 
     def _kl_factors(self) -> list[float]:
         """Weights of the position KL of the coming rollout at each position of a sample's order."""
@@ -448,7 +468,8 @@ class Trainer:
                 self.engine.step()
             if self.ema is not None and self.config.training.ema_decay:
                 self.ema.average(min(self.config.training.ema_decay, (1 + self.update) / (10 + self.update)))
-            if self.old is not None and self.forward_process is not None:
+            last = (self.update + 1) % self.config.training.updates_per_rollout == 0
+            if self.old is not None and self.forward_process is not None and last:
                 self.old.average(old_decay(self.forward_process, self.update + 1))
             found, kl = self.gradient.report(terms)
             moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1

@@ -1,6 +1,7 @@
 """The forward-process objective against formulas written down on their own, and its work in a training."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,13 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.forward_process import ForwardProcessGradient, forward_loss, levels, old_decay
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
-from sage_fast.records import Trajectory
+from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
+from sage_fast.rollout import initial_latents
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
 from tests.test_gradient import passes, videos_of
-from tests.tiny.velocity_field import move_weights, relative
+from tests.tiny.velocity_field import move_weights, relative, smooth_velocity, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
 FORWARD = ("--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode")
@@ -224,3 +226,59 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
             assert float(loss.sigma[b]) == pytest.approx(s)
             state, sigma = gradient._state(scored, rows, trajectory, position)
             assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)
+
+
+def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at v_c alone, in float64."""
+    words = ["--rollout.guidance_scale=1", "--forward_process.sampling_guidance=3", "--forward_process.old=policy"]
+    trainer = build_trainer(tiny_run(*FORWARD, *words, "--forward_process.weighting=x0"))
+    use_smooth_velocity(trainer, monkeypatch)
+    move_weights(trainer)
+    parameters, gradient, negative = list(trainer.parameters.values()), trainer.gradient, trainer.policy.uncond
+    assert isinstance(gradient, ForwardProcessGradient)
+
+    def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
+        texts = torch.stack([p.text.mean() + len(p.text) for p in prompts])
+        return smooth_velocity(parameters, latents, torch.full((len(latents),), sigma), texts)
+
+    gradient.begin(0.0, None, trainer._kl_factors())
+    scored = trainer._score(trainer._rollout(), {})
+    ((_, trajectory),) = scored.batches()
+    embeds = [sample.embeds for sample in trajectory.samples]
+    x, sigmas = initial_latents(trajectory.keys, trainer.latent_shape), trajectory.table.sigmas
+    for s, after in itertools.pairwise(sigmas.tolist()):
+        unguided, conditional = velocity(x, s, *[negative] * 4), velocity(x, s, *embeds)
+        x = (x + (after - s) * (unguided + 3 * (conditional - unguided))).detach().float()
+    torch.testing.assert_close(trajectory.final, x, rtol=1e-4, atol=1e-5)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for b, key in enumerate(trajectory.keys):
+        for position, s in enumerate(levels(key, trajectory.table, 3.0, gradient.process).float().tolist()):
+            x0, level = trajectory.final[b], torch.tensor(s)
+            z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
+            v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
+            expected = expected + s**2 * float(scored.advantages[b]) * (v - (z - x0).double()).square().mean()
+    found = torch.autograd.grad(expected / 16, parameters)
+    trainer.engine.zero_grad()
+    gradient.accumulate(scored, range(4), 0.0)
+    for p, wanted in zip(parameters, found, strict=True):
+        assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-10
+
+
+def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--rollout.micro_batch_size=1", "--training.updates_per_rollout=2", "--rollout.num_generations=4"]
+    trainer = build_trainer(tiny_run(*FORWARD, *words))
+    assert trainer.old is not None
+    trained, averaged, update = [], [], trainer._optimizer_update
+
+    def watched(scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
+        trained.append((scored.all_trained.tolist(), list(positions)))
+        update(scored, positions, metrics)
+
+    monkeypatch.setattr(trainer, "_optimizer_update", watched)
+    monkeypatch.setattr(trainer.old, "average", lambda decay: averaged.append(trainer.update))
+    trainer.iterate()
+    every = [0, 1, 2, 3]
+    assert trained == [([True, False] * 2, every), ([False, True] * 2, every)] and averaged == [1]

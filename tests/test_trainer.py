@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast import optim
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule
 from sage_fast.kernels import PolicyTerms
+from sage_fast.models.family import WeightFacts
 from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
@@ -164,7 +166,13 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         (BEST_AND_WORST, "is 1, .*num_generations is 2.* Raise num_generations"),
         ("--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise", "fraction is 0.5.*set it to 1"),
         (f"{FORWARD} --objective.kl_mode=dual", "objective.kl_mode"),
-        (f"{FORWARD} --training.updates_per_rollout=2", "training.updates_per_rollout"),
+        (f"{FORWARD} --training.updates_per_rollout=2", "micro_batch_size is .*updates split the videos.* Set it to 1"),
+        (
+            f"{FORWARD} --forward_process.schedule=shifted --model.adaln=offload",
+            "but with forward_process.schedule shifted .*to sampler",
+        ),
+        (f"{FORWARD} --forward_process.sampling_guidance=5", "guidance_scale is 2.0, but with .*sampling_guidance 5"),
+        ("--forward_process.sampling_guidance=5 --rollout.guidance_scale=1", "training.update is 'two_phase'.*to null"),
         (f"{FORWARD} --rollout.sde_type=ode --rollout.shared_initial_noise=true", "rollout.shared_initial_noise"),
         ("--rollout.negative_prompt=x --rollout.guidance_scale=1", "negative_prompt is .*empty with"),
     ],
@@ -490,3 +498,20 @@ def test_weights_come_back_after_an_exception(tiny_run: MakeRun) -> None:
         assert any(not torch.equal(value, trained[name]) for name, value in weights(trainer).items())
         raise KeyboardInterrupt
     assert all(torch.equal(value, trained[name]) for name, value in weights(trainer).items())
+
+
+def test_the_start_looks_at_rates_steps_and_guidance(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `doctor` does; a small model has no published rate."""
+    build_trainer(tiny_run("--optimizer.learning_rate=0.1"))
+    assert "optimizer.learning_rate" not in caplog.text
+    monkeypatch.setattr(optim, "LARGE_MODEL", 1)
+    monkeypatch.setattr(WeightFacts, "few_steps", lambda self, steps: {key: f"{key} {n}" for key, n in steps.items()})
+    build_trainer(tiny_run("--optimizer.learning_rate=0.1", "--evaluation.num_steps=7"))
+    words = ("moves weights 1.8e+02 times as far", "rollout.num_steps 4", "evaluation.num_steps 7")
+    assert all(word in caplog.text for word in words), caplog.text
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(WeightFacts, "check_guidance", lambda self, *given: seen.append(given))
+    build_trainer(tiny_run(*FORWARD.split(), "--rollout.guidance_scale=1", "--forward_process.sampling_guidance=5"))
+    assert seen == [(1.0,), (5.0, "forward_process.sampling_guidance")]

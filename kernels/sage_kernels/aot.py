@@ -33,15 +33,17 @@ from sage_kernels.launch import TRITON_TYPES, Kernel
 from sage_kernels.registry import OpSpec, specs
 from sage_kernels.tracer import backward_call
 
-ARCHITECTURES = (80, 90, 100)
-"""A100, H100/H200, B100/B200."""
+ARCHITECTURES = (80, 89, 90, 100, 120)
+"""A100; RTX 4090 and L40S; H100/H200; B100/B200; RTX 5090."""
 MAX_REGISTERS = 128
 STREAMING_BYTES = 16
 INSTRUCTIONS = {"gelu_tanh_forward": 14, "gelu_tanh_backward": 28}
 """Most machine instructions an element of kernels that compute more than they wait: an H100 issues 128 a cycle on each
 of its multiprocessors and reads or writes some 15 bytes."""
-SHARED_MEMORY = {80: 164, 90: 228, 100: 228}
+SHARED_MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of a multiprocessor; a program takes one of them beside its own."""
+WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
+"""Warps that a multiprocessor holds."""
 RECORDS = Path(__file__).resolve().parents[1] / "aot.json"
 _WARP_SIZE = 32
 
@@ -90,7 +92,8 @@ class Build:
     def fitting_programs(self) -> int:
         """Programs that registers, threads and shared memory of a multiprocessor admit."""
         registers = 2**16 // (-(-self.registers // 8) * 8 * self.num_warps * _WARP_SIZE)
-        return min(registers, 64 // self.num_warps, SHARED_MEMORY[self.arch] * 1024 // (self.shared + 1024))
+        shared = SHARED_MEMORY[self.arch] * 1024 // (self.shared + 1024)
+        return min(registers, WARPS[self.arch] // self.num_warps, shared)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -139,7 +142,7 @@ def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
 
 
 def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
-    """Compile a kernel for an architecture (80, 90, 100) and read the result.
+    """Compile a kernel for an architecture (one of `ARCHITECTURES`) and read the result.
 
     Raises:
         RuntimeError: kernels are interpreted, or a tool that comes with Triton failed.

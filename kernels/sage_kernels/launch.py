@@ -202,9 +202,9 @@ class LaunchTable:
         columns = zip((2048, 4096, None), num_warps, programs_per_sm, strict=True)
         return cls({(w, None): Launch(num_warps=n, rows=rows, programs_per_sm=p) for w, n, p in columns})
 
-    def with_row(self, width: int, capability: tuple[int, int], settings: Launch) -> "LaunchTable":
-        """The table with a row for one device."""
-        return LaunchTable(dict(self._rows) | {(width, capability): settings})
+    def with_row(self, width: int, settings: Launch, *capabilities: tuple[int, int]) -> "LaunchTable":
+        """The table with a row for some devices."""
+        return LaunchTable(dict(self._rows) | {(width, capability): settings for capability in capabilities})
 
     def find(self, width: int, device: torch.device | None = None) -> Launch:
         """Settings for a block of `width` elements on `device`; without a device those of rows that name none."""

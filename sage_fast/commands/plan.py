@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from sage_fast.commands.common import add_config_argument, load_run_config
 
-DEVICES = ("h100", "h200", "a100", "b200", "cpu")
+DEVICES = ("h100", "h200", "a100", "b200", "rtx4090", "rtx5090", "l40s", "cpu")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

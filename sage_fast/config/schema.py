@@ -95,8 +95,21 @@ class RunConfig:
                 require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
         require(self.seed >= 0, "seed", self.seed, "in 0 .. 2^63 - 1")
         require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
+        require(
+            not self.rollout.negative_prompt or self.sampling_guidance != 1,
+            "rollout.negative_prompt",
+            self.rollout.negative_prompt,
+            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
+        )
         if self.training.update != "two_phase":
             self._check_update()
+        if (scale := self.forward_process.sampling_guidance) is not None:
+            trained, update = self.rollout.guidance_scale, self.training.update
+            needs: list[Need] = [
+                ("training.update", update, ("forward_process",), "no other update samples another velocity"),
+                ("rollout.guidance_scale", trained, (1.0,), "it is the unguided velocity that is trained"),
+            ]
+            _check(f"forward_process.sampling_guidance {scale:g}", "sampling_guidance to null", needs)
         if self.training.update != "forward_process" and self.samples_by_ode:
             raise ConfigError(
                 f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
@@ -128,10 +141,21 @@ class RunConfig:
         return self.rollout.sde_type == "ode" or self.rollout.eta == 0
 
     @property
+    def sampling_guidance(self) -> float:
+        """Guidance scale of a rollout's sampler."""
+        scale = self.forward_process.sampling_guidance
+        return self.rollout.guidance_scale if scale is None else scale
+
+    @property
     def evaluation_video(self) -> VideoConfig:
         """Size of the evaluation's videos."""
         own = {key: getattr(self.evaluation, key) for key in ("height", "width")}
         return replace(self.video, **{key: value for key, value in own.items() if value is not None})
+
+    @property
+    def steps_by_key(self) -> dict[str, int]:
+        """Denoising steps of rollout and evaluation."""
+        return {"rollout.num_steps": self.rollout.num_steps, "evaluation.num_steps": self.evaluation_steps}
 
     @property
     def evaluation_steps(self) -> int:
@@ -157,15 +181,27 @@ class RunConfig:
         else:
             why = "it trains at noised videos, not at the sampler's steps"
             alike = rollout.shared_initial_noise and self.samples_by_ode
+            split = ("rollout.micro_batch_size", rollout.videos_at_once, (1,), "several updates split the videos")
+            require(
+                rollout.batch_size % training.updates_per_rollout == 0,
+                "training.updates_per_rollout",
+                training.updates_per_rollout,
+                f"a divisor of rollout.batch_size = {rollout.batch_size} with training.update forward_process, which "
+                "splits the videos",
+            )
             needs = [
-                ("training.updates_per_rollout", training.updates_per_rollout, (1,), why),
                 ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
                 ("training.kl_share_every", training.kl_share_every, (0,), why),
                 ("rollout.shared_initial_noise", alike, (False,), "without the sampler's noise one start is one video"),
                 ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
+                *([split] if training.updates_per_rollout > 1 else []),
                 ("objective.ratio", objective.ratio, ("gaussian",), why),
                 ("objective.logprob", objective.logprob, ("gaussian",), why),
             ]
+            if self.forward_process.schedule == "shifted":
+                levels = "every level would bring the AdaLN weights from CPU memory"
+                kept = ("model.adaln", self.model.adaln, ("auto", "weights", "table"), levels)
+                _check("forward_process.schedule shifted", "forward_process.schedule to sampler", [kept])
         _check(f"training.update {training.update}", "training.update to two_phase", needs)
 
     def _check_engine(self) -> None:

@@ -312,12 +312,6 @@ class RolloutConfig(Section, key="rollout"):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.negative_prompt or self.guidance_scale != 1,
-            "rollout.negative_prompt",
-            self.negative_prompt,
-            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
-        )
-        require(
             self.batch_size % self.videos_at_once == 0,
             "rollout.micro_batch_size",
             self.micro_batch_size,
@@ -456,7 +450,8 @@ class TrainingConfig(Section, key="training"):
     one after the other, with half the memory; it takes a forward more from the second update of a rollout on, and in
     a single pass where the KL to the anchor is measured."""
     updates_per_rollout: Count = 1
-    """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches."""
+    """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches, and with
+    `forward_process` the videos of every group."""
     best_and_worst: Natural = 0
     """Train only so many videos of each group with the highest advantages and as many with the lowest; 0 trains all.
     Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos.
@@ -498,6 +493,9 @@ class ForwardProcessConfig(Section, key="forward_process"):
     """Noise levels K at which a video is trained, one in each of K equal parts of the schedule."""
     schedule: Literal["sampler", "shifted"] = "sampler"
     """Where levels lie: at the sampler's own noise levels, or anywhere on the shifted schedule."""
+    sampling_guidance: NotNegative | None = None
+    """Guidance scale with which the rollout samples, while the unguided velocity is trained (rollout.guidance_scale 1,
+    which also evaluates): guidance is distilled into it, weighted by the advantages. null samples what is trained."""
     weighting: Literal["adaptive", "x0", "velocity"] = "adaptive"
     """Weight of a level's loss: s^2 over s times the mean absolute error, s^2, or 1."""
     beta: NotNegative = 0.1

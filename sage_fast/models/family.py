@@ -83,14 +83,16 @@ class WeightFacts:
     """File that says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
     shift: float | None = None
     """Timestep shift that the model was published with; None where nothing says."""
+    least_steps: int | None = None
+    """Fewest denoising steps with which its owners say that it draws correctly; None where they say nothing."""
 
-    def check_guidance(self, guidance_scale: float) -> None:
+    def check_guidance(self, guidance_scale: float, key: str = "rollout.guidance_scale") -> None:
         """ValueError where guidance is distilled into weights that would be guided once more."""
         if self.guidance_distilled is not None and guidance_scale != 1.0:
             raise ValueError(
-                f"rollout.guidance_scale is {guidance_scale}, but guidance is distilled into these weights "
+                f"{key} is {guidance_scale}, but guidance is distilled into these weights "
                 f"({self.guidance_distilled} says so), and guiding twice distorts the video. Set "
-                "rollout.guidance_scale to 1, or use weights without distillation, such as 480p_t2v."
+                f"{key} to 1, or use weights without distillation, such as 480p_t2v."
             )
 
     def shift_difference(self, shift: float) -> str | None:
@@ -105,9 +107,21 @@ class WeightFacts:
             f"rollout.shift to {self.shift:g}, unless you mean to sample and train at other noise levels."
         )
 
-    def warn_of_shift(self, shift: float) -> None:
-        """Log `shift_difference` where there is one."""
+    def few_steps(self, steps: Mapping[str, int]) -> dict[str, str]:
+        """Warnings by key for the keys with fewer steps than `least_steps`; a rollout may be meant to be cheaper."""
+        least = self.least_steps or 0
+        return {
+            key: f"{key} is {count}, but the owners of these weights say that they must have {least} steps to draw "
+            f"correctly. Set it to {least}, unless cheaper videos are meant."
+            for key, count in steps.items()
+            if count < least
+        }
+
+    def warn(self, shift: float, steps: Mapping[str, int]) -> None:
+        """Log `shift_difference` and `few_steps` where there are any."""
         if (text := self.shift_difference(shift)) is not None:
+            logger.warning("%s", text)
+        for text in self.few_steps(steps).values():
             logger.warning("%s", text)
 
 

@@ -19,6 +19,9 @@ from sage_fast.models.attention.joint import SequenceLayout
 Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 """Activations that a block keeps for its backward pass."""
 
+MAX_LEVELS = 512
+"""Most noise levels in a table of modulation; beyond them it is emptied."""
+
 Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
 """Programs that an adapter is exported for, each with its names for the same weights."""
 

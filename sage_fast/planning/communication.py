@@ -137,7 +137,8 @@ class Counter:
                 pulls=self.pulls_per_step * micro_batches * with_gradient,
             )
 
-        sampled = branches * (visited.rollout + visited.pass_steps) + repeated_branches(self.config, visited)
+        sampling = 1 if self.config.sampling_guidance == 1.0 else 2
+        sampled = sampling * (visited.rollout + visited.pass_steps) + repeated_branches(self.config, visited)
         yield passes("rollout", sampled, visited.pass_steps + visited.second_products)
         yield passes("anchor", branches * visited.anchor)
         yield passes("update", (branches + more) * visited.update, visited.update)

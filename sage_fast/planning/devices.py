@@ -1,7 +1,7 @@
 """Ceilings of a device, and seconds from a cost.
 
 The H100's are measured or published; of the other GPUs the vendor's figures are known, and they are taken to reach the
-share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s).
+share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
 """
 
 import math
@@ -98,6 +98,24 @@ _H100 = Device(
     source="bfloat16 product and copy measured; attention published (arXiv 2407.08608)",
 )
 
+GIB = 2**30 / 1e9
+
+
+def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, bandwidth: float, pcie: float) -> Device:
+    """A card of the vendor's dense bfloat16 and float32 TFLOP/s, TB/s, and GB/s of PCIe x16; nothing is measured."""
+    return Device(
+        name=name,
+        memory_gb=memory_gib * GIB,
+        matmul=matmul * _PRODUCT,
+        matmul_float32=matmul_float32 * _PRODUCT,
+        attention={"flash2": (0.73 * matmul, 0.73 * matmul * _BACKWARD)},
+        bandwidth=bandwidth * _BANDWIDTH,
+        link=LINK_SHARE * pcie,
+        network=ADAPTER / 2,
+        source=f"the vendor's {matmul:g} TFLOP/s and {bandwidth:g} TB/s, in shares that an H100 and an A100 reach",
+    )
+
+
 DEVICES = {
     "h100": _H100,
     "h200": replace(
@@ -129,6 +147,10 @@ DEVICES = {
         network=ADAPTER,
         source="0.81 of the vendor's 2250 TFLOP/s, 0.9 of 8 TB/s; attention 0.71 of 2250 (FlashAttention-4's abstract)",
     ),
+    # NVIDIA's whitepapers on Ada (AD102) and RTX Blackwell, products summed in float32; datasheet of the L40S.
+    "rtx4090": _card("RTX 4090", 24, 165.2, 82.6, 1.008, 32),
+    "rtx5090": _card("RTX 5090", 32, 209.5, 104.8, 1.792, 64),
+    "l40s": _card("L40S", 48, 362.05, 91.6, 0.864, 32),
 }
 """GPUs by the name that `--device` takes; `cpu` is measured where it runs."""
 
@@ -181,7 +203,7 @@ def choose_device(name: str | None, device: str, width: int) -> Device:
 def gpu_memory_gb(device: torch.device | str) -> float:
     """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind counts, which the vendor names."""
     properties = torch.cuda.get_device_properties(device)
-    name = properties.name.lower()
+    name = properties.name.lower().replace(" ", "")
     planned = [known.memory_gb for key, known in DEVICES.items() if key in name]
     return min([properties.total_memory / 1e9, *planned])
 

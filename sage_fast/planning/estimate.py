@@ -235,8 +235,12 @@ def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     def planned(size: int) -> MemoryPlan:
         return replace(plan, config=replace(plan.config, rollout=replace(rollout, micro_batch_size=size)))
 
-    # A single pass collects a gradient per video.
-    while plan.config.training.update != "single_pass" and size < group and size * plan.video_tokens < FULL_CALL:
+    training = plan.config.training
+    # A single pass collects a gradient per video, and several updates by the forward process split the videos.
+    one_by_one = training.update == "single_pass" or (
+        training.update == "forward_process" and training.updates_per_rollout > 1
+    )
+    while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
         larger = next(count for count in range(size + 1, group + 1) if group % count == 0)
         memory = planned(larger).memory
         if max(memory.total(phase) for phase in ("rollout", "decode", "update")) > room:
@@ -379,7 +383,7 @@ def _phases(
 
     # The products of a second backward pass are those of a gradient's cost less a velocity's.
     second = calls.gradient + calls.velocity.times(-1.0)
-    rollout = calls.velocity.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
+    rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
     rollout = rollout + calls.velocity.times(repeated_branches(config, visited) / (2 * batch))
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards

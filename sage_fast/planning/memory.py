@@ -20,6 +20,7 @@ from sage_fast.config.sections import VideoConfig
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
+from sage_fast.models.transformer import MAX_LEVELS
 from sage_fast.objective import anchor_kind, kl_uses
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
@@ -173,7 +174,7 @@ class MemoryPlan:
                 # A family may have loaded the transformer into CPU memory before.
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
-            "rollout": self._working(sampling, self.calls.velocity if two_phase else self.calls.gradient),
+            "rollout": self._working(sampling, self.calls.sampling if two_phase else self.calls.gradient),
             "decode": self._decoding(sampling, self.latent, rollout.videos_at_once),
             "reward": replace(sampling, scoring=self._scoring),
         }
@@ -300,6 +301,8 @@ class MemoryPlan:
         levels = steps
         if evaluation.every and evaluation.num_steps not in (None, steps):
             levels += evaluation.num_steps or 0
+        if config.training.update == "forward_process" and config.forward_process.schedule == "shifted":
+            levels = MAX_LEVELS
         return float(rope + levels * description.num_layers * 12 * description.width * self._item)
 
     @cached_property

@@ -134,6 +134,8 @@ def _per_update(plan: Plan) -> Iterator[str]:
     rollout = plan.config.rollout
     videos = rollout.batch_size * plan.layout.data_parallel
     prompts = videos // rollout.num_generations
+    if plan.config.training.update == "forward_process":
+        videos //= plan.config.training.updates_per_rollout
     yield f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) to 1,152 (48 x 24)"
     if plan.on_gpu and (videos < FEW_VIDEOS or prompts < FEW_PROMPTS):
         yield (

@@ -83,10 +83,11 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
 class Calls:
     """Cost of the calls that a configuration makes of the model, each for one micro-batch.
 
-    velocity: a step of the rollout, or of the anchor. gradient: a step of an update, or with single pass a step of the
-    rollout that leaves its gradient. evaluation: a step of an evaluation.
+    sampling: a step of the rollout. velocity: of the anchor, at the guidance that is trained. gradient: a step of an
+    update, or with single pass a step of the rollout that leaves its gradient. evaluation: a step of an evaluation.
     """
 
+    sampling: Cost
     velocity: Cost
     gradient: Cost
     evaluation: Cost
@@ -120,6 +121,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
     video = config.evaluation_video
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     return Calls(
+        sampling=_share(replace(velocity, guidance_scale=config.sampling_guidance), sp),
         velocity=_share(velocity, sp),
         gradient=_share(gradient, sp),
         evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp),
@@ -127,7 +129,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
 
 
 def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
-    """A step of the rollout; the other calls differ from it in a few fields."""
+    """A step of the anchor, or of an evaluation of that size; the other calls differ from it in a few fields."""
     model, video, kernels = config.model, config.video, config.model.kernels
     return Call(
         transformer=hashable(description.transformer),
@@ -273,6 +275,8 @@ def anchor_share(training: TrainingConfig, kl_mode: str) -> float:
     rollouts = training.num_updates // training.updates_per_rollout
     if kind == "none":
         return 0.0
+    if training.update == "forward_process" and training.updates_per_rollout > 1:
+        return 1.0
     if kind == "moving":
         rollouts = min(rollouts, math.ceil(training.anchor_interval / training.updates_per_rollout))
     return 1.0 - 1.0 / rollouts

@@ -26,6 +26,7 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder
+from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
 from sage_fast.planning.layout import least_gpus
@@ -209,6 +210,11 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "output_dir", "warning", f"{folder} already holds a run", fix=fix)
     else:
         yield Check(section, "output_dir", "ok", str(folder))
+    if (description := _description(config)) is not None:
+        size = count_weights(config, description.transformer).total
+        if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
+            fix = f"--optimizer.learning_rate={unusual[1]:g}"
+            yield Check(section, "optimizer.learning_rate", "warning", unusual[0], fix=fix)
 
 
 def _reward(config: RunConfig, name: str) -> Check:
@@ -276,12 +282,16 @@ def _files(config: RunConfig) -> Iterator[Check]:
             return
         fix = "--rollout.guidance_scale=1"
         facts.check_guidance(config.rollout.guidance_scale)
+        fix = "--forward_process.sampling_guidance=null"
+        facts.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return
     yield Check(section, "model weights", "ok", "can be trained")
     if (difference := facts.shift_difference(config.rollout.shift)) is not None:
         yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
+    for key, text in facts.few_steps(config.steps_by_key).items():
+        yield Check(section, key, "warning", text, fix=f"--{key}={facts.least_steps}")
 
 
 def _memory(config: RunConfig) -> Iterator[Check]:

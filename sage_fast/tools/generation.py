@@ -83,7 +83,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     try:
         components = open_model(config.model, config.lora)
         components.check_guidance(config.rollout.guidance_scale)
-        components.warn_of_shift(config.rollout.shift)
+        components.warn(config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps})
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
 from sage_fast import accelerate
+from sage_fast.commands import plan as plan_command
 from sage_fast.commands.cli import main
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
@@ -38,6 +39,7 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     vae_decode_traffic,
 )
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.transformer import MAX_LEVELS
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, gpu_memory_gb, measure_cpu
 from sage_fast.planning.estimate import (
@@ -223,6 +225,8 @@ def test_the_rank_with_most_trained_videos_counts() -> None:
     assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
 
 
+FORWARD = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
+FORWARD.append("--rollout.guidance_scale=1")
 ONE_OF_FOUR = "--rollout.micro_batch_size=1 --rollout.num_generations=4 --training.best_and_worst=1"
 DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
 
@@ -235,8 +239,10 @@ DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
         DRAWN_KL,
         f"{DRAWN_KL} --training.update=single_pass",
         f"{DRAWN_KL} --training.update=single_pass --training.guidance=split",
+        f"{DRAWN_KL} {' '.join(FORWARD)} --objective.kl_mode=moving --forward_process.sampling_guidance=2 "
+        "--training.updates_per_rollout=2",
     ],
-    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split"],
+    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split", "forward-process"],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     words: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
@@ -255,7 +261,9 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
     for _ in range(4):
         trainer.iterate()
     found = visits(config)
-    made = 2 * (found.rollout + found.pass_steps + found.anchor + found.update) + repeated_branches(config, found)
+    branches = 1 if config.rollout.guidance_scale == 1 else 2
+    made = 2 * found.rollout + branches * (found.pass_steps + found.anchor + found.update)
+    made += repeated_branches(config, found)
     assert sum(calls) == 4 * config.rollout.batch_size * made
 
 
@@ -401,6 +409,24 @@ def test_the_peak_of_a_gradient_at_480p_is_the_measured_one() -> None:
 # ------------------------------------------------------------------------------------------ what makes it fit
 
 
+def test_guidance_of_the_sampler_costs_the_rollout_alone() -> None:
+    plain, guided = (small_plan(*FORWARD, *more) for more in ([], ["--forward_process.sampling_guidance=5"]))
+    (first, *rest), (guided_first, *guided_rest) = plain.phases, guided.phases
+    assert guided_first.cost.flops == 2 * first.cost.flops > 0 and guided_rest == rest
+
+
+def test_levels_off_the_samplers_fill_the_table_of_modulation() -> None:
+    at_steps, anywhere = (small_plan(*FORWARD, f"--forward_process.schedule={s}") for s in ("sampler", "shifted"))
+    rows = anywhere.memory.phases["update"].tables - at_steps.memory.phases["update"].tables
+    assert rows == (MAX_LEVELS - 60) * 3 * 12 * 256 * 2, "20 levels of the sampler and 40 of the evaluation are counted"
+
+
+def test_a_single_pass_may_become_two_phases() -> None:
+    found, change = small_plan(), ("training.update", "two_phase")
+    asked = replace(found.asked, training=replace(found.asked.training, update="single_pass"))
+    assert change in possible_changes(replace(found, asked=asked)) and change not in possible_changes(found)
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_comes_with_the_smallest_changes() -> None:
     words = ["--training.guidance=paired", "--model.checkpointing=none"]
@@ -473,12 +499,27 @@ def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None
         assert f"{found.seconds_per_rollout / 60:.1f} min per update of {videos} videos" in readme
 
 
-@pytest.mark.parametrize("reported", [85.0e9, 42.4e9])
-def test_plan_and_run_count_the_same_memory(reported: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("reported", "name", "expected"),
+    [
+        (85.0e9, "NVIDIA H100 80GB HBM3", 80),
+        (42.4e9, "NVIDIA H100 80GB HBM3", 42.4),
+        (25.4e9, "NVIDIA GeForce RTX 4090", 25.4),
+        (48e9, "NVIDIA GeForce RTX 4090", DEVICES["rtx4090"].memory_gb),
+        (47.7e9, "NVIDIA L40S", 47.7),
+    ],
+)
+def test_plan_and_run_count_the_same_memory(
+    reported: float, name: str, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An H100 reports more bytes than the 80e9 of its name; a smaller one of a kind has what it reports."""
-    properties: Any = SimpleNamespace(total_memory=reported, name="NVIDIA H100 80GB HBM3")
+    properties: Any = SimpleNamespace(total_memory=reported, name=name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert gpu_memory_gb("cuda") == min(DEVICES["h100"].memory_gb, reported / 1e9)
+    assert gpu_memory_gb("cuda") == expected
+
+
+def test_the_command_knows_every_device() -> None:
+    assert {*plan_command.DEVICES} == {*DEVICES, "cpu"}
 
 
 @pytest.mark.slow

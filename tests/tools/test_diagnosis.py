@@ -108,6 +108,14 @@ def test_a_frame_rate_that_is_not_the_rewards_is_a_warning(tmp_path: Path) -> No
     assert found.status == "warning" and "fps is 16, but" in found.detail and found.fix
 
 
+def test_a_rate_of_whole_weights_for_adapters_is_a_warning(tmp_path: Path, tiny_run: MakeRun) -> None:
+    words = ["--optimizer.name=muon", "--optimizer.learning_rate=1e-5"]
+    found = by_name(list(doctor._settings(preset(tmp_path, *words))))["optimizer.learning_rate"]
+    assert (found.status, found.fix) == ("warning", "--optimizer.learning_rate=0.0008")
+    for config in (preset(tmp_path), tiny_run("--optimizer.learning_rate=0.1")):
+        assert "optimizer.learning_rate" not in by_name(list(doctor._settings(config)))
+
+
 def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
     config = load_config(finished_run / "config.yaml", [f"--output_dir={finished_run}"])
     checks = list(doctor._settings(config))
@@ -165,6 +173,23 @@ def test_doctor_says_of_the_weights_what_the_loader_says(model: Path, tmp_path: 
     assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
     assert "rollout.shift" not in by_name(list(doctor._files(same)))
+    guider = model / "guider/guider_config.json"
+    guidance = json.loads(guider.read_text())["guidance_scale"]
+    edit_json(guider, guidance_scale=1.0)
+    distilled = preset(tmp_path, f"--model.path={model}", "--rollout.guidance_scale=1", "--evaluation.num_steps=50")
+    found = by_name(list(doctor._files(distilled)))
+    assert "evaluation.num_steps" not in found and found["model weights"].status == "ok"
+    steps = found["rollout.num_steps"]
+    assert (steps.status, steps.fix) == (
+        "warning",
+        "--rollout.num_steps=50",
+    ) and "is 20, but the owners" in steps.detail
+    forward = ["--training.update=forward_process", "--objective.kl_mode=none", "--forward_process.sampling_guidance=5"]
+    guided = preset(tmp_path, f"--model.path={model}", "--rollout.guidance_scale=1", *forward)
+    found = by_name(list(doctor._files(guided)))["model weights"]
+    assert found.status == "missing" and "sampling_guidance is 5.0, but guidance is distilled" in found.detail
+    assert found.fix == "--forward_process.sampling_guidance=null"
+    edit_json(guider, guidance_scale=guidance)
     edit_json(model / "transformer/config.json", use_meanflow=True)
     found = by_name(list(doctor._files(config)))["model weights"]
     assert found.status == "missing" and "use_meanflow" in found.detail and found.fix

@@ -31,9 +31,15 @@ from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 FORWARD_LAUNCH = LaunchTable.by_width((4, 8, 16), rows=4)
-BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(3, 2, 1))
-FROZEN_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1)).with_row(
-    2048, (8, 0), Launch(num_warps=8, programs_per_sm=3)
+_LITTLE_SHARED = ((8, 9), (12, 0))
+"""RTX 4090, L40S and RTX 5090: 100 KiB of shared memory, for 2 programs in float32."""
+BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(3, 2, 1)).with_row(
+    2048, Launch(num_warps=8, programs_per_sm=2), *_LITTLE_SHARED
+)
+FROZEN_LAUNCH = (
+    LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1))
+    .with_row(2048, Launch(num_warps=8, programs_per_sm=3), (8, 0))
+    .with_row(2048, Launch(num_warps=8, programs_per_sm=2), *_LITTLE_SHARED)
 )
 """Of a backward pass without sums over tokens, which needs fewer registers. An A100 has shared memory for 3 programs in
 float32."""

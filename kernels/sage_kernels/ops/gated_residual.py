@@ -27,7 +27,7 @@ from sage_kernels.ops.adaln import MODULATION_SHAPES, MODULATION_TEST_CASES, MOD
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 # With 4 warps, the compiler for B100 spills two registers of the float16 kernel.
-FORWARD_LAUNCH = adaln.FORWARD_LAUNCH.with_row(2048, (10, 0), Launch(num_warps=8, rows=4))
+FORWARD_LAUNCH = adaln.FORWARD_LAUNCH.with_row(2048, Launch(num_warps=8, rows=4), (10, 0))
 BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1))
 
 

@@ -41,7 +41,7 @@ from sage_fast.models.hunyuan15.block import (
     read_block,
 )
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.transformer import Checkpointing, FusedForward, transformer_blocks
+from sage_fast.models.transformer import MAX_LEVELS, Checkpointing, FusedForward, transformer_blocks
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -49,9 +49,6 @@ logger = logging.getLogger(__name__)
 AdaLN = Literal["auto", "weights", "table", "offload"]
 
 _WEAK_CACHES = ("_masks", "_images")
-
-MAX_LEVELS = 512
-"""Most noise levels in a table; beyond them it is emptied."""
 
 
 class ModulationTable:

@@ -23,7 +23,10 @@ from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.stored import StoredWeights, check_fit, read_json, weight_files, without_memory
 
-SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled or 720p_t2v_distilled"
+SUPPORTED = "480p_t2v, 720p_t2v or 480p_t2v_distilled"
+
+DISTILLED_STEPS = 50
+"""Steps that weights with distilled guidance must use, by the README of Tencent-Hunyuan/HunyuanVideo-1.5."""
 
 _PARTS = {
     "transformer": "diffusion_pytorch_model",
@@ -67,6 +70,7 @@ def load_components(model: ModelConfig) -> Components:
         ),
         guidance_distilled=facts.guidance_distilled,
         shift=facts.shift,
+        least_steps=facts.least_steps,
     )
 
 
@@ -164,6 +168,7 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
     return WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
         shift=None if shift is None else float(shift),
+        least_steps=DISTILLED_STEPS if distilled else None,
     )
 
 

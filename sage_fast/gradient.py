@@ -233,6 +233,13 @@ class TwoPhaseGradient(PolicyGradient):
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> Any:
         """As in `PolicyGradient`."""
+        terms = self._sum(scored, positions, kl_weight)
+        # The optimizer moves the weights after this call.
+        self._on_policy = False
+        return terms
+
+    def _sum(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> Any:
+        """Add and return as `accumulate` does; the weights stay as they are."""
         count = scored.num_trained * len(positions)
         wanted = self._has_gradient(scored, positions)
         due = {pair: done for done, pair in enumerate(self._passes(scored, wanted, positions))}
@@ -249,8 +256,6 @@ class TwoPhaseGradient(PolicyGradient):
                 # Of a micro-batch that runs as a whole, videos that are not trained weigh nothing.
                 row_weights = scored.trained[rows].double() / count
                 collected.append(self._differentiate(loss, row_weights, [s.embeds for s in trajectory.samples]))
-        # The optimizer moves the weights after this call.
-        self._on_policy = False
         return concatenate_terms(collected)
 
     def _has_gradient(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
@@ -287,14 +292,12 @@ class TwoPhaseGradient(PolicyGradient):
         Without advantages only the KL is left of the loss, without lambda only the surrogate: two passes. Infinite if
         the surrogate has no gradient.
         """
-        on_policy = self._on_policy
         without_advantage = replace(scored, all_advantages=torch.zeros_like(scored.all_advantages))
         norms = []
         for part, weight in ((without_advantage, kl_weight), (scored, 0.0)):
-            self.accumulate(part, positions, weight)
+            self._sum(part, positions, weight)
             norms.append(self.engine.clip_gradients())
             self.engine.zero_grad()
-            self._on_policy = on_policy  # no optimizer step followed
         return norms[0] / norms[1] if norms[1] else math.inf
 
     def _differentiate(self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds]) -> Terms:

@@ -138,13 +138,12 @@ class SinglePassGradient(PolicyGradient):
                     total.add(video.kl.values, share)
                     group = video.kl
         for parameter, gradient in zip(self.parameters, total.values, strict=True):
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+            parameter.grad = gradient
         terms = []
         for video, a in zip(videos, scored.advantages.tolist(), strict=True):
             for unit, kl in video.terms:
-                # Of all terms only these two depend on the advantage.
-                terms.append(kl._replace(loss=a * unit.loss + kl.loss, surrogate=a * unit.surrogate))
+                # Of all terms only the loss depends on the advantage.
+                terms.append(kl._replace(loss=a * unit.loss + kl.loss))
         return concatenate_terms(terms)
 
     def _differentiate(self, video: VideoGradient, step: int, latents: Tensor, sigma: Tensor) -> Tensor:

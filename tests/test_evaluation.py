@@ -18,7 +18,7 @@ from sage_fast.evaluation import (
     yes_no_score,
 )
 from sage_fast.records import PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
+from sage_fast.rollout import VideoScoring, initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 
@@ -127,6 +127,24 @@ def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[.
     means = [(drawn[row] + drawn[row + 3]) / 2 for row in range(3)]
     assert scores.reward == pytest.approx(means, abs=2e-3)  # a batch of two rounds a byte otherwise
     assert len(set(drawn)) == 6
+
+
+@pytest.mark.parametrize("lost", [0, 4])
+def test_a_prompt_with_a_noise_that_failed_is_left_out(
+    tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """Three prompts with two noises each; a mean over fewer would not pair."""
+    gather = VideoScoring.gather
+
+    def failing(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        scores, failed = gather(self, count)
+        failed[lost] = True
+        return scores, failed
+
+    trainer = build_trainer(tiny_run("--evaluation.num_prompts=3", "--evaluation.noises=2"))
+    whole = trainer.evaluate()[0]
+    monkeypatch.setattr(VideoScoring, "gather", failing)
+    assert trainer.evaluate()[0] == whole.only({0, 1, 2} - {lost % 3})
 
 
 def test_the_noise_of_an_evaluation_is_that_of_its_seed(tiny_run: Callable[..., RunConfig]) -> None:

@@ -18,7 +18,7 @@ from sage_fast.rollout import initial_latents
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
-from tests.test_gradient import passes, videos_of
+from tests.test_gradient import EXACT, STRONG_KL, Estimates, passes, videos_of
 from tests.tiny.velocity_field import move_weights, relative, smooth_velocity, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
@@ -163,6 +163,15 @@ def test_forwards_per_video(
     assert counts["rollout"] == 2 * trainer.config.rollout.num_steps
 
 
+def test_the_kl_at_a_share_of_the_levels_is_unbiased(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (*EXACT, *STRONG_KL, *FORWARD, "--forward_process.old=policy", "--objective.kl_mode=fixed")
+    config = tiny_run(*words, "--objective.kl_position_fraction=0.5")
+    found, whole, (metrics, *drawn) = Estimates(config, monkeypatch).over_positions()
+    assert relative(found.mean(0), whole) < 1e-10
+    assert relative(found[0], whole) > 1e-3
+    assert sum(m["kl/anchor"] for m in drawn) / len(drawn) == pytest.approx(metrics["kl/anchor"], rel=1e-6)
+
+
 def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
     """Squares beside triangles, which cannot be scored, train as squares alone."""
     found = []
@@ -209,14 +218,15 @@ def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
 
 
 def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run(*FORWARD, "--rollout.micro_batch_size=2"))
+    trainer = build_trainer(tiny_run(*FORWARD, "--rollout.micro_batch_size=2", "--objective.kl_position_weight=0.5"))
     gradient = trainer.gradient
     assert isinstance(gradient, ForwardProcessGradient)
     gradient.begin(0.0, None, trainer._kl_factors())
     scored = trainer._score(trainer._rollout(), {})
     rows, trajectory = next(scored.batches())
     for position in range(4):
-        loss = gradient._loss(scored, rows, trajectory, 0, position, 0.0)
+        loss = gradient._loss(scored, rows, trajectory, 0, position, 0.1)
+        assert loss.kl_weight == 0.05
         for b, key in enumerate(trajectory.keys):
             x0 = trajectory.final[b]
             s = float(levels(key, trajectory.table, trainer.config.rollout.shift, gradient.process)[position])

@@ -20,11 +20,12 @@ from sage_fast.gradient import TwoPhaseGradient, gather_terms
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objective import ObjectiveConfig
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import ScoredRollout, update_metrics
+from sage_fast.records import ScoredRollout
 from sage_fast.rollout import at_steps, step_columns
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.trainer import Trainer
+from tests.made_runs import untimed
 from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
@@ -173,6 +174,27 @@ def test_what_has_no_gradient_takes_no_pass_and_changes_no_bit(
     assert record == everything[0]
 
 
+def test_to_measure_the_kls_share_takes_no_more_passes_than_to_train(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights have not moved: videos without advantages still need none."""
+    words = videos_of(tmp_path, *SQUARE_AND_CIRCLE)
+    trainer = build_trainer(tiny_run(*words, "--objective.kl_velocity=exact", "--training.kl_share_every=1"))
+    counts = passes(trainer, monkeypatch)
+    assert trainer.iterate()["kl/grad_share"] == 0.0  # at its minimum, which takes no pass to know
+    assert counts["update"] == 2 * 4
+
+
+def test_the_second_update_of_a_rollout_is_differentiated_where_the_first_has_led(tiny_run: MakeRun) -> None:
+    found = []
+    for guidance in ("paired", "split"):
+        words = (*STRONG_KL, TWICE, "--optimizer.learning_rate=0.2", "--objective.clip_range=0.5")
+        record = untimed(build_trainer(tiny_run(*words, f"--training.guidance={guidance}")).iterate())
+        found.append(record)
+    assert found[0]["ratio/max_deviation"] > 1e-3
+    assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-7)
+
+
 # ------------------------------------------------------------------------------------------ estimates of the gradient
 
 # A weight of the KL terms at which they are a good part of the gradient.
@@ -205,7 +227,7 @@ class Estimates:
         trainer.engine.clip_gradients()
         found = torch.cat([p.grad.flatten() for p in trainer.parameters.values()])  # type: ignore[union-attr]
         trainer.engine.zero_grad()
-        return found, update_metrics(terms)
+        return found, trainer.gradient.report(terms)[0]
 
     def over_positions(self) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
         """Gradients (draws, parameters) by which half of the positions the KL counts at, the whole, and metrics."""

@@ -15,17 +15,18 @@ import torch
 from torch import Tensor
 
 from sage_fast import optim
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoints, open_checkpoint
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule
+from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.kernels import PolicyTerms
 from sage_fast.models.family import WeightFacts
 from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
 from sage_fast.models.transformer import is_dead
-from sage_fast.objective import KLMode, group_advantages, kl_uses
+from sage_fast.objective import KLMode, KLWeightState, group_advantages, kl_uses
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import fixed_starts, noise_keys, noise_seed, rollout_table
@@ -347,7 +348,9 @@ def poison_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, updates:
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of weights, optimizer state and snapshots."""
-    return {f"{group}/{name}": t.clone() for group, ts in trainer.tensors().items() for name, t in ts.items()}
+    snapshots = {name: value.tensors() for name, value in vars(trainer).items() if isinstance(value, WeightSnapshot)}
+    groups = {**trainer.engine.tensors(), **snapshots}
+    return {f"{group}/{name}": t.clone() for group, ts in groups.items() for name, t in ts.items()}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -388,6 +391,40 @@ def test_a_loss_that_is_not_finite_is_skipped_with_its_prompt_named(
     assert f"the loss of prompt {first.index} ({first.text!r}) is not finite" in caplog.text
     assert repr(second.text) not in caplog.text
     assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [["--training.ema_decay=0.9"], ["--training.update=forward_process", "--rollout.sde_type=ode"]],
+    ids=["two_phase", "forward_process"],
+)
+def test_nothing_of_the_state_is_lost_in_a_checkpoint(
+    mode: list[str], tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved where every part differs from a fresh trainer's: an anchor neither fresh nor due, a skipped update."""
+    words = [*mode, "--objective.kl_mode=moving", "--training.anchor_interval=2", "--training.skip_nonfinite_updates=1"]
+    config = tiny_run(*words, "--kl_weight.warmup_updates=3", "--optimizer.warmup_updates=9")
+    trainer, resumed = build_trainer(config), build_trainer(config)
+    poison_gradients(trainer, monkeypatch, {1})
+    fresh = resumed.state()
+    for _ in range(3):
+        trainer.iterate()
+    drawn()
+    state = trainer.state()
+    drawn()
+    assert not [key for key in state if state[key] == fresh[key]] and state["kl_weight"]["history"]
+    before = everything(resumed)
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        folder = writer.save(3, CheckpointData(tensors=trainer.tensors(), state=state))
+    checkpoint = open_checkpoint(folder)
+    resumed.load(checkpoint, checkpoint.state)
+    numbers = (int, KLWeightState)
+    own, loaded = ({k: v for k, v in vars(t).items() if type(v) in numbers} for t in (trainer, resumed))
+    assert own == loaded and "anchor_update" in own and resumed.state() == state
+    after = everything(resumed)
+    for name, value in everything(trainer).items():
+        assert torch.equal(value, after[name]) and not (value.any() and torch.equal(value, before[name])), name
+    assert untimed(resumed.iterate()) == untimed(trainer.iterate())
 
 
 def test_skipped_updates_are_part_of_the_state(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

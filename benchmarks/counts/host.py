@@ -27,6 +27,8 @@ Trained = Literal["nothing", "lora"]
 """Weights that need gradients."""
 HEAD_DIM, TOKENS, TEXT = 8, 24, 4
 """One head; tokens enough for the wide form of low-rank updates (`projection.room_for_low`)."""
+INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
+"""Code that some versions of Python call, and others run in place, generator expressions among them."""
 
 
 def block_calls(trained: Trained) -> tuple[int, int]:
@@ -64,12 +66,12 @@ def block_calls(trained: Trained) -> tuple[int, int]:
 
 
 def _counted(function: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of a function and the calls, in Python and in C, that it made."""
+    """The result of a function and the calls, in Python and in C, that it made; the same on every Python."""
     calls = 0
 
     def count(frame: Any, event: str, argument: Any) -> None:
         nonlocal calls
-        calls += event in ("call", "c_call")
+        calls += event == "c_call" or (event == "call" and frame.f_code.co_name not in INLINED)
 
     gc.disable()  # finalizers of other objects would be counted
     sys.setprofile(count)

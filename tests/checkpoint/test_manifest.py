@@ -21,7 +21,7 @@ from sage_fast.checkpoint import (
     newest_checkpoint,
     verify_checkpoint,
 )
-from sage_fast.checkpoint.folder import agree
+from sage_fast.checkpoint.folder import agree, write_manifest
 from sage_fast.config.errors import DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.distributed.world import World
 from tests.checkpoint.test_checkpoint import save
@@ -69,11 +69,26 @@ GOOD = {"state.json": ENTRY, "shards/.metadata": ENTRY}
 )
 def test_a_made_up_manifest_is_damage(tiny: Path, files: Any) -> None:
     """With a digest that is right, as somebody who means harm would write it."""
-    manifest = json.loads((tiny / "manifest.json").read_bytes()) | {"files": files}
+    make_up(tiny, files)
+    with pytest.raises(DamagedCheckpointError, match="no intact manifest.json"):
+        verify_checkpoint(tiny)
+
+
+def make_up(folder: Path, files: Any) -> None:
+    manifest = json.loads((folder / "manifest.json").read_bytes()) | {"files": files}
     del manifest["sha256"]
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (tiny / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
-    with pytest.raises(DamagedCheckpointError, match="no intact manifest.json"):
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
+
+
+def test_the_size_of_a_file_counts_beside_its_sum(tiny: Path) -> None:
+    """Of a file that another machine wrote and this one sees in part, nothing becomes a checkpoint."""
+    files = json.loads((tiny / "manifest.json").read_bytes())["files"]
+    files["state.json"]["bytes"] += 1
+    with pytest.raises(OSError, match="state.json is not what its writer has left"):
+        write_manifest(tiny, 1, files)
+    make_up(tiny, files)
+    with pytest.raises(DamagedCheckpointError, match="state.json is missing, truncated or altered"):
         verify_checkpoint(tiny)
 
 

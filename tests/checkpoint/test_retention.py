@@ -41,6 +41,23 @@ def test_a_pin_of_updates_that_were_given_up_is_forgotten(tmp_path: Path) -> Non
         writer.pin_best(3, 0.4)
     save(tmp_path, 4, keep_last=1)
     assert updates(tmp_path) == [2, 4]
+    (tmp_path / "update-000002").rename(tmp_path / "abandoned-update-000002")
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.pin_best(4, 0.1)
+        writer.save(5, contents(5))
+    assert updates(tmp_path) == [4, 5]
+
+
+def test_a_damaged_newer_checkpoint_is_not_the_best(tmp_path: Path) -> None:
+    """The run passed over update 4 and went on from update 1: what it makes now competes with that alone."""
+    save(tmp_path, 1, 4)
+    with CheckpointWriter(tmp_path, keep_last=1) as writer:
+        writer.pin_best(4, 9.0)
+        (tmp_path / "update-000004/state.json").write_text("{}")
+        writer.save(2, contents(2))
+        writer.pin_best(2, 0.5)
+        writer.save(3, contents(3))
+    assert updates(tmp_path) == [2, 3, 4] and '"update": 2' in (tmp_path / "best.json").read_text()
 
 
 @pytest.mark.parametrize("content", ['{"update": 1', "[]", "{}"])

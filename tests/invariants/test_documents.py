@@ -5,13 +5,18 @@ import json
 import pkgutil
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 import sage_fast
 from benchmarks import report
 from docs.tools import english
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config, meanings
 from tests.commands.programs import check_command, check_extras
 from tests.test_sde import dispersion_rows, leftover_rows
 
@@ -73,6 +78,65 @@ def test_no_line_of_a_code_block_is_an_unknown_command(page: str) -> None:
 def test_every_extra_that_is_named_exists() -> None:
     for text in PAGES.values():
         check_extras(text)
+
+
+KEYS = meanings()
+SECTIONS = {key.rpartition(".")[0] for key in KEYS} - {""}
+SETTING = re.compile(r"(?:^|(?<= ))(--)?([a-z_]+(?:\.\w+)*)(: |=| |$)(\S*)")
+"""A key of the configuration in a piece of inline code, and its value."""
+
+
+def settings(text: str) -> Iterator[tuple[list[str], Any]]:
+    """Keys that may be meant, and the value, of what inline code and YAML blocks say of the configuration."""
+    for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+        yield from leaves(yaml.safe_load(block))
+    for code in re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        for option, key, sign, value in SETTING.findall(" ".join(code.split())):
+            # `data trainer` are words, `--only fig3` is an option of a command, `forward_process.py` a file.
+            known = key in KEYS and (option or "." in key or sign != " ")
+            if known or (key.split(".")[0] in SECTIONS and re.search(r"\.(?!(?:py|md|png|pth)$)", key)):
+                yield [key], value
+            elif sign == ": " and not option and value != "...":
+                yield [full for full in KEYS if full.endswith(f".{key}")], value
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[list[str], Any]]:
+    for name, value in tree.items():
+        if (key := prefix + name) in SECTIONS:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield [key], value
+
+
+def allowed(key: str, value: Any) -> bool:
+    """True if the configuration has the key and can have the value; one in capitals, or a letter, stands for any."""
+    if value == "" or re.fullmatch(r"[A-Z_]+|[a-z]|\.\.\.", str(value)):
+        return key in KEYS or key.startswith("reward.options.")
+    try:
+        load_config("toy_cpu", {key: value})
+    except ConfigError as error:  # that it does not go with the preset's other keys is not the document's fault
+        return not re.search("unknown key|but it must be", str(error))
+    return True
+
+
+def test_every_setting_that_the_documents_name_exists() -> None:
+    configs = {str(file.relative_to(ROOT)): file.read_text("utf-8") for file in ROOT.glob("configs/**/*.yaml")}
+    found = [(page, *setting) for page, text in (PAGES | configs).items() for setting in settings(text)]
+    assert len(found) > 200
+    assert [setting for setting in found if not any(allowed(key, setting[2]) for key in setting[1])] == []
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *("training.guidance: conditional", "guidance: conditional", "training.update forward_proces", "gone: 3"),
+        *("--rollout.eta=-1", "--model.adaln=table --lora.rank=0", "training.guide: split", "training.train_on"),
+        "data.shuffle: 1",
+    ],
+)
+def test_a_setting_that_does_not_exist_is_found(wrong: str) -> None:
+    text = f"With `{wrong}`, as with `training.guidance:\nsplit`, `seed: 3`, `--only fig3` and `data trainer`."
+    assert [any(allowed(key, value) for key in keys) for keys, value in settings(text)].count(False) == 1
 
 
 EXAMPLES = [

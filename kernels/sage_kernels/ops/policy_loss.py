@@ -89,7 +89,7 @@ def policy_loss_finish_kernel(
     p_scale,  # None without the equalizer
     p_advantage,
     p_loss,  # (B,) float32
-    p_parts,  # (B, 5) float32: log-ratio, ratio, surrogate, KL to the anchor, KL to the rollout policy
+    p_parts,  # (B, 4) float32: log-ratio, ratio, KL to the anchor, KL to the rollout policy
     p_clipped,  # (B,) bool
     p_coefficients,  # (B, 3) float32: k_0, k_1, k_2
     clip_low,
@@ -122,12 +122,11 @@ def policy_loss_finish_kernel(
     clamped = tl.minimum(tl.maximum(ratio, clip_low), clip_high)
     # Written as a select, so that a ratio that is not finite reaches the loss as it does in eager PyTorch.
     is_clipped = ((advantage > 0) & (ratio > clip_high)) | ((advantage < 0) & (ratio < clip_low))
-    surrogate = tl.where(is_clipped, -advantage * clamped, -advantage * ratio)
+    loss = tl.where(is_clipped, -advantage * clamped, -advantage * ratio)
     slope = tl.where(is_clipped, 0.0, -advantage * ratio) * factor
-    loss = surrogate
     if p_scale is not None:
         scale = tl.load(p_scale + i_row)
-        loss = surrogate * scale
+        loss *= scale
         slope = slope * scale
 
     of_noise = slope
@@ -152,12 +151,11 @@ def policy_loss_finish_kernel(
 
     tl.store(p_loss + i_row, loss)
     tl.store(p_clipped + i_row, is_clipped)
-    p_out = p_parts + i_row * 5
+    p_out = p_parts + i_row * 4
     tl.store(p_out, used)
     tl.store(p_out + 1, ratio)
-    tl.store(p_out + 2, surrogate)
-    tl.store(p_out + 3, kl_position)
-    tl.store(p_out + 4, kl_velocity)
+    tl.store(p_out + 2, kl_position)
+    tl.store(p_out + 3, kl_velocity)
     p_out = p_coefficients + i_row * 3
     mean_gain = gain / numel
     tl.store(p_out, mean_gain * of_noise)
@@ -204,12 +202,12 @@ def _contiguous(*tensors: Tensor | None) -> Any:
 
 
 def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
-    """Run the first two stages: loss (B,), parts (B, 5), clipped (B,) bool, coefficients of the gradient (B, 3)."""
+    """Run the first two stages: loss (B,), parts (B, 4), clipped (B,) bool, coefficients of the gradient (B, 3)."""
     clip_range, position_weight, velocity_weight, ratio_norm, exact = settings
     rows, numel = v.shape[0], v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     partial, loss, parts, coefficients = (
-        common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((4, tiles), (), (5,), (3,))
+        common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((4, tiles), (), (4,), (3,))
     )
     clipped = common.empty((rows,), dtype=torch.bool, device=v.device)
     v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = _contiguous(
@@ -254,7 +252,7 @@ def _reference_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scal
     switches = {"unnormalized": std is not None, "equalizer": scale is not None, "exact": settings[-1]}
     chosen = LossSettings(*settings[:-1], **switches)
     terms, coefficients = reference.policy_loss_forward(v, v_old, v_anchor, noise_ids, columns, chosen)
-    return terms.loss, torch.stack(terms[1:6], dim=1), terms.clipped, coefficients
+    return terms.loss, torch.stack(terms[1:5], dim=1), terms.clipped, coefficients
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -283,7 +281,7 @@ _policy_loss = operator(
     launcher=launch_forward,
     reference=_reference_forward,
     shapes=lambda v, *others: (
-        *(v.new_empty((len(v), *shape), dtype=torch.float32) for shape in ((), (5,))),
+        *(v.new_empty((len(v), *shape), dtype=torch.float32) for shape in ((), (4,))),
         v.new_empty(len(v), dtype=torch.bool),
         v.new_empty((len(v), 3), dtype=torch.float32),
     ),
@@ -411,10 +409,10 @@ SPEC = OpSpec(
         Case(id="B, bias-corrected", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, exact=1)),
     ),
     bench_dtype=torch.float32,
-    # Per row: noise ids, three columns and 4 + 5 * 4 + 1 + 3 * 4 bytes of results; loss gradient, ids, coefficients.
+    # Per row: noise ids, three columns and 4 + 4 * 4 + 1 + 3 * 4 bytes of results; loss gradient, ids, coefficients.
     letters=lambda i: {
         **{"S": nbytes(i["v"]), "S_old": nbytes(i["v_old"]), "S_anchor": nbytes(i["v_anchor"])},
-        **{"B": len(i["v"]) * (24 + 12 + 37), "C": len(i["v"]) * (4 + 24 + 12)},
+        **{"B": len(i["v"]) * (24 + 12 + 33), "C": len(i["v"]) * (4 + 24 + 12)},
     },
     bytes_formula=("S + S_old + S_anchor + B", "2 S + S_old + S_anchor + C"),
     atol_fp32=5e-6,

@@ -67,13 +67,11 @@ class PolicyTerms(NamedTuple):
     """
 
     loss: Tensor
-    """scale * surrogate + the weighted KL terms."""
+    """The clipped surrogate, times `scale` where the equalizer is on, and the weighted KL terms."""
     log_ratio: Tensor
     """The log-ratio inside the surrogate, after `ratio_norm` and `unnormalized`."""
     ratio: Tensor
     """exp(log_ratio); exactly 1 where the policy has not moved."""
-    surrogate: Tensor
-    """Clipped surrogate before the equalizer."""
     kl_position: Tensor
     """KL to the anchor; 0 where it is left out."""
     kl_velocity: Tensor
@@ -133,7 +131,7 @@ def policy_loss_of_noise(
     with torch.no_grad():
         ratio = used.exp()
         clipped = _held_back(ratio, advantage, settings.clip_range)
-    parts = (used, ratio, surrogate, kl_position, kl_velocity, clipped)
+    parts = (used, ratio, kl_position, kl_velocity, clipped)
     return PolicyTerms(loss, *(part.detach() for part in parts))
 
 

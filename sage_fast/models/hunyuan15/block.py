@@ -503,7 +503,7 @@ class _Block:
             rows = self.attention_rows(stream) if gradients.wants(layer) else None
             out = joint.rows(stream.tokens)
             joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
-            stream.attended = stream.hidden = None  # memory for q, k, v
+            stream.attended = None  # memory for q, k, v; a hidden layer that is there is the graph's
         return joint.buffer.view(*joint.buffer.shape[:2], -1, self.head_dim)
 
     def residual_backward(self, stream: _Pass, gradients: Gradients, modulation: bool) -> Tensor:

@@ -14,10 +14,12 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.counts.traced import meta_transformer
 from sage_fast import accelerate
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
+from sage_fast.planning.trace import Tracer
 from sage_fast.policy.lora import add_lora, cast_weights
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
@@ -235,6 +237,42 @@ def test_rollout_and_update_compute_the_same_bits(checkpointing: Any) -> None:
     with torch.no_grad():
         rollout = velocity(model, latents(3), torch.tensor([0.3, 0.7, 0.9]), prompts_of("ragged", torch.float32))
     assert update.requires_grad and update.dtype == torch.float32 and torch.equal(update, rollout)
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "trained", "alive"),
+    [
+        # Tensors of all tokens at the peak of the forward, kept for the backward, and at the peak of the backward.
+        ("none", "adapters", (15.024, 10.016, 22.815)),
+        ("feed_forward", "adapters", (13.524, 6.016, 21.321)),
+        ("selective", "adapters", (10.524, 2.016, 17.961)),
+        ("full", "adapters", (10.524, 1.0, 24.008)),
+        ("full", "nothing", (7.391, 1.0, 19.391)),
+        ("none", "everything", (14.391, 10.016, 32.652)),
+    ],
+)
+def test_a_block_lets_go_of_what_it_no_longer_reads(checkpointing: Any, trained: str, alive: Sequence[float]) -> None:
+    """On the meta device; with more tokens of the text, so that what the video's stream has left shows."""
+    video, text, width = 1200, 2000, 2048
+    transformer = meta_transformer(3, "nothing")
+    transformer.requires_grad_(trained == "everything")
+    if trained == "adapters":
+        add_lora(transformer, rank=32, alpha=None, target_modules=LORA_TARGETS, seed=0)
+    accelerate(transformer, kernels="triton", checkpointing=checkpointing, adaln="weights")
+    made = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    table = made(video, transformer.config["attention_head_dim"])
+    transformer._acceleration.rotary = block.Rotary(table, table)  # type: ignore[attr-defined]
+    streams, cotangents = ([made(1, video, width), made(1, text, width)] for _ in range(2))
+    given = [*(stream.requires_grad_() for stream in streams), made(1, width), *(made(1, 6 * width) for _ in range(2))]
+    run = partial(transformer.transformer_blocks[1], *given)
+    with torch.no_grad():
+        run()  # fills what is cached
+    with Tracer([*transformer.parameters(), *given, *cotangents, table]) as tracer:
+        outputs = run()
+        found = [tracer.peak, tracer.now]
+        tracer.peak = tracer.now
+        torch.autograd.backward(outputs, cotangents)
+    assert [round(b / 2 / (video + text) / width, 3) for b in (*found, tracer.peak)] == list(alive)
 
 
 def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:

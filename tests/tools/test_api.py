@@ -143,8 +143,8 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
         (lambda run: sage_fast.evaluate(run, resamples=1), "resamples is 1;", "--resamples is 1;"),
         (
             lambda run: sage_fast.generate(run, "a"),
-            'Give checkpoint=FOLDER, or checkpoint="none" for',
-            "Give --checkpoint FOLDER, or --checkpoint none for",
+            'give checkpoint=FOLDER, or for `generate` checkpoint="none"',
+            "give --checkpoint FOLDER, or for `generate` --checkpoint none",
         ),
         (
             lambda run: TrainedRun(config=run, update=0, finished=False).generate("a", num_videos=0),

@@ -18,6 +18,7 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -81,8 +82,50 @@ def _write_environment(values: dict[str, str]) -> None:
 
 
 def _umask() -> str:
-    """The umask, which the system call can only replace; files that other threads make at that moment would get it."""
-    return re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    """The umask. Where no file tells it, it has to be replaced for a moment, in which other threads may make files."""
+    with suppress(FileNotFoundError):
+        return re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return f"{umask:04o}"
+
+
+class _Stream:
+    """An open standard stream of the process, held open; equal to one that leads to the same file."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self._held = number, os.dup(number)
+        status = os.fstat(self._held)
+        self._file = status.st_dev, status.st_ino
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and (self.number, self._file) == (other.number, other._file)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __del__(self) -> None:
+        if hasattr(self, "_held"):
+            os.close(self._held)
+
+    def restore(self) -> None:
+        os.dup2(self._held, self.number)
+
+
+def _streams() -> list[_Stream]:
+    found = []
+    for number in range(3):
+        with suppress(OSError):  # it is closed
+            found.append(_Stream(number))
+    return found
+
+
+def _functions(module: Any) -> Watched:
+    """The functions of a module, which some libraries replace by theirs."""
+
+    def read() -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if callable(value)}
+
+    return read, vars(module).update
 
 
 def _write_filters(filters: list[Any]) -> None:
@@ -127,6 +170,9 @@ WATCHED: dict[str, Watched] = {
     "sys.path": _entries(sys, "path"),
     "sys.argv": _entries(sys, "argv"),
     "sys.stdin, stdout or stderr": _attributes(sys, "stdin", "stdout", "stderr"),
+    "the files of stdin, stdout or stderr": (_streams, lambda streams: [stream.restore() for stream in streams]),
+    "the folder of temporary files": (tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
+    "the tracing of Python": _each((sys.gettrace, sys.settrace), (sys.getprofile, sys.setprofile)),
     "the hooks of exceptions": _each(_attributes(sys, "excepthook"), _attributes(threading, "excepthook")),
     "the recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
     "the garbage collector": _each(
@@ -143,7 +189,11 @@ WATCHED: dict[str, Watched] = {
         lambda armed: armed or signal.alarm(0),
     ),
     "the resource limits": _each(*((partial(resource.getrlimit, n), partial(resource.setrlimit, n)) for n in LIMITS)),
-    "the CPUs of this process": (lambda: os.sched_getaffinity(0), partial(os.sched_setaffinity, 0)),
+    **(
+        {"the CPUs of this process": (lambda: os.sched_getaffinity(0), partial(os.sched_setaffinity, 0))}
+        if hasattr(os, "sched_setaffinity")  # Linux
+        else {}
+    ),
     "the locale": (lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
     "the timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
     "multiprocessing's start method": (
@@ -188,6 +238,7 @@ WATCHED: dict[str, Watched] = {
             for owner in (torch.backends, _cuda.matmul, _cudnn, _cudnn.conv, _cudnn.rnn, *_MKLDNN)
         ),
     ),
+    "functions of torch.nn.functional": _functions(torch.nn.functional),
     "torch.backends.cudnn": _attributes(_cudnn, "enabled", "benchmark", "deterministic"),
     "torch.backends.mkldnn": _attributes(_mkldnn, "enabled", "deterministic"),
     "torch's kernels of attention": _each(
@@ -282,7 +333,7 @@ _threads: WeakKeyDictionary[threading.Thread, str] = WeakKeyDictionary()
 @contextmanager
 def _adopting() -> Iterator[None]:
     """Within the context, processes whose parent ends become children of this process, instead of getting lost."""
-    prctl = ctypes.CDLL(None).prctl
+    prctl = getattr(ctypes.CDLL(None), "prctl", lambda *arguments: None)  # Linux alone has it
     prctl(BECOME_SUBREAPER, 1, 0, 0, 0)
     try:
         yield

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -59,6 +60,10 @@ CHANGES: dict[str, Callable[[], object]] = {
     "sys.path": lambda: sys.path.insert(0, "/"),
     "sys.argv": lambda: sys.argv.clear(),
     "sys.stdin, stdout or stderr": lambda: setattr(sys, "stdout", None),
+    "the files of stdin, stdout or stderr": lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 1),
+    "the files of stdin, stdout or stderr ": lambda: os.close(2),
+    "the folder of temporary files": lambda: setattr(tempfile, "tempdir", "/"),
+    "the tracing of Python": lambda: sys.setprofile(lambda *arguments: None),
     "the hooks of exceptions": lambda: setattr(sys, "excepthook", print),
     "the recursion limit": lambda: sys.setrecursionlimit(2500),
     "the garbage collector": lambda: gc.set_threshold(1, 1, 1),
@@ -86,6 +91,7 @@ CHANGES: dict[str, Callable[[], object]] = {
     "torch's autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
     "torch's precision of float32": lambda: torch.set_float32_matmul_precision("medium"),
     "torch's precision of float32 ": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+    "functions of torch.nn.functional (gelu)": lambda: setattr(torch.nn.functional, "gelu", torch.nn.functional.relu),
     "torch.backends.cudnn": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "torch.backends.mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "torch's kernels of attention": lambda: torch.backends.cuda.enable_flash_sdp(False),

@@ -1,7 +1,7 @@
 # Every target sets up .venv itself; `make` alone lists them.
 
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
 BIN := $(VENV)/bin
 # Written as the last act of a set-up, so one that was interrupted starts again where pip left off.
 READY := $(VENV)/.ready
@@ -25,6 +25,14 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 # Tests start hundreds of processes, and each would compile the project.
 export PYTHONDONTWRITEBYTECODE :=
 
+# The version of an interpreter, as 3.11.
+version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifneq ($(and $(filter command line,$(origin PYTHON)),$(wildcard $(READY))),)
+ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+$(error $(VENV) is of Python $(call version,$(BIN)/python), not of $(PYTHON). Delete it, or name another: VENV=.venv-other)
+endif
+endif
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
@@ -34,6 +42,7 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  PYTHON=python3.12               the interpreter for .venv (3.11 or newer)"
+	@echo "  VENV=.venv-other                another virtual environment, such as one for another interpreter"
 	@echo "  DEMO_DIR=runs/second            where make demo writes (a finished demo is shown again, not repeated)"
 	@echo "  DEMO_ARGS=\"--seed=1\"            overrides for make demo, as for sage-fast train; take another DEMO_DIR"
 	@echo "  GUARD_ARGS=\"--only block\"       arguments for make guard"

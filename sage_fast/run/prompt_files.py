@@ -222,9 +222,10 @@ def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
 def _header(cells: list[str], where: str, key: str) -> list[str]:
     header = [_visible(cell).lower() for cell in cells]
     if header.count(key) != 1:
-        raise ValueError(
-            f"{where}: expected one column named {key!r}, found {', '.join(map(repr, header))}{_OTHER_KEY}"
-        )
+        advice = _OTHER_KEY if key not in header else "; rename all but one of that name"
+        if len(header) == 1 and re.search(r"[;\t]", header[0]):
+            advice = "; cells are separated by commas"
+        raise ValueError(f"{where}: expected one column named {key!r}, found {', '.join(map(repr, header))}{advice}")
     return header
 
 
@@ -243,7 +244,10 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
             raise ValueError(f'{where}: expected an object with "{key}" or a string, found {_shown(row)}')
         if key not in row:
             found = ", ".join(map(repr, row)) or "no keys at all"
-            raise ValueError(f"{where}: no key named {key!r}; found {found}{_OTHER_KEY}")
+            arrays = [name for name, value in row.items() if isinstance(value, list)]
+            alone = arrays and not any(isinstance(value, str) for value in row.values())
+            advice = f"; if {arrays[0]!r} holds the prompts, save that array alone" if alone else _OTHER_KEY
+            raise ValueError(f"{where}: no key named {key!r}; found {found}{advice}")
         if not isinstance(row[key], str | None):
             raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
         yield where, row[key] or "", row.get("index"), row.get("seed")

@@ -57,6 +57,9 @@ def test_what_is_read(tmp_path, name, content, expected):
 
 MISTAKES = {
     "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key,"),
+    "two-prompt-columns": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: .*rename all but one"),
+    "other-separator": ("p.csv", "prompt;seed\na;1\n", r"p\.csv:1: .*separated by commas"),
+    "array-in-an-object": ("p.json", '{"prompts": ["a"]}', r"p\.json:1: .*if 'prompts' holds .* save that array alone"),
     "no-text-in-any-cell": ("p.csv", "prompt,index\n,0\n  ,1\n", r"p\.csv: holds no prompts"),
     "half-a-character": ("p.jsonl", '"a"\n"\\ud83d"', r"p\.jsonl:2: .*half a character"),
     "duplicate-in-an-array": (

@@ -578,7 +578,7 @@ def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
     found = make_plan(config, DEVICES["h100"], memory_gb=40, sizes={})
     assert not found.fits and found.memory.peak > 50e9
     (only,) = find_options(found)
-    assert only.overrides == "--training.update=two_phase" and only.plan.memory.peak == pytest.approx(34.9e9, abs=5e7)
+    assert only.overrides == "--training.update=two_phase" and only.plan.memory.peak == pytest.approx(35.1e9, abs=5e7)
 
 
 @pytest.mark.slow

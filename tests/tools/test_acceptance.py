@@ -114,7 +114,7 @@ def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 FAULTS: dict[Fault, tuple[str, str]] = {
     rounded_timestep: ("timesteps", "of the sampler's 4 among them"),
-    wrong_crop: ("prompt", "and not ("),
+    wrong_crop: ("prompt", "relative error"),
     other_reward_options: ("reward videoalign: scores", "largest difference"),
     other_positions: ("velocity", "relative error"),
     undivided_latents: ("decode", "levels from the stock decoder"),

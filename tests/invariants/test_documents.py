@@ -198,8 +198,12 @@ def test_the_check_of_the_english(text: str, count: int) -> None:
 
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
-    presets = PAGES["docs/performance.md"].split("<!-- benchmark presets: begin -->\n")[1].split("<!--")[0]
-    monkeypatch.setitem(report.BLOCKS, "presets", lambda found: presets)  # planned in tests/config/test_presets.py
+    for name, page in (
+        ("presets", "docs/performance.md"),
+        ("cards", "README.md"),
+    ):  # planned in tests/config/test_presets.py
+        there = PAGES[page].split(f"<!-- benchmark {name}: begin -->\n")[1].split("<!--")[0]
+        monkeypatch.setitem(report.BLOCKS, name, lambda found, there=there: there)
     found = report.read_results(report.committed_files())
     texts = {name: (ROOT / name).read_text("utf-8") for name in report.DOCUMENTS}
     for name, text in texts.items():

@@ -1,9 +1,9 @@
 """The package imports light, knows its version, describes its environment and leads newcomers by make."""
 
 import json
+import os
 import platform
 import re
-import os
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,7 @@
 # Every target sets up .venv itself; `make` alone lists them.
 
 PYTHON ?= python3
-VENV ?= .venv
+VENV := .venv
 BIN := $(VENV)/bin
 # Written as the last act of a set-up, so one that was interrupted starts again where pip left off.
 READY := $(VENV)/.ready

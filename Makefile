@@ -14,7 +14,7 @@ PYTEST_ARGS ?=
 # Test processes: three for two cores, since some wait for ranks, servers or disks. Each computes on one thread.
 JOBS ?= $(shell $(PYTHON) -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
 REPEATS ?= 100
-TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks examples)
+TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks experiments examples)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
 # PIP_EXTRA_INDEX_URL can point pip at an index with a CPU build; pip reads both by itself. Users get the ranges of

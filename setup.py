@@ -37,7 +37,7 @@ INSTALL_REQUIRES = [
     "pydantic>=2.10,<3",
     "PyYAML>=6.0",
     "numpy>=1.26",
-    # Student's t of `compare` and `reproduce`.
+    # Student's t of `compare` and `evaluate`.
     "scipy>=1.11",
     "tqdm>=4.66",
     # Pages, contact sheets, reward curves, mp4 files and event files of a run.
@@ -99,7 +99,6 @@ setup(
             "tools/*.md",
             "rewards/videoalign/prompt.txt",
             "run/templates/*",
-            "study/*.toml",
         ],
         "sage_fast.configs": ["*.yaml", "*/*"],
     },

@@ -24,7 +24,6 @@ from sage_fast.commands import (
     generate,
     plan,
     profile,
-    reproduce,
     status,
     train,
 )
@@ -35,8 +34,7 @@ from sage_fast.distributed.start import configure_logging, end_process, report_e
 GROUPS = {
     "train": (train, status),
     "look": (generate, evaluate, compare, export),
-    "prepare": (configs, doctor, plan),
-    "research": (profile, reproduce),
+    "prepare": (configs, doctor, plan, profile),
 }
 COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
 WITHOUT_KEYS = ("status", "compare", "configs")

@@ -30,11 +30,6 @@ REWARDS = {
     "pick_score": "sage_fast.rewards.clip:PickScore",
 }
 
-EXACT_POLICIES = {
-    "toy": "sage_fast.models.toy.exact_policy:ExactWorld",
-}
-"""`model.family` -> its perfect policy (`ExactSampling`), for families whose data are known in closed form."""
-
 
 _REGISTERED: dict[str, Any] = {}
 

@@ -12,7 +12,7 @@ from unittest import mock
 from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
-from sage_fast.commands import reproduce
+import experiments.__main__ as experiments
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
@@ -80,6 +80,10 @@ def _check_module(arguments: list[str]) -> None:
     _, module, *rest = arguments
     if module == "pytest":
         return check_command(shlex.join(arguments[1:]))
+    if module == "experiments":
+        options, overrides = experiments.parse(rest)
+        load_config(options.config or experiments.DEFAULT_CONFIG, overrides)
+        return None
     if not module.startswith(("benchmarks", "sage_kernels")):
         assert importlib.util.find_spec(module) is not None, module
         return None
@@ -117,7 +121,7 @@ def _check_own(arguments: list[str]) -> None:
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
     if options.command == "configs" or (options.command == "train" and options.keys):
         return
-    assert files or options.command in ("doctor", "reproduce")
+    assert files or options.command == "doctor"
     if not files or f"{files[0]}/".startswith("runs/"):
-        files = reproduce.DEFAULT_CONFIG if options.command == "reproduce" else ["toy_cpu"]
+        files = ["toy_cpu"]
     load_config(files, overrides)

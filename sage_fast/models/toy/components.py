@@ -15,7 +15,8 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
 from sage_fast.models.stored import check_fit
-from sage_fast.models.toy.renderer import LATENT_CHANNELS, PatchCodec, tokenize
+from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
+from sage_fast.models.toy.renderer import tokenize
 from sage_fast.records import PromptEmbeds
 
 ASSETS = Path(__file__).parent / "assets"
@@ -108,7 +109,7 @@ def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ValueError(
-                f"{directory} has no {name}. Give a folder written by 'python -m sage_fast.models.toy.pretrain "
+                f"{directory} has no {name}. Give a folder written by 'python -m experiments.pretrain "
                 "--output FOLDER', or no path for the model that ships with the project."
             )
     return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
@@ -119,7 +120,7 @@ def load_components(model: ModelConfig) -> Components:
 
     Args:
         model: its `path` is a folder with `config.json` and `weights.safetensors`, as
-            `python -m sage_fast.models.toy.pretrain` writes it; None is the base model that ships with the project.
+            `python -m experiments.pretrain` writes it; None is the base model that ships with the project.
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 

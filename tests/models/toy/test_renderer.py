@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import EMBED_DIM, GLYPH_DIM, WordEncoder
 from sage_fast.models.toy.renderer import (
     BACKGROUND,
@@ -16,7 +17,6 @@ from sage_fast.models.toy.renderer import (
     MOTIONS,
     SHAPES,
     Caption,
-    PatchCodec,
     Scene,
     all_captions,
     all_scenes,

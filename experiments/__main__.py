@@ -1,13 +1,13 @@
 r"""Measure the paper's tables and figures, and judge each claim.
 
 examples:
-  sage-fast reproduce                                  table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
+  python -m experiments                                table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
                                                        no training, minutes on two cores
-  sage-fast reproduce --tier standard                  adds 32 seeds of the exact testbed: within 40 minutes
-  sage-fast reproduce --tier full                      adds trainings of the network: days; Ctrl-C, then the same again
-  sage-fast reproduce --only fig4
-  sage-fast reproduce --tier quick --publish docs      and write them into the page, figures and results of docs/
-  sage-fast reproduce --tier full --commands --config hv15_480p_lora_1gpu
+  python -m experiments --tier standard                  adds 32 seeds of the exact testbed: within 40 minutes
+  python -m experiments --tier full                      adds trainings of the network: days; Ctrl-C, and go on
+  python -m experiments --only fig4
+  python -m experiments --tier quick --publish docs      and write them into the page, figures and results of docs/
+  python -m experiments --tier full --commands --config hv15_480p_lora_1gpu
 
 Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
 results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
@@ -19,22 +19,34 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from sage_fast.commands.common import command_line
-
-if TYPE_CHECKING:
-    from sage_fast.study.experiments import Experiment
-    from sage_fast.study.findings import Findings
+from experiments.claims import EXPERIMENTS, Experiment, chosen_experiments, judge
+from experiments.document import IMAGES, PUBLISHED_RESULTS, fill_tables, render
+from experiments.drawings import draw_experiment
+from experiments.findings import Findings, read_findings, write_findings
+from experiments.runner import Study
+from sage_fast.commands.common import split_words
+from sage_fast.config.errors import ConfigError, SageError
+from sage_fast.config.files import write_text
+from sage_fast.run.plots import save_figure
 
 RESULTS, PAGE = "results.jsonl", "reproduction.md"
 
 DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
-USAGE = "[--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]"
+USAGE = "python -m experiments [--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
+def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the `--section.key=value` overrides."""
+    summary, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        usage=USAGE,
+        description=summary,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--tier",
         choices=("quick", "standard", "full"),
@@ -57,13 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--publish", type=Path, metavar="DOCS", help="also put the results into the page and figures of DOCS"
     )
+    options, rest = parser.parse_known_args(words)
+    options.config, overrides = split_words([*options.config, *rest])
+    return options, overrides
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run what is missing, and write what is there; returns the exit status."""
+    options, overrides = parse(words)
+    try:
+        return run(options, overrides)
+    except (SageError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run what is missing, and write what is there."""
-    from sage_fast.config.errors import ConfigError
-    from sage_fast.study.experiments import chosen_experiments
-    from sage_fast.study.runner import Study
+    """Run what is missing, and write what is there. ConfigError."""
 
     if options.processes < 1:
         raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
@@ -90,18 +112,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
     if failed or stopped:
-        print(f"Not finished. Go on with:\n  {command_line(*sys.argv[1:])}")
+        print(f"Not finished. Go on with:\n  {shlex.join(['python', '-m', 'experiments', *sys.argv[1:]])}")
     return 1 if failed else 0
 
 
-def _write(folder: Path, results: Path, findings: "Findings") -> None:
+def _write(folder: Path, results: Path, findings: Findings) -> None:
     """Write results, page and figures, and fill the tables of the other pages of a folder."""
-    from sage_fast.config.files import write_text
-    from sage_fast.run.plots import save_figure
-    from sage_fast.study.document import IMAGES, fill_tables, render
-    from sage_fast.study.drawings import draw_experiment
-    from sage_fast.study.experiments import EXPERIMENTS
-    from sage_fast.study.findings import read_findings, write_findings
 
     write_findings(results, findings.rows)
     kept = read_findings(results)  # rounded: the page is made of what is in the file
@@ -116,10 +132,8 @@ def _write(folder: Path, results: Path, findings: "Findings") -> None:
             save_figure(folder / IMAGES, experiment.key, draw_experiment(experiment, kept))
 
 
-def _publish(docs: Path, findings: "Findings") -> None:
+def _publish(docs: Path, findings: Findings) -> None:
     """Put the experiments of a study in the place of what DOCS has of them, and leave the others there."""
-    from sage_fast.study.document import PUBLISHED_RESULTS
-    from sage_fast.study.findings import Findings, read_findings
 
     results = docs / PUBLISHED_RESULTS
     measured = {row.experiment for row in findings.rows}
@@ -127,11 +141,14 @@ def _publish(docs: Path, findings: "Findings") -> None:
     _write(docs, results, Findings([*(row for row in before if row.experiment not in measured), *findings.rows]))
 
 
-def _print_verdicts(experiments: "Sequence[Experiment]", findings: "Findings") -> None:
-    from sage_fast.study.experiments import judge
+def _print_verdicts(experiments: Sequence[Experiment], findings: Findings) -> None:
 
     for experiment in experiments:
         print(experiment.title)
         for judgement in judge(experiment.claims, findings):
             ours = judgement.evidence.ours if judgement.evidence else ""
             print(f"  {judgement.verdict:<13} {judgement.claim.text}" + (f" [{ours}]" if ours else ""))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from experiments.claims import Experiment
+from experiments.findings import Findings
+from experiments.measures import SAMPLERS
 from sage_fast.run.plots import COLOURS, new_figure, style_axes
-from sage_fast.study.experiments import Experiment
-from sage_fast.study.findings import Findings
-from sage_fast.study.measures import SAMPLERS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from sage_fast.study.experiments import EXPERIMENTS, Experiment, Judgement, judge
-from sage_fast.study.findings import COST, PER_PROMPT, Findings
+from experiments.claims import EXPERIMENTS, Experiment, Judgement, judge
+from experiments.findings import COST, PER_PROMPT, Findings
 
 IMAGES = "images/reproduction"
 """Folder of the figures beside the page."""
@@ -15,10 +15,10 @@ PUBLISHED_RESULTS = "results/reproduction.jsonl"
 
 HEAD = """# The paper's claims, tested
 
-Written by `sage-fast reproduce --publish docs` from [results/reproduction.jsonl](results/reproduction.jsonl), which has
-every number with its seed, version and commit. The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers, the
-gradient equalizer and the KL are measured in the built-in world of rendered videos, whose data manifold is known: with
-its base model, a small network; with the exact policy ([algorithm.md](algorithm.md), section 5); and in the exact
+Written by `python -m experiments --publish docs` from [results/reproduction.jsonl](results/reproduction.jsonl), which
+has every number with its seed, version and commit. The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers,
+the gradient equalizer and the KL are measured in the built-in world of rendered videos, whose data manifold is known:
+with its base model, a small network; with the exact policy ([algorithm.md](algorithm.md), section 5); and in the exact
 testbed, that policy with weights to train. Nothing here need hold for an 8.3 B model; a refuted claim is refuted as a
 general statement.
 
@@ -117,7 +117,7 @@ def _table(experiment: Experiment, findings: Findings) -> str:
     found = dict.fromkeys(row.quantity for row in findings.rows if row.experiment == experiment.key)
     columns = [name for name in found if name.startswith(PER_PROMPT)]
     if not columns:
-        return f"It has not been run: `sage-fast reproduce --only {experiment.key}`.\n"
+        return f"It has not been run: `python -m experiments --only {experiment.key}`.\n"
     lines = [
         f"| training | {' | '.join(name.removeprefix(PER_PROMPT) for name in columns)} |",
         "|" + "---|" * (1 + len(columns)),

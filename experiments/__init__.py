@@ -2,10 +2,12 @@
 
 findings.py       a measured number, and many of them in a file
 experiments.toml  the table: claims, measurements, the evidence that settles them, arms of trainings
-experiments.py    reads it, and turns measured numbers into verdicts
+claims.py         reads it, and turns measured numbers into verdicts
 measures.py       measurements without a training of the network
 testbed.py        trainings of the exact policy
 runner.py         runs what is missing, some processes at a time
 drawings.py       the figures
 document.py       the page
+exact_policy.py   the perfect policy of the toy world, and one with weights to train
+pretrain.py       makes the base model of the toy world
 """

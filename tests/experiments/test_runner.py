@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.commands.cli import main
+from experiments.__main__ import main
+from experiments.claims import EXPERIMENTS, Experiment, Training
+from experiments.document import fill_tables, render
+from experiments.drawings import draw_experiment
+from experiments.findings import COST, Finding, Findings, read_findings, write_findings
+from experiments.runner import Study, run_jobs
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.plots import to_png, to_svg
-from sage_fast.study.document import fill_tables, render
-from sage_fast.study.drawings import draw_experiment
-from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
-from sage_fast.study.findings import COST, Finding, Findings, read_findings, write_findings
-from sage_fast.study.runner import Study, run_jobs
 from tests.made_runs import make_run
 
 MakeRun = Callable[..., RunConfig]
@@ -112,7 +112,7 @@ def test_findings_of_a_training(study: Study) -> None:
 
 
 def test_commands_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["reproduce", "--commands", "--output", str(tmp_path / "s"), "--config", "hv15_480p_lora_8gpu"]
+    words = ["--commands", "--output", str(tmp_path / "s"), "--config", "hv15_480p_lora_8gpu"]
     assert main([*words, "--only", "samplers", "--data.shuffle=false"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18 and not (tmp_path / "s").exists()
@@ -134,7 +134,7 @@ def test_the_command_writes_and_publishes_page_results_and_figures(
     before = made_up("updates")
     write_findings(docs / "results/reproduction.jsonl", before)
     (docs / "objectives.md").write_text("<!-- study updates: begin -->\nold\n<!-- study updates: end -->\n")
-    words = ["reproduce", "--only", "table1,fig1a,fig9", "--output", str(output), "--publish", str(docs)]
+    words = ["--only", "table1,fig1a,fig9", "--output", str(output), "--publish", str(docs)]
     assert main([*words, "--config", str(file)]) == 0
     assert "refuted       So it does at a margin of 0.001. [1.163 and 0.990]" in capsys.readouterr().out
     found = read_findings(docs / "results/reproduction.jsonl")
@@ -173,7 +173,7 @@ def test_figures_are_the_same_bytes_every_time() -> None:
 
 
 def test_the_committed_page_is_made_of_the_committed_results() -> None:
-    """`sage-fast reproduce --publish docs` mends this one."""
+    """`python -m experiments --publish docs` mends this one."""
     found = read_findings(ROOT / "docs/results/reproduction.jsonl")
     assert render(found) == (ROOT / "docs/reproduction.md").read_text("utf-8")
     objectives = (ROOT / "docs/objectives.md").read_text("utf-8")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from experiments import claims
+from experiments.claims import EXPERIMENTS, Claim, Evidence, chosen_experiments, judge
+from experiments.findings import Finding, Findings, read_findings, write_findings
+from experiments.measures import SAMPLERS, TABLES, noise_of_steps
 from sage_fast.config.errors import ConfigError
-from sage_fast.study import experiments
-from sage_fast.study.experiments import EXPERIMENTS, Claim, Evidence, chosen_experiments, judge
-from sage_fast.study.findings import Finding, Findings, read_findings, write_findings
-from sage_fast.study.measures import SAMPLERS, TABLES, noise_of_steps
 from sage_fast.tools.effects import seed_effect
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,14 +61,14 @@ def test_a_verdict(evidence: tuple[Any, ...], verdict: str) -> None:
 def test_claims_of_one_table_are_adjusted_together(monkeypatch: pytest.MonkeyPatch) -> None:
     evidence = Evidence(ours="", effect=seed_effect([1.0, 1.7, 0.5, 1.2]))
     assert evidence.effect is not None and 0.0125 < evidence.effect.p < 0.05
-    monkeypatch.setattr(experiments, "EVIDENCE", {"given": lambda findings, experiment: evidence})
+    monkeypatch.setattr(claims, "EVIDENCE", {"given": lambda findings, experiment: evidence})
     assert judge([claim("given")], FINDINGS)[0].verdict == "confirmed"
     assert {j.verdict for j in judge([claim("given")] * 4, FINDINGS)} == {"undetectable"}
 
 
 def test_scores_of_prompts_are_compared_over_prompts_too() -> None:
-    over_both = experiments.larger(FINDINGS, "e", "final_reward", "high", "low").effect
-    over_seeds = experiments.larger(FINDINGS, "e", "q", "high", "low").effect
+    over_both = claims.larger(FINDINGS, "e", "final_reward", "high", "low").effect
+    over_seeds = claims.larger(FINDINGS, "e", "q", "high", "low").effect
     assert over_both is not None and over_seeds is not None
     assert over_both.mean == pytest.approx(over_seeds.mean) and over_both.stderr >= 0.999 * over_seeds.stderr
 

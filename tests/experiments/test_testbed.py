@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.claims import EXPERIMENTS, Experiment
+from experiments.exact_policy import ExactWorld, LearnablePolicy
+from experiments.findings import read_findings
+from experiments.testbed import ExactTraining, noised_loss, reverse_loss, sample, train
 from sage_fast.config.sections import ForwardProcessConfig, VideoConfig
-from sage_fast.models.toy.exact_policy import ExactWorld, LearnablePolicy
 from sage_fast.objective import ObjectiveConfig
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.experiments import EXPERIMENTS, Experiment
-from sage_fast.study.findings import read_findings
-from sage_fast.study.testbed import ExactTraining, noised_loss, reverse_loss, sample, train
 
 ROOT = Path(__file__).resolve().parents[2]
 

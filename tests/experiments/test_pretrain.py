@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from experiments.pretrain import MODULE_COMMAND, PHASES, PretrainConfig, main, pretrain, shown_by_caption
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import (
@@ -21,7 +22,6 @@ from sage_fast.models.toy.components import (
     load_components,
     stored_parameters,
 )
-from sage_fast.models.toy.pretrain import MODULE_COMMAND, PHASES, PretrainConfig, main, pretrain, shown_by_caption
 from sage_fast.models.toy.renderer import all_captions
 
 TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)), seed=1, batch_size=4)
@@ -48,9 +48,9 @@ def test_the_shipped_checkpoint_loads():
 def test_the_shipped_checkpoint_says_how_it_was_made():
     with safe_open(ASSETS / WEIGHTS_NAME, framework="pt") as file:
         metadata = file.metadata()
-    command = metadata["command"].removesuffix("DIR")
-    assert command.startswith(f"{MODULE_COMMAND} --steps ")
-    assert command in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
+    program, _, command = metadata["command"].removesuffix("DIR").partition(" --")
+    assert program == "python -m sage_fast.models.toy.pretrain", "the module's name when they were made"
+    assert f"{MODULE_COMMAND} --{command}" in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
     for name, value in asdict(PretrainConfig()).items():
         assert metadata[name] == str(value), name
     assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
@@ -76,7 +76,7 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
 def test_the_command_line(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "sage_fast.models.toy.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
+        "experiments.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
     )
     main(["--steps", "7,3,2", "--seed", "5", "--output", str(tmp_path)])
     phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
@@ -93,7 +93,7 @@ def test_wrong_captions_differ_in_one_attribute():
 
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):
-    with pytest.raises(ValueError, match=r"has no config.json.*sage_fast.models.toy.pretrain"):
+    with pytest.raises(ValueError, match=r"has no config.json.*experiments.pretrain"):
         load_components(ModelConfig(path=str(tmp_path)))
     weights = stored_parameters(build_transformer(TRANSFORMER_CONFIG))
     weights.pop("proj_out.weight")

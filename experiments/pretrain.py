@@ -1,6 +1,6 @@
 """Make the base model of the toy world: a model that draws well, and often not what was asked for.
 
-    python -m sage_fast.models.toy.pretrain --output DIR
+    python -m experiments.pretrain --output DIR
 
 Real base models are like this because their captions are. Here too: of the videos of a caption, a stated share shows
 another colour, shape or motion. The prediction of a perfect model, the velocity E[z - x0 | x, caption], has
@@ -23,6 +23,8 @@ from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
+from experiments.exact_policy import ExactPolicy
+from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import (
     CONFIG_NAME,
     TRANSFORMER_CONFIG,
@@ -32,7 +34,6 @@ from sage_fast.models.toy.components import (
     is_unused,
     stored_parameters,
 )
-from sage_fast.models.toy.exact_policy import ExactPolicy
 from sage_fast.models.toy.renderer import (
     COLOURS,
     HEIGHT,
@@ -40,13 +41,12 @@ from sage_fast.models.toy.renderer import (
     NUM_FRAMES,
     SHAPES,
     WIDTH,
-    PatchCodec,
     all_captions,
     manifold_for,
 )
 from sage_fast.models.transformer import backbone
 
-MODULE_COMMAND = "python -m sage_fast.models.toy.pretrain"
+MODULE_COMMAND = "python -m experiments.pretrain"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,16 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from sage_fast.config.registry import EXACT_POLICIES, resolve
+from experiments.exact_policy import ExactWorld, LearnablePolicy
+from experiments.findings import PER_PROMPT, Finding, unsteadiness
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
 from sage_fast.forward_process import forward_loss
 from sage_fast.objective import ADVANTAGE_CLIP, ObjectiveConfig, anchor_kind, group_advantages, policy_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.findings import PER_PROMPT, Finding, unsteadiness
-
-LearnablePolicy = Any
-"""Result of `learnable` of an entry of `EXACT_POLICIES`; a study names no family."""
 
 ANCHOR_EVERY = 10
 """Updates after which a moving anchor is refreshed."""
@@ -231,14 +228,14 @@ def measure_testbed(
     for arm, options in runs.items():
         settings = ExactTraining(**options)
         sizes = (config.video.num_frames, config.video.height, config.video.width)
-        result = train(_policy(config.model.family, sizes, settings.rotated), settings, seed)
+        result = train(_policy(sizes, settings.rotated), settings, seed)
         common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
         for quantity, value in result.items():
             yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
 
 
 @lru_cache
-def _policy(family: str, sizes: tuple[int, int, int], rotated: bool) -> LearnablePolicy:
+def _policy(sizes: tuple[int, int, int], rotated: bool) -> LearnablePolicy:
     frames, height, width = sizes
     video = VideoConfig(num_frames=frames, height=height, width=width)
-    return resolve(family, EXACT_POLICIES, "model.family")(video).learnable(rotated=rotated)
+    return ExactWorld(video).learnable(rotated=rotated)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from experiments.findings import PER_PROMPT, Findings
 from sage_fast.config.errors import ConfigError
-from sage_fast.study.findings import PER_PROMPT, Findings
 from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm, seed_effect
 
 Tier = Literal["quick", "standard", "full"]

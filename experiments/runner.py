@@ -20,20 +20,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import write_text
-from sage_fast.config.load import load_config
-from sage_fast.config.registry import EXACT_POLICIES
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.config.sections import FREE, marked_keys
-from sage_fast.evaluation import OVERALL, REWARD
-from sage_fast.policy.adapters import open_model
-from sage_fast.policy.lora import base_digest
-from sage_fast.policy.trained import weights_digest
-from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
-from sage_fast.run.provenance import describe_environment
-from sage_fast.study.experiments import EXPERIMENTS, Experiment, Training
-from sage_fast.study.findings import (
+from experiments.claims import EXPERIMENTS, Experiment, Training
+from experiments.findings import (
     COST,
     PER_PROMPT,
     Finding,
@@ -43,7 +31,18 @@ from sage_fast.study.findings import (
     settings_digest,
     unsteadiness,
 )
-from sage_fast.study.measures import TABLES, noise_of_steps
+from experiments.measures import TABLES, noise_of_steps
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import write_text
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.sections import FREE, marked_keys
+from sage_fast.evaluation import OVERALL, REWARD
+from sage_fast.policy.adapters import open_model
+from sage_fast.policy.lora import base_digest
+from sage_fast.policy.trained import weights_digest
+from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
+from sage_fast.run.provenance import describe_environment
 from sage_fast.tools.comparison import TOLD, WHOLE, TrainedRun
 
 SETTLED = 4
@@ -155,7 +154,7 @@ class Study:
 
     def fits(self, experiment: Experiment) -> bool:
         """Return True if it can be measured with the model's family: the data manifold is known of few."""
-        return not experiment.needs_manifold or self.config.model.family in EXACT_POLICIES
+        return not experiment.needs_manifold or self.config.model.family == "toy"
 
     def missing_measurements(self, experiments: Sequence[Experiment]) -> dict[str, list[str]]:
         """Commands of the measurements that are missing, by name."""
@@ -166,7 +165,7 @@ class Study:
                 request = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides}
                 words = [str(self._result(name)), json.dumps(request | {"arguments": arguments}), *self.files]
                 if not self.measured(name):
-                    jobs[name] = [sys.executable, "-m", "sage_fast.study.measures", *words]
+                    jobs[name] = [sys.executable, "-m", "experiments.measures", *words]
         return jobs
 
     def measured(self, name: str) -> Sequence[Finding]:

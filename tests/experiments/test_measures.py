@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.config.load import dump_config
-from sage_fast.config.schema import RunConfig
-from sage_fast.run.run import build_trainer
-from sage_fast.study import measures
-from sage_fast.study.findings import COST, Findings, read_findings
-from sage_fast.study.measures import (
+from experiments import measures
+from experiments.findings import COST, Findings, read_findings
+from experiments.measures import (
     SAMPLERS,
     make_measurement,
     measure_exact_policy,
     measure_gradients,
     measure_rollouts,
 )
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.run.run import build_trainer
 
 MakeRun = Callable[..., RunConfig]
 

@@ -2,7 +2,7 @@
 
 As a program it makes one such measurement in its own process:
 
-    python -m sage_fast.study.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
+    python -m experiments.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
 """
 
 import json
@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 
+from experiments.exact_policy import ExactWorld
+from experiments.findings import COST, Finding, made_with, settings_digest, write_findings
+from experiments.testbed import measure_testbed
 from sage_fast.config.load import load_config
-from sage_fast.config.registry import EXACT_POLICIES, resolve
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.config.sections import SDEType
 from sage_fast.noise import NoiseKey
@@ -27,8 +29,6 @@ from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory
 from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
-from sage_fast.study.findings import COST, Finding, made_with, settings_digest, write_findings
-from sage_fast.study.testbed import measure_testbed
 from sage_fast.tools.comparison import WHOLE
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
@@ -101,7 +101,7 @@ def measure_exact_policy(
     etas: Sequence[float] = (0.25, ETA, 0.75),
 ) -> Iterator[Finding]:
     """Samplers on the exact policy: all measures at the reference's settings, and the frontier over steps and eta."""
-    world = resolve(config.model.family, EXACT_POLICIES, "model.family")(config.video)
+    world = ExactWorld(config.video)
     for num_steps in steps:
         for eta in etas:
             for sampler in SAMPLERS if eta != ETA else ("ode", *SAMPLERS):

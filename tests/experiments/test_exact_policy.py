@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.exact_policy import ExactPolicy, ExactWorld, SamplerMeasures
 from sage_fast.config.sections import VideoConfig
-from sage_fast.models.toy.exact_policy import ExactPolicy, ExactWorld, SamplerMeasures
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import initial_latents, sample_trajectory

@@ -20,8 +20,8 @@ from experiments.exact_policy import ExactWorld, LearnablePolicy
 from experiments.findings import PER_PROMPT, Finding, unsteadiness
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
-from sage_fast.forward_process import forward_loss
 from sage_fast.objective import ADVANTAGE_CLIP, ObjectiveConfig, anchor_kind, group_advantages, policy_loss
+from sage_fast.objectives.forward_process import forward_loss
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 ANCHOR_EVERY = 10
@@ -147,8 +147,7 @@ def noised_loss(
         *(policy.velocity_at(psi, asked, x, sigma), z - x0, v_old, None),
         sigma=sigma,
         advantage=advantages.repeat(levels),
-        advantage_bound=ADVANTAGE_CLIP,
-        kl_weight=0.0,
+        anchor_weight=0.0,
         settings=settings,
     ).loss.mean()
 

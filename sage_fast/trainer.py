@@ -1,8 +1,8 @@
 """The GRPO loop: rollout, reward, advantage, update.
 
-Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, the gradient
-in `gradient.py` and `single_pass.py`, files and progress in `run/`. Everything specific to one model arrives as
-`Components`.
+Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, what an
+update minimises and its gradient in `objectives/`, files and progress in `run/`. Everything specific to one model
+arrives as `Components`.
 """
 
 import logging
@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,35 +19,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
+from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import (
-    GroupOrder,
-    PromptSchedule,
-    best_and_worst,
-    group_members,
-    kl_factors,
-    make_groups,
-    num_trained,
-    split_evenly,
-)
+from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
 from sage_fast.distributed.parallelize import TorchEngine, check_lockstep, parallelize
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
-from sage_fast.forward_process import ForwardProcessGradient, old_decay
-from sage_fast.gradient import PolicyGradient, TwoPhaseGradient, gather_terms, name_prompts
-from sage_fast.kernels import PolicyTerms, select_kernels
+from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
-from sage_fast.objective import (
-    ADVANTAGE_CLIP,
-    KLWeightState,
-    anchor_kind,
-    initial_kl_weight,
-    next_kl_weight,
-    weighted_advantages,
-)
+from sage_fast.objective import weighted_advantages
+from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
 from sage_fast.optim import unusual_movement
 from sage_fast.policy.adapters import add_initial_adapter
 from sage_fast.policy.guidance import GuidedPolicy
@@ -58,7 +42,6 @@ from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     Progress,
     VideoScoring,
-    check_trainable_steps,
     fixed_starts,
     initial_latents,
     micro_batches,
@@ -68,15 +51,8 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import sigma_schedule, transition_table
-from sage_fast.single_pass import SinglePassGradient
 
 logger = logging.getLogger(__name__)
-
-RATIO_TOLERANCE = 1e-6
-"""How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
-
-FEW_PROMPTS = 8
-"""Prompts per update below which the forward process warns."""
 
 PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
@@ -142,9 +118,16 @@ class Trainer:
         # first ratio would not be 1. `model.attention: cudnn` calls it by name and is not affected.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.kernels = select_kernels(config.model.kernels, self.device)
-        self.forward_process = config.forward_process if config.training.update == "forward_process" else None
-        if self.forward_process is None:
-            check_trainable_steps(config.rollout, config.training)
+        self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
+        self.eval_prompts = list(eval_prompts)
+        size = config.rollout.batch_size
+        self.videos_per_rollout = size * world.dp_degree
+        """On all ranks."""
+        self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
+        """Videos of this rank."""
+        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
+        chosen: type[Objective] = resolve(config.training.update, UPDATES, "training.update")
+        chosen.check_run(config, self.prompts_per_rollout)
 
         components.check_guidance(config.rollout.guidance_scale)
         components.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
@@ -160,7 +143,18 @@ class Trainer:
         used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
         lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
-        self._divide_rollout(prompts, eval_prompts, lengths)
+        if self.engine.sharded:
+            train, scored = ({lengths[p.text] for p in group if p.text in lengths} for group in (prompts, eval_prompts))
+            check_lockstep(config.rollout, config.evaluation, train, scored)
+        parts = Parts(
+            policy=self.policy,
+            engine=self.engine,
+            kernels=self.kernels,
+            own_videos=self.own_videos,
+            progress=lambda *arguments: self.progress(*arguments),  # it may be replaced later
+        )
+        self.objective = chosen(config, parts)
+        """What an update minimises; it owns anchor, lambda and old policy."""
 
         # What advances.
         self.update = 0
@@ -169,12 +163,7 @@ class Trainer:
         """Updates that were left out because their loss or gradient was not finite."""
         self.rollouts = 0
         """Rollouts done; it determines the next prompts."""
-        self.anchor_update = 0
-        """Value of `update` when the anchor was last refreshed."""
-        self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
-        self.gradient = self._make_gradient()
         self._seconds: dict[str, float] = {}
-        self._first_update = True
         self._had_spread = True
 
     def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[str, tuple[int, int]]:
@@ -204,35 +193,9 @@ class Trainer:
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)
         self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
-        self.anchor_kind = anchor_kind(config.objective.kl_mode)
-        self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
-        averaged = self.forward_process is not None and self.forward_process.old == "ema"
-        self.old: Snapshot | None = self.engine.snapshot() if averaged else None
-        """The old policy of the forward process, which samples, where it is not the trained one."""
-
-    def _divide_rollout(
-        self, prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt], lengths: Mapping[str, tuple[int, int]]
-    ) -> None:
-        """The prompts of the run, the used ones of these lengths, and this rank's share of a rollout."""
-        config, world = self.config, self.world
-        self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-        self.eval_prompts = list(eval_prompts)
-        size = config.rollout.batch_size
-        self.videos_per_rollout = size * world.dp_degree
-        """On all ranks."""
-        self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
-        """Videos of this rank."""
-        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
-        if self.forward_process is not None and self.prompts_per_rollout < FEW_PROMPTS:
-            logger.warning(
-                "%d prompt(s) per update (rollout.batch_size x data-parallel ranks / rollout.num_generations): public "
-                "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
-                *(self.prompts_per_rollout, FEW_PROMPTS),
-            )
-        if self.engine.sharded:
-            train, scored = ({lengths[p.text] for p in group if p.text in lengths} for group in (prompts, eval_prompts))
-            check_lockstep(config.rollout, config.evaluation, train, scored)
+        if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
+            logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
 
     def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
         """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
@@ -253,33 +216,6 @@ class Trainer:
             return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)
         return TorchEngine(trainable_parameters(transformer), config.optimizer, world, gathering)
 
-    def _make_gradient(self) -> PolicyGradient:
-        """The gradient that `training.update` names."""
-        config, training = self.config, self.config.training
-        if training.guidance == "split" and config.rollout.guidance_scale == 1.0:
-            logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
-        shared: dict[str, Any] = {
-            "policy": self.policy,
-            "kernels": self.kernels,
-            "settings": config.objective,
-            "training": training,
-        }
-        if training.update == "single_pass":
-            groups = GroupOrder(config.rollout.num_generations, self.own_videos.start)
-            return SinglePassGradient(**shared, parameters=list(self.parameters.values()), groups=groups)
-        # `progress` may be replaced later.
-        shared |= {"engine": self.engine, "progress": lambda *arguments: self.progress(*arguments)}
-        if self.forward_process is None:
-            return TwoPhaseGradient(**shared)
-        return ForwardProcessGradient(
-            **shared,
-            process=self.forward_process,
-            shift=config.rollout.shift,
-            advantage_bound=ADVANTAGE_CLIP,
-            old=self.old,
-            sampler=GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance),
-        )
-
     # ------------------------------------------------------------------------------------------ one iteration
 
     def iterate(self) -> dict[str, float]:
@@ -290,62 +226,28 @@ class Trainer:
             TrainingError: a loss or gradient is not finite and may not be skipped; the weights are those before the
                 update.
         """
-        training = self.config.training
+        skips = self.config.training.skip_nonfinite_updates
         self._seconds = {}
-        metrics: dict[str, float] = {}
         # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
-        self.gradient.begin(self.kl_weight.weight, self._due_anchor(), self._kl_factors())
-        with self.engine.phase("rollout"), self.sampled_weights():
-            trajectories = self._rollout()
+        self.objective.begin(self.update, self.rollouts)
+        with self.engine.phase("rollout"), self.objective.sampling():
+            trajectories, scoring = self._rollout()
         with self._phase("reward"):
-            scored = self._score(trajectories, metrics)
+            scored, metrics = self._score(trajectories, scoring)
         with self._phase("anchor"), self.engine.phase("anchor"):
-            self.gradient.measure_anchor(scored)
+            self.objective.measure(scored)
         with self._phase("update"), self.engine.phase("update"):
-            for part, positions in self._mini_batches(scored):
-                self._optimizer_update(part, positions, metrics)
+            for part, positions in self.objective.mini_batches(scored):
+                # With several updates per rollout the last one's values stand for the iteration.
+                metrics |= self._optimizer_update(part, positions)
         self.rollouts += 1
-        if training.skip_nonfinite_updates:
-            metrics["update/skipped_nonfinite"] = self.skipped_updates
-        metrics |= {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
-        metrics["time/iteration"] = sum(self._seconds.values())
-        return {"update": self.update} | metrics
+        skipped = {"update/skipped_nonfinite": self.skipped_updates} if skips else {}
+        times = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()}
+        whole = {"time/iteration": sum(self._seconds.values())}
+        return {"update": self.update} | metrics | skipped | times | whole
 
-    def _mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
-        """The share of each update of a rollout: some steps of all videos, or by the forward process some videos."""
-        updates, count = self.config.training.updates_per_rollout, len(scored.orders[0])
-        if self.forward_process is None or updates == 1:
-            yield from ((scored, positions) for positions in split_evenly(count, updates))
-            return
-        turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
-        for turn in range(updates):
-            trained = scored.all_trained & (turns == turn)
-            # Where a reward has failed for all of a part, its update trains the rest once more.
-            yield replace(scored, all_trained=trained if trained.any() else scored.all_trained), range(count)
-
-    def _due_anchor(self) -> Snapshot | None:
-        """The anchor of the coming rollout, refreshed if that is due; None where it is the policy itself."""
-        age = self.update - self.anchor_update
-        if self.anchor and self.anchor_kind == "moving" and age >= self.config.training.anchor_interval:
-            self.anchor.refresh()
-            self.anchor_update = self.update
-        # A fresh anchor is the policy: its KL is zero with a gradient of zero, and needs no forwards. In later updates
-        # the rollout's velocities stand for the anchor's, but the forward process has none at its levels.
-        later = self.forward_process is not None and self.config.training.updates_per_rollout > 1
-        return None if self.anchor_update == self.update and not later else self.anchor
-
-    def _kl_factors(self) -> list[float]:
-        """Weights of the position KL of the coming rollout at each position of a sample's order."""
-        config = self.config
-        if self.forward_process is not None:
-            num_steps = self.forward_process.levels
-        else:
-            trainable = int(rollout_table(config.rollout, self.rollouts).trainable.sum())
-            num_steps = num_trained(config.training.timestep_fraction, trainable)
-        return kl_factors(config.seed, self.update, num_steps, config.objective.kl_position_fraction)
-
-    def _rollout(self) -> list[Trajectory]:
-        """Sample this rank's videos, decode them, and score them.
+    def _rollout(self) -> tuple[list[Trajectory], VideoScoring]:
+        """Sample this rank's videos and decode them; their scores arrive in what is returned beside them.
 
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
         ranks at the same time.
@@ -356,7 +258,7 @@ class Trainer:
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
-        self._scoring = self._new_scoring(phase=self._phase)
+        scoring = self._new_scoring(phase=self._phase)
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
@@ -364,17 +266,17 @@ class Trainer:
                 starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
                 group = members if rollout.shared_initial_noise else 1
                 initial = initial_latents(starts, self.latent_shape, self.device, group=group)
-                velocity = self.gradient.velocity(batch, keys, table)
-                keep = self.forward_process is None
+                velocity = self.objective.velocity(batch, keys, table)
+                keep = self.objective.keeps_steps
                 trajectory = sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
             trajectories.append(trajectory)
             unscored.append((self.own_videos.start + done * rollout.videos_at_once, trajectory))
             if self.world.sp > 1 and done + 1 < len(batches):
                 continue  # the ranks that share a video are still needed for the next batch
             for first, trajectory in unscored:
-                self._scoring.add(trajectory, first=first, turn=first)
+                scoring.add(trajectory, first=first, turn=first)
             unscored.clear()
-        return trajectories
+        return trajectories, scoring
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -390,10 +292,12 @@ class Trainer:
         """The prompts of the next rollout on all ranks."""
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
 
-    def _score(self, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> ScoredRollout:
-        """Gather the scores of the last rollout from all ranks, and turn them into advantages."""
+    def _score(
+        self, trajectories: Sequence[Trajectory], scoring: VideoScoring
+    ) -> tuple[ScoredRollout, dict[str, float]]:
+        """Gather the scores of the rollout from all ranks and turn them into advantages; metrics of the rewards."""
         config = self.config
-        columns, failed = self._scoring.gather(self.videos_per_rollout)
+        columns, failed = scoring.gather(self.videos_per_rollout)
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():
@@ -407,7 +311,7 @@ class Trainer:
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
         table = trajectories[0].table
-        metrics |= reward_metrics(components, self.reward.overall(components), result, ~trained_groups, table)
+        metrics = reward_metrics(components, self.reward.overall(components), result, ~trained_groups, table)
         scores = {name: values.view(groups) for name, values in columns.items()}
         self.on_rollout(
             RolloutRecord(
@@ -422,13 +326,14 @@ class Trainer:
         trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.best_and_worst)).flatten()
         members = group_members(self._prompts(), groups[1])
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
-        return ScoredRollout(
+        scored = ScoredRollout(
             trajectories=trajectories,
-            all_orders=self.gradient.orders(keys, table),
+            all_orders=self.objective.orders(keys, table),
             own=self.own_videos,
             all_advantages=advantages.flatten(),
             all_trained=trained,
         )
+        return scored, metrics
 
     def _warn_of_no_spread(self, none: bool) -> None:
         """Say once that a rollout has nothing to learn from, because no group has two different rewards."""
@@ -441,47 +346,28 @@ class Trainer:
                 *(self.update + 1, ", ".join(self.reward.weights)),
             )
 
-    def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
-        """One optimizer step with the gradient of the trained steps at `positions` of every sample's order."""
-        weight, learning_rate = self.kl_weight.weight, self.engine.learning_rate
-        every = self.config.training.kl_share_every
-        if every and (self.update + 1) % every == 0 and isinstance(self.gradient, TwoPhaseGradient):
-            share = self.gradient.kl_share(scored, positions, weight)
-            if math.isfinite(share):
-                metrics["kl/grad_share"] = share
-            else:
-                logger.warning(
-                    "Update %d: kl/grad_share is left out, because the rewards leave no gradient to compare the KL's "
-                    "with (all advantages are 0).",
-                    self.update + 1,
-                )
-        own = self.gradient.accumulate(scored, positions, weight)
+    def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
+        """One optimizer step with the gradient at `positions` of every sample's order. Returns its metrics."""
+        rates = {"learning_rate": self.engine.learning_rate, "kl/weight": self.objective.kl_weight.weight}
+        own = self.objective.accumulate(scored, positions, self.update)
         # Every rank clips and gathers whatever its own loss is: those that skipped would leave the others waiting.
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
             fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
-        if fault is None:
-            if isinstance(terms, PolicyTerms):
-                self._check_first_ratio(terms, metrics)
-            with record_function(PHASE_PREFIX + "optimizer"):
-                self.engine.step()
-            if self.ema is not None and self.config.training.ema_decay:
-                self.ema.average(min(self.config.training.ema_decay, (1 + self.update) / (10 + self.update)))
-            last = (self.update + 1) % self.config.training.updates_per_rollout == 0
-            if self.old is not None and self.forward_process is not None and last:
-                self.old.average(old_decay(self.forward_process, self.update + 1))
-            found, kl = self.gradient.report(terms)
-            moves = len(scored.orders) * len(positions) if self.config.kl_weight.advance == "step" else 1
-            for _ in range(moves):
-                self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
-            # With several updates per rollout the last one's values stand for the iteration.
-            metrics |= found | {"kl/weight": weight, "grad_norm": grad_norm}
-        else:
+        if fault is not None:
             self._skip_update(fault)
-            metrics["kl/weight"] = weight
-        metrics["learning_rate"] = learning_rate
+            self.update += 1
+            return rates
+        self.objective.verify(terms, self.update)
+        with record_function(PHASE_PREFIX + "optimizer"):
+            self.engine.step()
         self.update += 1
+        if self.ema is not None and self.config.training.ema_decay:
+            self.ema.average(min(self.config.training.ema_decay, self.update / (9 + self.update)))
+        self.objective.moved(self.update)
+        visits = len(scored.orders) * len(positions)
+        return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm}
 
     def _skip_update(self, fault: str) -> None:
         """Drop the gradient of the present update, or stop where that is not allowed. The same on every rank."""
@@ -504,18 +390,6 @@ class Trainer:
                 fault,
                 allowed - self.skipped_updates,
             )
-
-    def _check_first_ratio(self, terms: PolicyTerms, metrics: dict[str, float]) -> None:
-        """At the first update of a rollout the policy is the one that made it: a ratio other than 1 is a fault."""
-        deviation = float((terms.ratio - 1).abs().max())
-        if metrics.setdefault("ratio/first_max_deviation", deviation) > RATIO_TOLERANCE and self._first_update:
-            self.engine.zero_grad()
-            raise TrainingError(
-                f"Update {self.update + 1}: the policy that is trained is not the one that made the rollout (their "
-                f"ratio differs from 1 by {deviation:.1e}). The weights were not changed. Compare with model.kernels "
-                "reference, model.forward stock and model.attention sdpa, one after the other, to find the part."
-            )
-        self._first_update = False
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -549,10 +423,6 @@ class Trainer:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
         return self.ema.applied() if self.ema is not None else nullcontext()
 
-    def sampled_weights(self) -> AbstractContextManager[None]:
-        """Within the context the model has the weights that sample: the old policy's in the forward process."""
-        return self.old.applied() if self.old is not None else nullcontext()
-
     # ------------------------------------------------------------------------------------------ state
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
@@ -580,8 +450,7 @@ class Trainer:
             "update": self.update,
             "skipped_updates": self.skipped_updates,
             "rollouts": self.rollouts,
-            "anchor_update": self.anchor_update,
-            "kl_weight": self.kl_weight.to_dict(),
+            **self.objective.state(),
             "optimizer": self.engine.state(),
             "rng": generator_state(),
         }
@@ -609,9 +478,7 @@ class Trainer:
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))
         self.rollouts = int(state["rollouts"])
-        self.anchor_update = int(state["anchor_update"])
-        self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
+        self.objective.load_state(state)
 
     def _snapshots(self) -> dict[str, Snapshot]:
-        snapshots = {"anchor": self.anchor, "ema": self.ema, "old": self.old}
-        return {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
+        return self.objective.snapshots() | ({} if self.ema is None else {"ema": self.ema})

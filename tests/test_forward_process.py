@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
-from sage_fast.forward_process import ForwardProcessGradient, forward_loss, levels, old_decay
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
+from sage_fast.objectives.forward_process import ForwardProcess, forward_loss, levels, old_decay
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
-from sage_fast.rollout import initial_latents
+from sage_fast.rollout import VideoScoring, initial_latents
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
@@ -47,8 +47,7 @@ class Drawn:
             self.anchor if kl else None,
             sigma=self.sigma,
             advantage=torch.full((2,), advantage, dtype=torch.float64),
-            advantage_bound=BOUND,
-            kl_weight=kl,
+            anchor_weight=kl,
             settings=settings,
         )
         (gradient,) = torch.autograd.grad(terms.loss.sum(), velocity)
@@ -204,37 +203,39 @@ def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
     sampled: list[Tensor] = []
     rollout = trainer._rollout
 
-    def watched() -> list[Trajectory]:
+    def watched() -> tuple[list[Trajectory], VideoScoring]:
         sampled.extend(p.detach().clone() for p in trainer.parameters.values())
         return rollout()
 
     monkeypatch.setattr(trainer, "_rollout", watched)
     assert trainer.iterate()["old/deviation"] > 0
     assert not any(torch.equal(a, b) for a, b in zip(sampled, before, strict=True))
-    assert trainer.old is not None
+    assert isinstance(trainer.objective, ForwardProcess) and trainer.objective.old is not None
+    averaged = trainer.objective.old.tensors()
     # The average of the first policy and the trained one.
-    for p, old, first in zip(trainer.parameters.values(), trainer.old.tensors().values(), sampled, strict=True):
+    for p, old, first in zip(trainer.parameters.values(), averaged.values(), sampled, strict=True):
         assert torch.allclose(old, (first + p) / 2, atol=1e-6)
 
 
 def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(tiny_run: MakeRun) -> None:
     trainer = build_trainer(tiny_run(*FORWARD, "--rollout.micro_batch_size=2", "--objective.kl_position_weight=0.5"))
-    gradient = trainer.gradient
-    assert isinstance(gradient, ForwardProcessGradient)
-    gradient.begin(0.0, None, trainer._kl_factors())
-    scored = trainer._score(trainer._rollout(), {})
+    objective = trainer.objective
+    assert isinstance(objective, ForwardProcess)
+    objective.begin(0, 0)
+    objective.kl_weight = replace(objective.kl_weight, weight=0.1)
+    scored, _ = trainer._score(*trainer._rollout())
     rows, trajectory = next(scored.batches())
     for position in range(4):
-        loss = gradient._loss(scored, rows, trajectory, 0, position, 0.1)
-        assert loss.kl_weight == 0.05
+        loss = objective._loss(scored, rows, trajectory, (0, position))
+        assert loss.anchor_weight == 0.05
         for b, key in enumerate(trajectory.keys):
             x0 = trajectory.final[b]
-            s = float(levels(key, trajectory.table, trainer.config.rollout.shift, gradient.process)[position])
+            s = float(levels(key, trajectory.table, trainer.config.rollout.shift, objective.process)[position])
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
             torch.testing.assert_close(loss.target[b], z - x0)
             assert float(loss.sigma[b]) == pytest.approx(s)
-            state, sigma = gradient._state(scored, rows, trajectory, position)
+            state, sigma = objective._state(scored, rows, trajectory, position)
             assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)
 
 
@@ -244,15 +245,15 @@ def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypat
     trainer = build_trainer(tiny_run(*FORWARD, *words, "--forward_process.weighting=x0"))
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
-    parameters, gradient, negative = list(trainer.parameters.values()), trainer.gradient, trainer.policy.uncond
-    assert isinstance(gradient, ForwardProcessGradient)
+    parameters, objective, negative = list(trainer.parameters.values()), trainer.objective, trainer.policy.uncond
+    assert isinstance(objective, ForwardProcess)
 
     def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
         texts = torch.stack([p.text.mean() + len(p.text) for p in prompts])
         return smooth_velocity(parameters, latents, torch.full((len(latents),), sigma), texts)
 
-    gradient.begin(0.0, None, trainer._kl_factors())
-    scored = trainer._score(trainer._rollout(), {})
+    objective.begin(0, 0)
+    scored, _ = trainer._score(*trainer._rollout())
     ((_, trajectory),) = scored.batches()
     embeds = [sample.embeds for sample in trajectory.samples]
     x, sigmas = initial_latents(trajectory.keys, trainer.latent_shape), trajectory.table.sigmas
@@ -263,14 +264,14 @@ def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypat
 
     expected = torch.zeros((), dtype=torch.float64)
     for b, key in enumerate(trajectory.keys):
-        for position, s in enumerate(levels(key, trajectory.table, 3.0, gradient.process).float().tolist()):
+        for position, s in enumerate(levels(key, trajectory.table, 3.0, objective.process).float().tolist()):
             x0, level = trajectory.final[b], torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
             expected = expected + s**2 * float(scored.advantages[b]) * (v - (z - x0).double()).square().mean()
     found = torch.autograd.grad(expected / 16, parameters)
     trainer.engine.zero_grad()
-    gradient.accumulate(scored, range(4), 0.0)
+    objective.accumulate(scored, range(4), 0)
     for p, wanted in zip(parameters, found, strict=True):
         assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-10
 
@@ -280,15 +281,15 @@ def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
 ) -> None:
     words = ["--rollout.micro_batch_size=1", "--training.updates_per_rollout=2", "--rollout.num_generations=4"]
     trainer = build_trainer(tiny_run(*FORWARD, *words))
-    assert trainer.old is not None
+    assert isinstance(trainer.objective, ForwardProcess) and trainer.objective.old is not None
     trained, averaged, update = [], [], trainer._optimizer_update
 
-    def watched(scored: ScoredRollout, positions: Sequence[int], metrics: dict[str, float]) -> None:
+    def watched(scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
         trained.append((scored.all_trained.tolist(), list(positions)))
-        update(scored, positions, metrics)
+        return update(scored, positions)
 
     monkeypatch.setattr(trainer, "_optimizer_update", watched)
-    monkeypatch.setattr(trainer.old, "average", lambda decay: averaged.append(trainer.update))
+    monkeypatch.setattr(trainer.objective.old, "average", lambda decay: averaged.append(trainer.update))
     trainer.iterate()
     every = [0, 1, 2, 3]
-    assert trained == [([True, False] * 2, every), ([False, True] * 2, every)] and averaged == [1]
+    assert trained == [([True, False] * 2, every), ([False, True] * 2, every)] and averaged == [2]

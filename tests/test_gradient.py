@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast import gradient as gradient_module
-from sage_fast import single_pass
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import best_and_worst, kl_factors
-from sage_fast.gradient import TwoPhaseGradient, gather_terms
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objective import ObjectiveConfig
+from sage_fast.objectives import grpo, single_pass
+from sage_fast.objectives.base import gather_terms
+from sage_fast.objectives.replay import Replay
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout
 from sage_fast.rollout import at_steps, step_columns
@@ -164,7 +164,7 @@ def test_what_has_no_gradient_takes_no_pass_and_changes_no_bit(
     record, state, counts = train()
     assert (counts["anchor"], counts["update"]) == expected
     monkeypatch.setattr(
-        TwoPhaseGradient,
+        Replay,
         "_passes",
         lambda self, scored, wanted, positions: [(b, p) for b in range(len(scored.trajectories)) for p in positions],
     )
@@ -209,25 +209,29 @@ class Estimates:
         self.trainer = build_trainer(config)
         use_smooth_velocity(self.trainer, monkeypatch)
         move_weights(self.trainer)
-        self.num_steps = len(self.trainer._kl_factors())
+        self.trainer.objective.begin(0, 0)
+        self.drawn = list(self.trainer.objective.kl_factors)
+        self.num_steps = len(self.drawn)
 
     def scored(self, factors: Sequence[float] | None = None) -> ScoredRollout:
         """The rollout, always the same, with a draw of positions for the KL; None is all."""
         trainer = self.trainer
-        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor, factors or [1.0] * self.num_steps)
-        return trainer._score(trainer._rollout(), {})
+        trainer.objective.begin(0, 0)
+        trainer.objective.kl_factors = factors or [1.0] * self.num_steps
+        return trainer._score(*trainer._rollout())[0]
 
     def gradient(self, scored: ScoredRollout) -> tuple[Tensor, dict[str, float]]:
         """Of all ranks."""
         trainer, positions = self.trainer, range(len(scored.all_orders[0]))
-        trainer.gradient.measure_anchor(scored)
-        terms = trainer.gradient.accumulate(scored, positions, trainer.kl_weight.weight)
+        trainer.objective.measure(scored)
+        terms = trainer.objective.accumulate(scored, positions, 0)
         terms, fault = gather_terms(scored, terms, positions, trainer.world)
         assert fault is None
         trainer.engine.clip_gradients()
         found = torch.cat([p.grad.flatten() for p in trainer.parameters.values()])  # type: ignore[union-attr]
         trainer.engine.zero_grad()
-        return found, trainer.gradient.report(terms)[0]
+        trainer.objective.verify(terms, 0)
+        return found, trainer.objective.statistics(terms)[0]
 
     def over_positions(self) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
         """Gradients (draws, parameters) by which half of the positions the KL counts at, the whole, and metrics."""
@@ -237,7 +241,7 @@ class Estimates:
             [self.num_steps / count if position in drawn else 0.0 for position in range(self.num_steps)]
             for drawn in itertools.combinations(range(self.num_steps), count)
         ]
-        assert self.trainer._kl_factors() in draws
+        assert self.drawn in draws
         found = [self.gradient(self.scored(factors)) for factors in draws]
         return torch.stack([gradient for gradient, _ in found]), whole, [metrics, *(m for _, m in found)]
 
@@ -276,7 +280,7 @@ def test_a_share_of_every_videos_steps_is_unbiased(
     half = Estimates(tiny_run(*given, "--training.timestep_fraction=0.5"), monkeypatch)
     found = []
     for drawn in itertools.combinations(range(4), 2):
-        for module in (gradient_module, single_pass):
+        for module in (grpo, single_pass):
             monkeypatch.setattr(module, "trained_steps", lambda *_, drawn=drawn: list(drawn))
         found.append(half.gradient(half.scored())[0])
     assert relative(torch.stack(found).mean(0), whole) < 1e-10

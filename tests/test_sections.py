@@ -6,7 +6,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "sage_fast"
 
 # Loading it, running it, what looks at a run from outside, and what users import.
-WHOLE = ("__init__.py", "config/", "run/", "commands/", "tools/", "planning/", "trainer.py")
+WHOLE = ("__init__.py", "config/", "run/", "commands/", "tools/", "planning/", "objectives/", "trainer.py")
 
 
 def names_run_config(source: str) -> bool:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.objective import KLMode, kl_uses
+from sage_fast.objectives.single_pass import SinglePass
 from sage_fast.run.run import build_trainer
-from sage_fast.single_pass import SinglePassGradient
 from tests.made_runs import untimed
 from tests.test_gradient import STRONG_KL, videos_of
 from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
@@ -160,8 +160,8 @@ def test_the_rollout_is_the_same_to_the_bit(tiny_run: MakeRun) -> None:
     for update in ("two_phase", "single_pass"):
         trainer = build_trainer(single_video(tiny_run)(update))
         move_weights(trainer)
-        trainer.gradient.begin(trainer.kl_weight.weight, trainer.anchor, [1.0] * 4)
-        finals.append(torch.cat([t.final for t in trainer._rollout()]))
+        trainer.objective.begin(0, 0)
+        finals.append(torch.cat([t.final for t in trainer._rollout()[0]]))
     assert torch.equal(finals[0], finals[1])
 
 
@@ -170,19 +170,20 @@ def test_one_accumulator_per_video_and_one_per_group_where_a_kl_acts(tiny_run: M
         ("none", True, False), ("moving", False, False), ("moving", True, True), ("stepwise", False, True),
     ):  # fmt: skip
         trainer = build_trainer(single_video(tiny_run)("single_pass", f"--objective.kl_mode={kl_mode}"))
-        gradient = trainer.gradient
-        assert isinstance(gradient, SinglePassGradient)
+        objective = trainer.objective
+        assert isinstance(objective, SinglePass)
         move_weights(trainer)
-        gradient.begin(trainer.kl_weight.weight, trainer.anchor if anchor_behind else None, [1.0] * 4)
-        trajectories = trainer._rollout()
-        sums = {id(s): s for video in gradient._videos for s in (video.surrogate, video.kl)}
+        objective.anchor_update = -1 if anchor_behind else 0
+        objective.begin(0, 0)
+        rollout = trainer._rollout()
+        sums = {id(s): s for video in objective._videos for s in (video.surrogate, video.kl)}
         allocated = [s for s in sums.values() if any(value is not None for value in s.values)]
         assert len(allocated) == 4 + (2 if per_group else 0)
         size = sum(p.numel() for p in trainer.parameters.values())
         assert all(sum(v.numel() for v in s.values if v is not None) == size for s in allocated)
-        scored = trainer._score(trajectories, {})
-        gradient.accumulate(scored, range(len(scored.orders[0])), trainer.kl_weight.weight)
-        assert not gradient._videos
+        scored, _ = trainer._score(*rollout)
+        objective.accumulate(scored, range(len(scored.orders[0])), 0)
+        assert not objective._videos
 
 
 def test_untrained_steps_have_no_graph(tiny_run: MakeRun) -> None:

@@ -87,8 +87,8 @@ def test_the_moving_anchor_follows_and_the_fixed_one_stays(tiny_run: MakeRun) ->
         history = []
         for _ in range(3):
             trainer.iterate()
-            assert trainer.anchor is not None
-            history.append({n: v.clone() for n, v in trainer.anchor.values.items()})
+            assert trainer.objective.anchor is not None
+            history.append({n: v.clone() for n, v in trainer.objective.anchor.values.items()})
         same = [all(torch.equal(h[n], start[n]) for n in start) for h in history]
         assert same == ([True, True, False] if kl_mode == "moving" else [True, True, True])
 
@@ -117,8 +117,8 @@ def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> N
     """Four videos with four steps each: sixteen times per update."""
     trainer = build_trainer(tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20"))
     trainer.iterate()
-    assert trainer.kl_weight.update == 16
-    assert trainer.kl_weight.weight == pytest.approx(1e-7 + 16 / 20 * (1e-5 - 1e-7))
+    assert trainer.objective.kl_weight.update == 16
+    assert trainer.objective.kl_weight.weight == pytest.approx(1e-7 + 16 / 20 * (1e-5 - 1e-7))
 
 
 @pytest.mark.parametrize("forward", ["stock", "fused"])
@@ -195,7 +195,7 @@ def test_by_default_trained_adaln_weights_are_no_mistake(tiny_run: MakeRun, trai
 def orders(config: RunConfig) -> list[list[int]]:
     """The steps that each video of a rollout trains on, in order."""
     trainer = build_trainer(config)
-    return [list(order) for order in trainer._score(trainer._rollout(), {}).orders]
+    return [list(order) for order in trainer._score(*trainer._rollout())[0].orders]
 
 
 def test_timesteps_are_permuted_per_sample_and_fraction_counts(tiny_run: MakeRun) -> None:
@@ -223,7 +223,7 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
 def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
     for shared in ("true", "false"):
         trainer = build_trainer(tiny_run(f"--rollout.shared_initial_noise={shared}"))
-        start = trainer._rollout()[0].latents[0]
+        start = trainer._rollout()[0][0].latents[0]
         assert torch.equal(start[0], start[1]) == (shared == "true")
         assert not torch.equal(start[0], start[2])
 
@@ -275,9 +275,9 @@ def test_a_long_list_is_ordered_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(tiny_run: MakeRun) -> None:
     trainer = build_trainer(tiny_run("--rollout.fixed_initial_noise=true", "--rollout.num_generations=2"))
-    first = trainer._rollout()[0]
+    first = trainer._rollout()[0][0]
     trainer.update += 1
-    second, start = trainer._rollout()[0], first.latents[0]
+    second, start = trainer._rollout()[0][0], first.latents[0]
     assert first.keys[0].prompt_index != first.keys[2].prompt_index
     assert torch.equal(start[:2], start[2:4]) and not torch.equal(start[0], start[1])
     assert torch.equal(start, second.latents[0]) and not torch.equal(first.latents[1], second.latents[1])
@@ -326,14 +326,14 @@ MODES = [
 
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, ruin: Callable[[PolicyTerms], object]) -> None:
     """Have the terms of every update, or the gradient that is there by then, ruined."""
-    accumulate = trainer.gradient.accumulate
+    accumulate = trainer.objective.accumulate
 
     def poisoned(*arguments: Any) -> PolicyTerms:
         terms = accumulate(*arguments)
         ruin(terms)
         return terms
 
-    monkeypatch.setattr(trainer.gradient, "accumulate", poisoned)
+    monkeypatch.setattr(trainer.objective, "accumulate", poisoned)
 
 
 def poison_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, updates: set[int]) -> None:
@@ -419,7 +419,9 @@ def test_nothing_of_the_state_is_lost_in_a_checkpoint(
     checkpoint = open_checkpoint(folder)
     resumed.load(checkpoint, checkpoint.state)
     numbers = (int, KLWeightState)
-    own, loaded = ({k: v for k, v in vars(t).items() if type(v) in numbers} for t in (trainer, resumed))
+    own, loaded = (
+        {k: v for k, v in (vars(t) | vars(t.objective)).items() if type(v) in numbers} for t in (trainer, resumed)
+    )
     assert own == loaded and "anchor_update" in own and resumed.state() == state
     after = everything(resumed)
     for name, value in everything(trainer).items():
@@ -449,11 +451,11 @@ def test_ruined_weights_are_not_skipped_over(tiny_run: MakeRun) -> None:
     """No later update is finite either, and the message must not say that the weights are sound."""
     trainer = build_trainer(tiny_run("--training.skip_nonfinite_updates=9"))
     trainer.iterate()
-    scored = trainer._score(trainer._rollout(), {})
+    scored, _ = trainer._score(*trainer._rollout())
     with torch.no_grad():
         next(iter(trainer.parameters.values())).fill_(float("nan"))
     with pytest.raises(TrainingError, match="Update 1: the optimizer step left weights that are not finite"):
-        trainer._optimizer_update(scored, [0], {})
+        trainer._optimizer_update(scored, [0])
 
 
 # ------------------------------------------------------------------------------------------------ global generators

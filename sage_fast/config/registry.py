@@ -23,6 +23,13 @@ TRANSFORMERS = {
 }
 """Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
 
+UPDATES = {
+    "two_phase": "sage_fast.objectives.two_phase:TwoPhase",
+    "single_pass": "sage_fast.objectives.single_pass:SinglePass",
+    "forward_process": "sage_fast.objectives.forward_process:ForwardProcess",
+}
+"""`training.update` -> `Objective`."""
+
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
     "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",

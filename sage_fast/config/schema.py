@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.sections import (
     FIXED,
     FREE,
@@ -101,36 +102,23 @@ class RunConfig:
             self.rollout.negative_prompt,
             "empty with rollout.guidance_scale 1, where there is no unconditional branch",
         )
-        if self.training.update != "two_phase":
-            self._check_update()
         if (scale := self.forward_process.sampling_guidance) is not None:
             trained, update = self.rollout.guidance_scale, self.training.update
             needs: list[Need] = [
                 ("training.update", update, ("forward_process",), "no other update samples another velocity"),
                 ("rollout.guidance_scale", trained, (1.0,), "it is the unguided velocity that is trained"),
             ]
-            _check(f"forward_process.sampling_guidance {scale:g}", "sampling_guidance to null", needs)
-        if self.training.update != "forward_process" and self.samples_by_ode:
-            raise ConfigError(
-                f"rollout.sde_type = {self.rollout.sde_type!r} with eta = {self.rollout.eta} draws no noise, so the "
-                "policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, dance_grpo, "
-                "flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or training.update "
-                "forward_process, which needs no noise."
-            )
+            check_needs(f"forward_process.sampling_guidance {scale:g}", "sampling_guidance to null", needs)
         if self.model.adapter is not None:
             needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
-            _check(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)
+            check_needs(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)
         if 2 * self.training.best_and_worst >= self.rollout.num_generations:
             raise ConfigError(
                 f"training.best_and_worst is {self.training.best_and_worst}, but rollout.num_generations is "
                 f"{self.rollout.num_generations}, so that no video would be left out. Raise num_generations, or set "
                 "best_and_worst to 0, which trains all videos."
             )
-        if self.training.kl_share_every and self.objective.kl_mode == "none":
-            raise ConfigError(
-                f"training.kl_share_every is {self.training.kl_share_every}, but with objective.kl_mode none there is "
-                "no KL. Set it to 0, or choose a KL mode."
-            )
+        resolve(self.training.update, UPDATES, "training.update").check_config(self)
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
@@ -162,48 +150,6 @@ class RunConfig:
         """Denoising steps of the evaluation."""
         return self.evaluation.num_steps or self.rollout.num_steps
 
-    def _check_update(self) -> None:
-        """Refuse what an update cannot have; settings of the sampler's steps have no meaning at noised videos."""
-        training, rollout, objective = self.training, self.rollout, self.objective
-        if training.update == "single_pass":
-            needs: list[Need] = [
-                ("training.mode", training.mode, ("lora",), "it keeps a copy of the trained weights per video"),
-                ("training.updates_per_rollout", training.updates_per_rollout, (1,), "its policy is the rollout's"),
-                ("training.best_and_worst", training.best_and_worst, (0,), "its gradient is there before an advantage"),
-                ("training.kl_share_every", training.kl_share_every, (0,), "it makes no passes beside the rollout's"),
-                (
-                    "rollout.micro_batch_size",
-                    rollout.videos_at_once,
-                    (1,),
-                    "it collects a gradient per video",
-                ),
-            ]
-        else:
-            why = "it trains at noised videos, not at the sampler's steps"
-            alike = rollout.shared_initial_noise and self.samples_by_ode
-            split = ("rollout.micro_batch_size", rollout.videos_at_once, (1,), "several updates split the videos")
-            require(
-                rollout.batch_size % training.updates_per_rollout == 0,
-                "training.updates_per_rollout",
-                training.updates_per_rollout,
-                f"a divisor of rollout.batch_size = {rollout.batch_size} with training.update forward_process, which "
-                "splits the videos",
-            )
-            needs = [
-                ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
-                ("training.kl_share_every", training.kl_share_every, (0,), why),
-                ("rollout.shared_initial_noise", alike, (False,), "without the sampler's noise one start is one video"),
-                ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
-                *([split] if training.updates_per_rollout > 1 else []),
-                ("objective.ratio", objective.ratio, ("gaussian",), why),
-                ("objective.logprob", objective.logprob, ("gaussian",), why),
-            ]
-            if self.forward_process.schedule == "shifted":
-                levels = "every level would bring the AdaLN weights from CPU memory"
-                kept = ("model.adaln", self.model.adaln, ("auto", "weights", "table"), levels)
-                _check("forward_process.schedule shifted", "forward_process.schedule to sampler", [kept])
-        _check(f"training.update {training.update}", "training.update to two_phase", needs)
-
     def _check_engine(self) -> None:
         """Refuse what DeepSpeed, or training without FSDP2's masters, cannot have."""
         section = self.distributed
@@ -223,17 +169,17 @@ class RunConfig:
                 ("optimizer.name", self.optimizer.name, ("adamw",), "it cuts weights, and Muon takes whole matrices"),
                 ("model.adaln", self.model.adaln, ("auto", "weights"), "it keeps the AdaLN weights with the others"),
             ]
-            _check(f"distributed.zero_stage {section.zero_stage}", "zero_stage to null", needs)
+            check_needs(f"distributed.zero_stage {section.zero_stage}", "zero_stage to null", needs)
         if self.training.mode == "lora":
             why = "frozen weights are computed with in model.dtype"
             needs = [("distributed.param_dtype", section.param_dtype, ("float32",), why)]
-            _check("training.mode lora", "training.mode to full", needs)
+            check_needs("training.mode lora", "training.mode to full", needs)
 
     def _check_frozen_adaln(self) -> None:
         """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
         setting = f"model.adaln {self.model.adaln}"
         needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
-        _check(setting, "model.adaln to auto", needs)
+        check_needs(setting, "model.adaln to auto", needs)
         trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
         if trained:
             raise ConfigError(
@@ -246,7 +192,7 @@ Need = tuple[str, Any, tuple[Any, ...], str]
 """A key, its value, the values that it may have, and why."""
 
 
-def _check(setting: str, way_out: str, needs: Iterable[Need]) -> None:
+def check_needs(setting: str, way_out: str, needs: Iterable[Need]) -> None:
     """ConfigError for the first key that has another value than a setting allows."""
     for key, value, allowed, why in needs:
         if value not in allowed:

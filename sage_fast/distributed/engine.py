@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 Phase = Literal["rollout", "anchor", "update", "evaluation"]
 
@@ -172,6 +171,8 @@ class WeightSnapshot:
             self._exchange()
 
     def _exchange(self) -> None:
+        from torch.distributed.tensor import DTensor  # a second, which reading a configuration need not pay
+
         if any(p.device.type == "cpu" for p in self._parameters.values()) and torch.cuda.is_available():
             # With `cpu_offload` copies to the GPU that are queued still read the pinned shards that change here.
             torch.cuda.synchronize()

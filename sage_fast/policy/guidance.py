@@ -13,7 +13,6 @@ Shapes: B batch, C channels, F frames, H, W.
 from collections.abc import Callable, Sequence
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from sage_fast.models.transformer import backbone, velocity_dtype
@@ -49,9 +48,7 @@ class GuidedPolicy:
         uncond: the empty prompt.
     """
 
-    def __init__(
-        self, transformer: HunyuanVideo15Transformer3DModel, uncond: PromptEmbeds, guidance_scale: float
-    ) -> None:
+    def __init__(self, transformer: nn.Module, uncond: PromptEmbeds, guidance_scale: float) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale

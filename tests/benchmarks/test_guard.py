@@ -21,11 +21,11 @@ from benchmarks import __main__, budgets, guard
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
-from sage_fast.gradient import TwoPhaseGradient
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention, _Block
+from sage_fast.objectives.single_pass import SinglePass
+from sage_fast.objectives.two_phase import TwoPhase
 from sage_fast.optim import OptimizerSet
-from sage_fast.single_pass import SinglePassGradient
 
 Patch = pytest.MonkeyPatch
 
@@ -52,8 +52,8 @@ def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
 Change = Callable[[Patch, Path], None]
 Method = tuple[type, str]
 
-STAGES = ("begin", "velocity", "measure_anchor", "accumulate")
-PHASES = list(itertools.product((TwoPhaseGradient, SinglePassGradient), STAGES))
+STAGES = ("begin", "velocity", "measure", "accumulate")
+PHASES = list(itertools.product((TwoPhase, SinglePass), STAGES))
 
 
 def before(act: Callable[..., object], *methods: Method) -> Change:

@@ -141,11 +141,6 @@ def test_the_top_level_is_the_algorithm_alone() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 15
 
 
-def test_a_file_name_is_used_once() -> None:
-    uses = Counter(path.stem for path in FILES.values() if not path.stem.startswith("__"))
-    assert not {stem for stem, count in uses.items() if count > 1}
-
-
 def test_a_folder_has_three_files_or_is_one() -> None:
     sizes = Counter(str(path.parent.relative_to(ROOT)) for path in FILES.values() if path.name != "__init__.py")
     assert {str(path.parent.relative_to(ROOT)) for path in FILES.values()} == set(sizes)

@@ -454,10 +454,11 @@ def test_sampling_goes_on_while_a_server_scores(serve: Callable[..., str], tiny_
     words = (f"--reward.rewards=[{name}]", "--reward.weights={calls: 1.0}", "--rollout.micro_batch_size=1")
     trainer = build_trainer(tiny_run(*words, f"--reward.url={serve(name, options={name: {'seconds': 0.5}})}"))
     reward = next(iter(trainer.reward.rewards.values()))
-    decode, busy = trainer.decoder.decode, list[int]()
+    decode, busy, scorings, scoring = trainer.decoder.decode, list[int](), [], trainer._new_scoring
+    trainer._new_scoring = lambda **options: scorings.append(scoring(**options)) or scorings[-1]  # type: ignore
 
     def watch(latents: Tensor) -> Tensor:
-        busy.append(sum(not batch.done() for batch in trainer._scoring.pending))
+        busy.append(sum(not batch.done() for batch in scorings[-1].pending))
         return decode(latents)
 
     trainer.decoder.decode = watch  # type: ignore[method-assign]

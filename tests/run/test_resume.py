@@ -191,8 +191,8 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
             Run(tiny_run(*given, word))
     second = Run(tiny_run(*given))
     assert all(torch.equal(p, trained[name]) for name, p in second.trainer.parameters.items())
-    assert second.trainer.anchor is not None
-    for name, value in second.trainer.anchor.tensors().items():
+    assert second.trainer.objective.anchor is not None
+    for name, value in second.trainer.objective.anchor.tensors().items():
         assert torch.equal(value, trained[name])
     after = first.trainer.evaluate()[0]
     assert second.train().test is not None

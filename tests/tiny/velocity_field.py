@@ -40,8 +40,8 @@ def use_smooth_velocity(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(guidance, "model_velocity", velocity)
     trainer.policy.transformer.double()
-    if trainer.anchor is not None:
-        trainer.anchor = WeightSnapshot(trainer.parameters)
+    if trainer.objective.anchor is not None:
+        trainer.objective.anchor = WeightSnapshot(trainer.parameters)
 
 
 def move_weights(trainer: Trainer, size: float = 0.1) -> None:
@@ -50,7 +50,7 @@ def move_weights(trainer: Trainer, size: float = 0.1) -> None:
     with torch.no_grad():
         for parameter in trainer.parameters.values():
             parameter.add_(size * torch.randn(parameter.shape, generator=generator))
-    trainer.anchor_update = -1
+    trainer.objective.anchor_update = -1
 
 
 def relative(found: Tensor, expected: Tensor) -> float:

@@ -25,14 +25,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.data import GroupOrder
-from sage_fast.distributed.engine import Snapshot
-from sage_fast.gradient import PolicyGradient, StepLoss, concatenate_terms, trained_steps
 from sage_fast.kernels import PolicyTerms, StepColumns
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import kl_uses, loss_settings, surrogate_factor
+from sage_fast.objectives.base import Parts, concatenate_terms
+from sage_fast.objectives.grpo import GRPO, StepLoss, trained_steps
 from sage_fast.policy.guidance import Cotangents
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, step_columns
@@ -78,36 +79,47 @@ class VideoGradient:
     terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
 
 
-@dataclass(kw_only=True, eq=False)
-class SinglePassGradient(PolicyGradient):
-    """See the head of this file; `PolicyGradient` in `gradient.py` has the contract.
+class SinglePass(GRPO):
+    """`training.update: single_pass`; see the head of this file.
 
     Memory: on the device, in the parameters' dtype, one copy of the trained weights per video of the rollout and, where
     c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5.
-
-    parameters: the trained ones. groups: of this rank's videos.
     """
 
-    parameters: Sequence[nn.Parameter]
-    groups: GroupOrder
-    _kl_weight: float = field(default=0.0, init=False)
-    _videos: list[VideoGradient] = field(default_factory=list, init=False)
+    @staticmethod
+    def check_config(config: RunConfig) -> None:
+        """As in `Objective`."""
+        training, videos = config.training, config.rollout.videos_at_once
+        needs: list[Need] = [
+            ("training.mode", training.mode, ("lora",), "it keeps a copy of the trained weights per video"),
+            ("training.updates_per_rollout", training.updates_per_rollout, (1,), "its policy is the rollout's"),
+            ("training.best_and_worst", training.best_and_worst, (0,), "its gradient is there before an advantage"),
+            ("training.kl_share_every", training.kl_share_every, (0,), "it makes no passes beside the rollout's"),
+            ("rollout.micro_batch_size", videos, (1,), "it collects a gradient per video"),
+        ]
+        check_needs("training.update single_pass", "training.update to two_phase", needs)
+        GRPO.check_config(config)
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
-        """As in `PolicyGradient`."""
-        super().begin(kl_weight, anchor, kl_factors)
-        self._kl_weight = kl_weight
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        super().__init__(config, parts)
+        self.parameters = list(self.engine.parameters.values())
+        self.groups = GroupOrder(config.rollout.num_generations, parts.own_videos.start)
+        self._videos: list[VideoGradient] = []
+
+    def begin(self, update: int, rollouts: int) -> None:
+        """As in `Objective`."""
+        super().begin(update, rollouts)
         self._videos = []
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`; one sample at a time, because every video has its own accumulator."""
+        """As in `Objective`; one sample at a time, because every video has its own accumulator."""
         (sample,), (key,) = samples, keys
         new_group = self.groups.begins_at(len(self._videos))
         video = VideoGradient(
             sample=sample,
             key=key,
             table=table,
-            kl_factors=dict(zip(trained_steps(key, table, self.training), self._kl_factors, strict=True)),
+            kl_factors=dict(zip(trained_steps(key, table, self.training), self.kl_factors, strict=True)),
             surrogate=GradientSum(len(self.parameters)),
             kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
         )
@@ -121,12 +133,12 @@ class SinglePassGradient(PolicyGradient):
 
         return velocity
 
-    def measure_anchor(self, scored: ScoredRollout) -> None:
+    def measure(self, scored: ScoredRollout) -> None:
         """The anchor was measured during the rollout."""
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
-        """As in `PolicyGradient`; uses up the rollout's accumulators."""
-        assert kl_weight == self._kl_weight and len(positions) == len(scored.orders[0])
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> PolicyTerms:
+        """As in `Objective`; uses up the rollout's accumulators."""
+        assert len(positions) == len(scored.orders[0])
         videos, self._videos = self._videos, []
         share = 1.0 / (scored.num_trained * len(positions))
         total = GradientSum(len(self.parameters))
@@ -150,12 +162,12 @@ class SinglePassGradient(PolicyGradient):
         """The velocity of a trained step; its gradient goes to the accumulators of the video."""
         embeds = [video.sample.embeds]
         anchor_velocity: Tensor | None = None
-        if self._anchor is not None and video.kl_factors[step]:
+        if self.measured_anchor is not None and video.kl_factors[step]:
             # Before there is a graph, because the anchor's values take the place of the weights.
-            with self._anchor.applied(), torch.no_grad():
+            with self.measured_anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
         # Otherwise c_2 is a multiple of c_1 or zero, and one VJP serves both.
-        needs_own_vjp = anchor_velocity is not None and self._kl_weight * self.settings.kl_position_weight > 0
+        needs_own_vjp = anchor_velocity is not None and self.kl_weight.weight * self.settings.kl_position_weight > 0
         one = torch.ones(1)
 
         def losses(velocity: Tensor) -> tuple[StepLoss, StepLoss]:
@@ -174,7 +186,7 @@ class SinglePassGradient(PolicyGradient):
                 kl_weight=0.0,
                 position_factor=video.kl_factors[step],
             )
-            return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self._kl_weight)
+            return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self.kl_weight.weight)
 
         def both_cotangents(velocity: Tensor) -> list[Tensor]:
             return [loss.cotangent(velocity, one)[0] for loss in losses(velocity)]
@@ -217,5 +229,5 @@ class SinglePassGradient(PolicyGradient):
             return 0.0
         columns = step_columns(settings, table, [step], torch.zeros(1))
         columns = StepColumns(*(column.double() for column in columns))
-        surrogate = float(surrogate_factor(columns, loss_settings(settings, self._kl_weight)))
-        return self._kl_weight * settings.kl_velocity_weight / surrogate
+        surrogate = float(surrogate_factor(columns, loss_settings(settings, self.kl_weight.weight)))
+        return self.kl_weight.weight * settings.kl_velocity_weight / surrogate

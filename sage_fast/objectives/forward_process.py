@@ -20,22 +20,32 @@ With `clip` the linear term is AWM's, -min(A rho, clip(rho) A) for rho = exp(-w 
 Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sage_fast.config.sections import ForwardProcessConfig
+from sage_fast.config.schema import Need, RunConfig, check_needs
+from sage_fast.config.sections import ForwardProcessConfig, require
 from sage_fast.data import uniform
 from sage_fast.distributed.engine import Snapshot
-from sage_fast.gradient import TwoPhaseGradient, VelocityLoss
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
+from sage_fast.objective import ADVANTAGE_CLIP
+from sage_fast.objectives.base import Objective, Parts, VelocityLoss
+from sage_fast.objectives.replay import Place, Replay, wanted_passes
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample, ScoredRollout, Trajectory
 from sage_fast.rollout import StepVelocity, policy_velocity
 from sage_fast.sde import TransitionTable
+
+logger = logging.getLogger(__name__)
+
+FEW_PROMPTS = 8
+"""Prompts per update below which a run is warned."""
 
 ADAPTIVE_FLOOR = 1e-5
 """Least divisor of the adaptive weighting, as in the public codes."""
@@ -65,8 +75,7 @@ def forward_loss(
     *,
     sigma: Tensor,
     advantage: Tensor,
-    advantage_bound: float,
-    kl_weight: float,
+    anchor_weight: float,
     settings: ForwardProcessConfig,
 ) -> ForwardTerms:
     """The loss at the head of this file, per sample. Gradients flow into `velocity` alone.
@@ -77,7 +86,7 @@ def forward_loss(
         velocity_old: of the old policy; None if that is the current one.
         velocity_anchor: of the anchor; None leaves its KL out.
         sigma: (B,), the levels s. advantage: (B,), A.
-        advantage_bound: A_max. kl_weight: lambda w_pos.
+        anchor_weight: lambda w_pos.
     """
 
     def mean(values: Tensor) -> Tensor:
@@ -102,16 +111,16 @@ def forward_loss(
         ratio = torch.exp(-weight * mean(moved * (moved + 2 * (old - target))))
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         linear = -torch.minimum(advantage * ratio, advantage * clipped)
-    proximal = advantage_bound * settings.beta * weight
+    proximal = ADVANTAGE_CLIP * settings.beta * weight
     from_anchor = torch.zeros_like(velocity) if velocity_anchor is None else velocity - velocity_anchor.to(velocity)
     kl = mean(from_anchor.square())
     return ForwardTerms(
-        loss=linear + proximal * deviation + kl_weight * kl,
+        loss=linear + proximal * deviation + anchor_weight * kl,
         deviation=deviation,
         kl_anchor=kl,
         pull=2 * advantage.abs() * weight * rms(old - target),
         proximal_pull=2 * proximal * rms(moved),
-        kl_pull=2 * kl_weight * rms(from_anchor),
+        kl_pull=2 * anchor_weight * rms(from_anchor),
     )
 
 
@@ -137,16 +146,15 @@ def old_decay(settings: ForwardProcessConfig, update: int) -> float:
 class ForwardLoss(VelocityLoss[ForwardTerms]):
     """Loss of one level of every sample of a micro-batch: `forward_loss` of these arguments, (B, C, F, H, W) and (B,).
 
-    kl_weight: lambda w_pos. kl_factor: what the KL to the anchor counts.
+    anchor_weight: lambda w_pos. anchor_factor: what the KL to the anchor counts here.
     """
 
     target: Tensor
     velocity_old: Tensor | None
     velocity_anchor: Tensor | None
     advantage: Tensor
-    advantage_bound: float
-    kl_weight: float
-    kl_factor: float
+    anchor_weight: float
+    anchor_factor: float
     settings: ForwardProcessConfig
 
     def terms(self, velocity: Tensor) -> ForwardTerms:
@@ -158,55 +166,120 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
             self.velocity_anchor,
             sigma=self.sigma,
             advantage=self.advantage,
-            advantage_bound=self.advantage_bound,
-            kl_weight=self.kl_weight * self.kl_factor,
+            anchor_weight=self.anchor_weight * self.anchor_factor,
             settings=self.settings,
         )
-        return terms._replace(kl_anchor=terms.kl_anchor * self.kl_factor)
+        return terms._replace(kl_anchor=terms.kl_anchor * self.anchor_factor)
 
     def unmoved(self) -> ForwardTerms:
         """As in `VelocityLoss`: A is 0, and v that of the old policy and of the anchor."""
         return ForwardTerms(*[torch.zeros(len(self.sigma), device=self.latents.device)] * len(ForwardTerms._fields))
 
 
-@dataclass(kw_only=True, eq=False)
-class ForwardProcessGradient(TwoPhaseGradient):
-    """The gradient of `forward_loss` over K levels of every video.
+class ForwardProcess(Objective):
+    """`training.update: forward_process`: the gradient of `forward_loss` over K levels of every video."""
 
-    shift: of the sampler's schedule. advantage_bound: A_max. old: the old policy where it is not the current one; the
-    rollout was sampled with it. sampler: the velocity that samples, guided or as the trained one.
-    """
+    keeps_steps = False
 
-    process: ForwardProcessConfig
-    shift: float
-    advantage_bound: float
-    old: Snapshot | None
-    sampler: GuidedPolicy
-    _old_velocities: dict[tuple[int, int], Tensor] = field(default_factory=dict, init=False)
+    @staticmethod
+    def check_config(config: RunConfig) -> None:
+        """As in `Objective`: settings of the sampler's steps have no meaning at noised videos."""
+        training, rollout, objective = config.training, config.rollout, config.objective
+        why = "it trains at noised videos, not at the sampler's steps"
+        alike = rollout.shared_initial_noise and config.samples_by_ode
+        require(
+            rollout.batch_size % training.updates_per_rollout == 0,
+            "training.updates_per_rollout",
+            training.updates_per_rollout,
+            f"a divisor of rollout.batch_size = {rollout.batch_size} with training.update forward_process, which "
+            "splits the videos",
+        )
+        needs: list[Need] = [
+            ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
+            ("training.kl_share_every", training.kl_share_every, (0,), why),
+            ("rollout.shared_initial_noise", alike, (False,), "without the sampler's noise one start is one video"),
+            ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
+            ("objective.ratio", objective.ratio, ("gaussian",), why),
+            ("objective.logprob", objective.logprob, ("gaussian",), why),
+        ]
+        if training.updates_per_rollout > 1:
+            split = "several updates split the videos"
+            needs.append(("rollout.micro_batch_size", rollout.videos_at_once, (1,), split))
+        check_needs("training.update forward_process", "training.update to two_phase", needs)
+        if config.forward_process.schedule == "shifted":
+            levels = "every level would bring the AdaLN weights from CPU memory"
+            kept: Need = ("model.adaln", config.model.adaln, ("auto", "weights", "table"), levels)
+            check_needs("forward_process.schedule shifted", "forward_process.schedule to sampler", [kept])
 
-    def begin(self, kl_weight: float, anchor: Snapshot | None, kl_factors: Sequence[float]) -> None:
-        """As in `PolicyGradient`."""
-        super().begin(kl_weight, anchor, kl_factors)
-        self._old_velocities = {}
+    @staticmethod
+    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
+        """As in `Objective`."""
+        if prompts_per_rollout < FEW_PROMPTS:
+            logger.warning(
+                "%d prompt(s) per update (rollout.batch_size x data-parallel ranks / rollout.num_generations): public "
+                "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
+                *(prompts_per_rollout, FEW_PROMPTS),
+            )
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        super().__init__(config, parts)
+        self.process = config.forward_process
+        self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
+        """The velocity that samples, guided or as the trained one."""
+        self.old: Snapshot | None = self.engine.snapshot() if self.process.old == "ema" else None
+        """The old policy, which samples, where it is not the trained one."""
+        self.replay = Replay.of(parts, config.training)
+        self._old_velocities: dict[Place, Tensor] = {}
+        self._anchor_velocities: dict[Place, Tensor] = {}
+
+    def begin(self, update: int, rollouts: int) -> None:
+        """As in `Objective`."""
+        super().begin(update, rollouts)
+        self._old_velocities, self._anchor_velocities = {}, {}
+
+    @property
+    def fresh_anchor_is_known(self) -> bool:
+        """As in `Objective`: not in later updates of a rollout, which has no velocities at the levels."""
+        return self.training.updates_per_rollout == 1
+
+    def num_positions(self, rollouts: int) -> int:
+        """As in `Objective`: levels."""
+        return self.process.levels
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """As in `Objective`."""
+        return self.old.applied() if self.old is not None else nullcontext()
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `PolicyGradient`."""
+        """As in `Objective`."""
         return policy_velocity(self.sampler, samples)
 
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
-        """As in `PolicyGradient`: numbers of levels."""
+        """As in `Objective`: numbers of levels."""
         return [list(range(self.process.levels)) for _ in keys]
 
-    def measure_anchor(self, scored: ScoredRollout) -> None:
-        """As in `PolicyGradient`; the old policy's velocities too, wherever the model will run."""
-        super().measure_anchor(scored)
-        if self.old is not None:
-            positions = range(self.process.levels)
-            wanted = self._has_gradient(scored, positions)
-            self._old_velocities = self._velocities(self.old, scored, wanted, positions)
+    def mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
+        """As in `Objective`: all levels of some videos."""
+        updates, positions = self.training.updates_per_rollout, range(self.process.levels)
+        turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
+        for turn in range(updates):
+            trained = scored.all_trained & (turns == turn)
+            # Where a reward has failed for all of a part, its update trains the rest once more.
+            yield replace(scored, all_trained=trained if trained.any() else scored.all_trained), positions
 
-    def _pulls(self, position: int) -> bool:
-        return self.old is not None or self._measures(position)
+    def measure(self, scored: ScoredRollout) -> None:
+        """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
+        if self.measured_anchor is not None:
+            positions, wanted = self.anchor_wanted(scored)
+            anchor = self.measured_anchor
+            self._anchor_velocities = self.replay.velocities(anchor, scored, wanted, positions, self._state)
+        if self.old is not None:
+            levels = range(self.process.levels)
+            wanted = self._wanted(scored, levels)
+            self._old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
+
+    def _wanted(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
+        return wanted_passes(scored, [self.old is not None or self.measures(position) for position in positions])
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -216,31 +289,37 @@ class ForwardProcessGradient(TwoPhaseGradient):
 
     def _noised(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """x_t and z (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
-        keys, x0 = trajectory.keys, trajectory.final
-        sigma = torch.stack([levels(key, trajectory.table, self.shift, self.process)[position] for key in keys]).float()
+        keys, x0, shift = trajectory.keys, trajectory.final, self.config.rollout.shift
+        sigma = torch.stack([levels(key, trajectory.table, shift, self.process)[position] for key in keys]).float()
         noise = gaussian(keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
         share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         return (1 - share) * x0 + share * noise, noise, sigma
 
-    def _loss(
-        self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, number: int, position: int, kl_weight: float
-    ) -> ForwardLoss:
-        latents, noise, sigma = self._noised(trajectory, position)
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
+        """As in `Objective`."""
+        return self.replay.accumulate(scored, self._wanted(scored, positions), positions, self._loss)
+
+    def _loss(self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> ForwardLoss:
+        latents, noise, sigma = self._noised(trajectory, place[1])
         return ForwardLoss(
             latents=latents,
             sigma=sigma,
             target=noise - trajectory.final,
-            velocity_old=self._old_velocities.get((number, position)),
-            velocity_anchor=self._anchor_velocities.get((number, position)),
+            velocity_old=self._old_velocities.get(place),
+            velocity_anchor=self._anchor_velocities.get(place),
             advantage=scored.advantages[rows],
-            advantage_bound=self.advantage_bound,
-            kl_weight=kl_weight * self.settings.kl_position_weight,
-            kl_factor=self._kl_factors[position],
+            anchor_weight=self.kl_weight.weight * self.settings.kl_position_weight,
+            anchor_factor=self.kl_factors[place[1]],
             settings=self.process,
         )
 
-    def report(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
-        """As in `PolicyGradient`."""
+    def moved(self, update: int) -> None:
+        """As in `Objective`: after the last update of a rollout the old policy follows."""
+        if self.old is not None and update % self.training.updates_per_rollout == 0:
+            self.old.average(old_decay(self.process, update))
+
+    def statistics(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
+        """As in `Objective`."""
         pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
         total = sum(pulls) or 1.0
         kl = float(terms.kl_anchor.mean())
@@ -253,3 +332,7 @@ class ForwardProcessGradient(TwoPhaseGradient):
             "forward/levels": self.process.levels,
         }
         return metrics, self.settings.kl_position_weight * kl
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """As in `Objective`."""
+        return super().snapshots() | ({} if self.old is None else {"old": self.old})

@@ -1,0 +1,259 @@
+"""The contract between the trainer and an objective, and the terms of a loss over all ranks.
+
+Shapes: B samples of a micro-batch, V samples of a rollout on all ranks, N of this rank, K positions: the trained steps
+of a sample in the order of its visits, or its noise levels.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.schema import RunConfig
+from sage_fast.data import kl_factors, split_evenly
+from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.distributed.world import World
+from sage_fast.kernels import Kernels
+from sage_fast.noise import NoiseKey
+from sage_fast.objective import KLWeightState, anchor_kind, initial_kl_weight, next_kl_weight
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import Prompt, Sample, ScoredRollout
+from sage_fast.rollout import Progress, StepVelocity, policy_velocity
+from sage_fast.sde import TransitionTable
+
+Terms = TypeVar("Terms", bound=tuple[Tensor, ...])
+"""A NamedTuple of columns, the first of them `loss`: `PolicyTerms`, or those of the forward process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the trainer gives an objective.
+
+    policy: the model that is trained. engine: sums its gradient. kernels: of the loss. own_videos: this rank's among
+    those of a rollout. progress: called at every pass of the model.
+    """
+
+    policy: GuidedPolicy
+    engine: Engine
+    kernels: Kernels
+    own_videos: slice
+    progress: Progress
+
+
+class Objective(ABC):
+    """What is minimised after a rollout, and how its gradient is taken.
+
+    It owns the weights that the loss compares with (`snapshots`) and the weight lambda of its KL. In every iteration
+    the trainer calls `begin`; `velocity` for each micro-batch, in the context of `sampling`; `measure` when the rewards
+    are there; and for each of `mini_batches`: `accumulate`, then `verify`, the optimizer's step, `moved` and `report`.
+
+    """
+
+    keeps_steps: ClassVar[bool] = True
+    """Whether the states and velocities of the sampler's steps are needed after the rollout."""
+
+    @staticmethod
+    @abstractmethod
+    def check_config(config: RunConfig) -> None:
+        """ConfigError where a configuration has what this objective cannot have."""
+
+    @staticmethod  # noqa: B027  nothing to say by default
+    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
+        """Warn before the model is loaded of what a run may regret. ConfigError."""
+
+    def __init__(self, config: RunConfig, parts: Parts) -> None:
+        self.config = config
+        self.settings, self.training = config.objective, config.training
+        self.policy, self.engine, self.kernels = parts.policy, parts.engine, parts.kernels
+        self.anchor_kind = anchor_kind(self.settings.kl_mode)
+        self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
+        self.anchor_update = 0
+        """Updates done when the anchor was last refreshed."""
+        self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
+        self.measured_anchor: Snapshot | None = None
+        """The anchor, in rollouts whose KL to it is measured."""
+        self.kl_factors: Sequence[float] = ()
+        """K numbers: what the KL to the anchor counts at each position in this rollout."""
+
+    # ------------------------------------------------------------------------------------------ a rollout
+
+    def begin(self, update: int, rollouts: int) -> None:
+        """A rollout starts, after so many updates and rollouts; the anchor is refreshed if that is due."""
+        due = self.anchor_kind == "moving" and update - self.anchor_update >= self.training.anchor_interval
+        if self.anchor is not None and due:
+            self.anchor.refresh()
+            self.anchor_update = update
+        fresh = self.anchor_update == update
+        self.measured_anchor = None if fresh and self.fresh_anchor_is_known else self.anchor
+        count = self.num_positions(rollouts)
+        self.kl_factors = kl_factors(self.config.seed, update, count, self.settings.kl_position_fraction)
+
+    @property
+    def fresh_anchor_is_known(self) -> bool:
+        """Whether the KL to an anchor that is the rollout's policy needs no forward."""
+        # Its value and gradient are zero; in later updates of the rollout its velocities stand for the anchor's.
+        return True
+
+    @abstractmethod
+    def num_positions(self, rollouts: int) -> int:
+        """K of the rollout that follows so many."""
+
+    def sampling(self) -> AbstractContextManager[None]:
+        """Within the context the model has the weights that sample."""
+        return nullcontext()
+
+    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
+        """Velocities of a micro-batch, for the sampler."""
+        return policy_velocity(self.policy, samples)
+
+    @abstractmethod
+    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+        """Lists of K: the trained steps of each sample in the order of its visits, or the numbers of its levels."""
+
+    @abstractmethod
+    def measure(self, scored: ScoredRollout) -> None:
+        """Prepare what `accumulate` needs of other weights."""
+
+    def anchor_wanted(self, scored: ScoredRollout) -> tuple[list[int], Tensor]:
+        """Positions P at which the KL to the anchor counts, and for which videos it is wanted there, (V, P) bool."""
+        positions = [position for position, factor in enumerate(self.kl_factors) if factor]
+        return positions, scored.all_trained[:, None].expand(-1, len(positions))
+
+    def measures(self, position: int) -> bool:
+        """True if the KL to the anchor counts at a position."""
+        return self.measured_anchor is not None and self.kl_factors[position] > 0
+
+    def mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
+        """The share of each update of a rollout: some positions of all videos."""
+        for positions in split_evenly(len(scored.orders[0]), self.training.updates_per_rollout):
+            yield scored, positions
+
+    # ------------------------------------------------------------------------------------------ an update
+
+    @abstractmethod
+    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> Any:
+        """Add to `.grad` the gradient of the mean loss over these positions of every trained sample's order.
+
+        The loss is a sum over samples and steps divided by their global count, so it depends on neither the
+        micro-batch size nor the number of ranks.
+
+        Args:
+            update: updates done.
+
+        Returns:
+            Terms (N len(positions),), detached: micro-batch after micro-batch, step after step, its samples. Where the
+            model need not run, they are the terms at the rollout's velocity.
+        """
+
+    def verify(self, terms: Any, update: int) -> None:  # noqa: B027  nothing to find by default
+        """TrainingError if the terms of all ranks show a fault of the software; the weights have not moved yet."""
+
+    def moved(self, update: int) -> None:  # noqa: B027  nothing follows by default
+        """The optimizer has moved the weights: `update` updates are done."""
+
+    def report(self, terms: Any, visits: int) -> dict[str, float]:
+        """Metrics of an update from the terms of all ranks; lambda moves.
+
+        Args:
+            visits: of a rank's videos to their steps in this update.
+        """
+        metrics, kl = self.statistics(terms)
+        for _ in range(visits if self.config.kl_weight.advance == "step" else 1):
+            self.kl_weight = next_kl_weight(self.kl_weight, kl, self.config.kl_weight)
+        return metrics
+
+    @abstractmethod
+    def statistics(self, terms: Any) -> tuple[dict[str, float], float]:
+        """Metrics of an update, and the KL that the controller of lambda watches."""
+
+    # ------------------------------------------------------------------------------------------ state
+
+    def snapshots(self) -> dict[str, Snapshot]:
+        """Weights of a checkpoint beside the trained ones."""
+        return {} if self.anchor is None else {"anchor": self.anchor}
+
+    def state(self) -> dict[str, Any]:
+        """State of a checkpoint without its tensors, fit for JSON."""
+        return {"anchor_update": self.anchor_update, "kl_weight": self.kl_weight.to_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` has given."""
+        self.anchor_update = int(state["anchor_update"])
+        self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+@dataclass(frozen=True, kw_only=True)
+class VelocityLoss(Generic[Terms]):
+    """Loss of a micro-batch at one state of every sample, as a function of the guided velocity there.
+
+    latents: (B, C, F, H, W), the states. sigma: (B,) float32 on the CPU, their noise levels. known_velocity: what the
+    velocity is as long as the policy has not moved; None if the model has not been there.
+    """
+
+    latents: Tensor
+    sigma: Tensor
+    known_velocity: Tensor | None = None
+
+    def terms(self, velocity: Tensor) -> Terms:
+        """The loss and its parts at a velocity (B, C, F, H, W); each (B,)."""
+        raise NotImplementedError
+
+    def unmoved(self) -> Terms:
+        """The terms where the loss has no gradient, without the model."""
+        raise NotImplementedError
+
+    def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, Terms]:
+        """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
+        with torch.enable_grad():
+            leaf = velocity.detach().requires_grad_()
+            terms = self.terms(leaf)
+            (result,) = torch.autograd.grad(terms[0], leaf, row_weights.to(terms[0], non_blocking=True))
+        return result, _like(terms, [term.detach() for term in terms])
+
+
+def _like(terms: Terms, columns: Sequence[Tensor]) -> Terms:
+    """The NamedTuple of `terms` with other columns."""
+    return type(terms)(*columns)
+
+
+def concatenate_terms(terms: Sequence[Terms]) -> Terms:
+    """The terms of several batches as those of one."""
+    return _like(terms[0], [torch.cat(column) for column in zip(*terms, strict=True)])
+
+
+def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], world: World) -> tuple[Terms, str | None]:
+    """The terms of all ranks, before the optimizer sees their gradient. Collective.
+
+    Args:
+        own: this rank's, from `Objective.accumulate` with these positions.
+
+    Returns:
+        Those of trained videos, (N,) each, in CPU memory and in the order of one process; and a description of a loss
+        that is not finite, with its prompts, or None. The same on every rank.
+    """
+    # The only read of the GPU between the gradient and the optimizer's step, apart from the gradient's norm.
+    matrix = torch.stack([column.to(own[0].dtype) for column in own]).cpu()
+    bad = ~matrix[0].isfinite()
+    names = ""
+    if bad.any():
+        rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
+        names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
+    everywhere = world.gather((matrix[:, scored.trained_rows(len(positions))], names))
+    # Ranks that share a video have the same terms.
+    terms = _like(own, list(torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)))
+    for rank, (_, names) in enumerate(everywhere):
+        if names:
+            return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"
+    return terms, None
+
+
+def name_prompts(prompts: Iterable[Prompt]) -> str:
+    """Up to three of the prompts by index and text, for a message."""
+    return ", ".join(sorted({f"{prompt.index} ({prompt.text!r})" for prompt in prompts})[:3])

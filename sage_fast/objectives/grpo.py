@@ -1,0 +1,131 @@
+"""GRPO's loss on the steps of the sampler, whichever way its gradient is taken.
+
+`TwoPhase` runs the model again after the rollout, `SinglePass` takes the gradient during the rollout. Both leave the
+same sum in `.grad` and return the same `PolicyTerms`.
+
+Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import TrainingConfig
+from sage_fast.data import num_trained, step_order
+from sage_fast.kernels import Kernels, PolicyTerms
+from sage_fast.noise import NoiseKey, noise_ids
+from sage_fast.objective import ObjectiveConfig, loss_settings
+from sage_fast.objectives.base import Objective, VelocityLoss
+from sage_fast.records import update_metrics, weighted_kl
+from sage_fast.rollout import check_trainable_steps, rollout_table, step_columns
+from sage_fast.sde import TransitionTable
+
+RATIO_TOLERANCE = 1e-6
+"""How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
+
+
+def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
+    """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
+    trainable = table.trainable.nonzero().flatten().tolist()
+    return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepLoss(VelocityLoss[PolicyTerms]):
+    """Loss of one step of every sample of a micro-batch; the steps may differ from sample to sample.
+
+    keys, steps: B of each; they stand for the noise that the rollout drew. velocity_anchor: like the velocity; None if
+    the anchor is the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
+
+    Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
+    """
+
+    kernels: Kernels
+    settings: ObjectiveConfig
+    table: TransitionTable
+    keys: Sequence[NoiseKey]
+    steps: Sequence[int]
+    known_velocity: Tensor
+    velocity_anchor: Tensor | None
+    advantage: Tensor
+    kl_weight: float
+    position_factor: float
+
+    def unmoved(self) -> PolicyTerms:
+        """As in `VelocityLoss`: those at the rollout's velocity."""
+        return self.terms(self.known_velocity)
+
+    def terms(self, velocity: Tensor) -> PolicyTerms:
+        """As in `VelocityLoss`. The position KL is times its factor."""
+        advantage = self.advantage.to(velocity.device, non_blocking=True)
+        terms = self.kernels.policy_loss(
+            velocity,
+            self.known_velocity,
+            self.known_velocity if self.velocity_anchor is None else self.velocity_anchor,
+            noise_ids(self.keys, self.steps, velocity.device),
+            step_columns(self.settings, self.table, self.steps, advantage),
+            loss_settings(self.settings, self.kl_weight, self.position_factor),
+        )
+        return terms._replace(kl_position=terms.kl_position * self.position_factor)
+
+
+class GRPO(Objective):
+    """The clipped surrogate of each trained step, with the KL terms of `objective.kl_mode`."""
+
+    _first_update = True
+    """No update of this process has been verified."""
+    _first_deviation: float | None = None
+    """How far from 1 the ratios of the rollout's first update were."""
+
+    @staticmethod
+    def check_config(config: RunConfig) -> None:
+        """As in `Objective`: without noise there is no log-probability."""
+        if config.samples_by_ode:
+            raise ConfigError(
+                f"rollout.sde_type = {config.rollout.sde_type!r} with eta = {config.rollout.eta} draws no noise, so "
+                "the policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, "
+                "dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or "
+                "training.update forward_process, which needs no noise."
+            )
+
+    @staticmethod
+    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
+        """As in `Objective`."""
+        check_trainable_steps(config.rollout, config.training)
+
+    def begin(self, update: int, rollouts: int) -> None:
+        """As in `Objective`."""
+        super().begin(update, rollouts)
+        self._first_deviation = None
+
+    def num_positions(self, rollouts: int) -> int:
+        """As in `Objective`: trained steps; a moving window may have fewer at its ends."""
+        trainable = int(rollout_table(self.config.rollout, rollouts).trainable.sum())
+        return num_trained(self.training.timestep_fraction, trainable)
+
+    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+        """As in `Objective`."""
+        return [trained_steps(key, table, self.training) for key in keys]
+
+    def verify(self, terms: PolicyTerms, update: int) -> None:
+        """At the first update of a rollout the policy is the one that made it: a ratio other than 1 is a fault."""
+        deviation = float((terms.ratio - 1).abs().max())
+        if self._first_deviation is None:
+            self._first_deviation = deviation
+        if self._first_update and self._first_deviation > RATIO_TOLERANCE:
+            self.engine.zero_grad()
+            raise TrainingError(
+                f"Update {update + 1}: the policy that is trained is not the one that made the rollout (their "
+                f"ratio differs from 1 by {deviation:.1e}). The weights were not changed. Compare with model.kernels "
+                "reference, model.forward stock and model.attention sdpa, one after the other, to find the part."
+            )
+        self._first_update = False
+
+    def statistics(self, terms: PolicyTerms) -> tuple[dict[str, float], float]:
+        """As in `Objective`."""
+        assert self._first_deviation is not None
+        found = {"ratio/first_max_deviation": self._first_deviation} | update_metrics(terms)
+        return found, weighted_kl(terms, self.settings)

@@ -1,0 +1,145 @@
+"""The model run again after a rollout: with other weights for their velocities, or with a graph for the gradient.
+
+Shapes: B samples of a micro-batch, V samples of a rollout on all ranks, P positions.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sage_fast.config.sections import TrainingConfig
+from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.objectives.base import Parts, Terms, VelocityLoss, concatenate_terms
+from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
+from sage_fast.rewards.base import describe_batch
+from sage_fast.rollout import Progress
+
+Place = tuple[int, int]
+"""Numbers of a micro-batch and of a position."""
+
+StateAt = Callable[[ScoredRollout, slice, Trajectory, int], tuple[Tensor, Tensor]]
+"""States (B, C, F, H, W) and noise levels (B,) of a micro-batch, by its rows and trajectory, at a position."""
+
+LossAt = Callable[[ScoredRollout, slice, Trajectory, Place], VelocityLoss[Any]]
+"""Loss of a micro-batch at a place."""
+
+
+def wanted_passes(scored: ScoredRollout, pulls: Sequence[bool]) -> Tensor:
+    """Samples and positions (V, P) whose terms are not those at the rollout's velocity, bool.
+
+    pulls: P, whether a video without advantage needs the model at a position.
+    """
+    return scored.all_trained[:, None] & ((scored.all_advantages != 0)[:, None] | torch.tensor(pulls))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """Runs the policy at micro-batches and positions of a rollout.
+
+    split: the two branches of the guidance one after the other. engine: sums the gradient.
+    """
+
+    policy: GuidedPolicy
+    engine: Engine
+    split: bool
+    progress: Progress
+
+    @classmethod
+    def of(cls, parts: Parts, training: TrainingConfig) -> "Replay":
+        """Replay of a run's parts."""
+        split = training.guidance == "split"
+        return cls(policy=parts.policy, engine=parts.engine, split=split, progress=parts.progress)
+
+    @torch.no_grad()
+    def velocities(
+        self, weights: Snapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int], state: StateAt
+    ) -> dict[Place, Tensor]:
+        """Velocities (B, C, F, H, W) of other weights, for what is wanted (V, len(positions))."""
+        due = self._passes(scored, wanted, positions)
+        batches = list(scored.batches())
+        found = {}
+        with weights.applied():
+            for done, (number, position) in enumerate(due):
+                rows, trajectory = batches[number]
+                self.progress("anchor", done, len(due), describe_batch(trajectory.samples))
+                latents, sigma = state(scored, rows, trajectory, position)
+                found[number, position] = self.policy.velocity(latents, sigma, [s.embeds for s in trajectory.samples])
+        return found
+
+    def accumulate(
+        self,
+        scored: ScoredRollout,
+        wanted: Tensor,
+        positions: Sequence[int],
+        loss_at: LossAt,
+        *,
+        unmoved: bool = False,
+    ) -> Any:
+        """Add the gradient to `.grad`, and return the terms, as `Objective.accumulate` does.
+
+        Args:
+            wanted: (V, len(positions)), see `wanted_passes`.
+            unmoved: the policy is the one that made the rollout.
+        """
+        count = scored.num_trained * len(positions)
+        due = {place: done for done, place in enumerate(self._passes(scored, wanted, positions))}
+        collected = []
+        for number, (rows, trajectory) in enumerate(scored.batches()):
+            for position in positions:
+                loss = loss_at(scored, rows, trajectory, (number, position))
+                done = due.get((number, position))
+                if done is None:
+                    collected.append(loss.unmoved())
+                    continue
+                self.progress("update", done, len(due), describe_batch(trajectory.samples))
+                self.engine.last_vjp(done + 1 == len(due))
+                # Of a micro-batch that runs as a whole, videos that are not trained weigh nothing.
+                row_weights = scored.trained[rows].double() / count
+                embeds = [sample.embeds for sample in trajectory.samples]
+                collected.append(self._differentiate(loss, row_weights, embeds, unmoved))
+        return concatenate_terms(collected)
+
+    def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[Place]:
+        """Places at which this rank runs the model for what is wanted (V, len(positions)).
+
+        A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
+        make as many passes as the one with most: some of theirs are for nothing.
+        """
+        by_rank = scored.by_rank(wanted).any(dim=2).flatten(1)
+        own = by_rank[scored.rank]
+        if self.engine.lockstep:
+            missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())
+            own[(~own).nonzero().flatten()[:missing]] = True
+        numbers = range(len(scored.trajectories))
+        return [place for place, runs in zip(itertools.product(numbers, positions), own.tolist(), strict=True) if runs]
+
+    def _differentiate(
+        self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds], unmoved: bool
+    ) -> Terms:
+        """Add the gradient of one step to `.grad`; returns its terms."""
+        if self.split and unmoved and loss.known_velocity is not None:
+            # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
+            # that was differentiated: if it differs after all, the ratio shows it.
+            known, _ = loss.cotangent(loss.known_velocity, row_weights)
+            velocity = self.policy.velocity_and_gradient(
+                loss.latents, loss.sigma, embeds, [known], split=True, vjp=self.engine.vjp
+            )
+            with torch.no_grad():
+                return loss.terms(velocity)
+        # The cotangent depends on the velocity, which is at hand only in the middle of the call below.
+        found: list[Terms] = []
+
+        def cotangents(velocity: Tensor) -> list[Tensor]:
+            cotangent, terms = loss.cotangent(velocity, row_weights)
+            found.append(terms)
+            return [cotangent]
+
+        self.policy.velocity_and_gradient(
+            loss.latents, loss.sigma, embeds, cotangents, split=self.split, vjp=self.engine.vjp
+        )
+        return found[0]

@@ -14,7 +14,6 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -234,7 +233,7 @@ class Trainer:
             train, scored = ({lengths[p.text] for p in group if p.text in lengths} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
 
-    def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
+    def _make_engine(self, transformer: Any, weights: StoredWeights | None) -> Engine:
         """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
         sections = config.distributed, config.model, config.training

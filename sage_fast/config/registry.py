@@ -18,10 +18,8 @@ MODEL_FAMILIES = {
 }
 """`model.family` -> `ModelFamily`."""
 
-TRANSFORMERS = {
-    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:BACKBONE",
-}
-"""Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
+TRANSFORMERS = {"HunyuanVideo15Transformer3DModel": "hunyuan15"}
+"""Class of a transformer -> the family whose code computes with it; the first one is the default."""
 
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",

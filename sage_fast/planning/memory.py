@@ -303,7 +303,7 @@ class MemoryPlan:
             levels += evaluation.num_steps or 0
         if config.training.update == "forward_process" and config.forward_process.schedule == "shifted":
             levels = MAX_LEVELS
-        return float(rope + levels * description.num_layers * 12 * description.width * self._item)
+        return float(rope + levels * description.modulation * self._item)
 
     @cached_property
     def _produced(self) -> dict[str, float]:

@@ -20,8 +20,9 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.parallelize import Gathering, TorchEngine
 from sage_fast.distributed.world import World
+from sage_fast.models.family import family_of
 from sage_fast.policy.guidance import VJP, GuidedPolicy
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, copy_lora, train_all, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, train_all, trainable_parameters
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -49,7 +50,7 @@ CONFIG = OptimizerConfig(
 def make_policy(mode: str, *, bf16: bool = False) -> GuidedPolicy:
     transformer = tiny_transformer(layers=2)
     if bf16 and mode == "lora":
-        cast_weights(transformer, torch.bfloat16)
+        family_of(transformer).cast(transformer, torch.bfloat16)
     if mode == "lora":
         add_lora(transformer, rank=2, alpha=None, target_modules=["attn.to_q", "attn.add_k_proj", "ff.net.2"], seed=0)
         for name, parameter in trainable_parameters(transformer).items():
@@ -287,7 +288,7 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
     assert_same(run.whole("bf16 start"), plain[mode]["start"]["weights"])
     reference = make_policy(mode, bf16=True)
     if mode == "full":
-        cast_weights(reference.transformer, torch.bfloat16)
+        family_of(reference.transformer).cast(reference.transformer, torch.bfloat16)
     else:
         for parameter in trainable_parameters(reference.transformer).values():
             parameter.data = parameter.data.bfloat16().float()

@@ -15,10 +15,11 @@ from sage_fast.config.errors import ConfigError
 MODEL_FAMILIES = {
     "toy": "sage_fast.models.toy.components:Toy",
     "hunyuan15": "sage_fast.models.hunyuan15.hunyuan15:HunyuanVideo15",
+    "wan": "sage_fast.models.wan.wan:Wan",
 }
 """`model.family` -> `ModelFamily`."""
 
-TRANSFORMERS = {"HunyuanVideo15Transformer3DModel": "hunyuan15"}
+TRANSFORMERS = {"HunyuanVideo15Transformer3DModel": "hunyuan15", "WanTransformer3DModel": "wan"}
 """Class of a transformer -> the family whose code computes with it; the first one is the default."""
 
 REWARDS = {

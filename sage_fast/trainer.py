@@ -30,7 +30,6 @@ from sage_fast.data import (
     split_evenly,
 )
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
-from sage_fast.distributed.parallelize import TorchEngine, check_lockstep, parallelize
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
@@ -67,6 +66,7 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import sigma_schedule, transition_table
+from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
 from sage_fast.single_pass import SinglePassGradient
 
 logger = logging.getLogger(__name__)
@@ -246,7 +246,7 @@ class Trainer:
             kl_position_fraction=config.objective.kl_position_fraction,
         )
         if config.distributed.zero_stage is not None:
-            from sage_fast.distributed.zero import DeepSpeedEngine
+            from sage_fast.sharding.zero import DeepSpeedEngine
 
             mode = config.training.mode
             return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)

@@ -134,7 +134,7 @@ class Gathered:
 
 
 def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layout: Layout, memory: float) -> Gathered:
-    """As `distributed/parallelize.py` decides it.
+    """As `sharding/parallelize.py` decides it.
 
     Args:
         memory: bytes of the GPU.

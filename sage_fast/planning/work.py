@@ -15,12 +15,12 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
-from sage_fast.distributed.ulysses import share_of
 from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import compute_dtype, hashable, targets_of
 from sage_fast.rollout import rollout_table
+from sage_fast.sharding.ulysses import share_of
 
 DRAWS = 256
 """Rollouts over which the videos that `training.best_and_worst` takes are averaged."""

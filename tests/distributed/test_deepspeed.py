@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
-from sage_fast.distributed.parallelize import Gathering, TorchEngine
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
 from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, train_all, trainable_parameters
+from sage_fast.sharding.parallelize import Gathering, TorchEngine
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -98,7 +98,7 @@ def make_engine(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any 
     if world.size == 1:
         gathering = Gathering(policy.transformer, "never")
         return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, gathering)
-    from sage_fast.distributed import zero
+    from sage_fast.sharding import zero
 
     zero.REDUCE_BUCKET = 20_000
     settings = DistributedConfig(zero_stage=2, param_dtype=param_dtype)
@@ -301,7 +301,7 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
 
 
 def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.distributed import zero
+    from sage_fast.sharding import zero
 
     settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):

@@ -33,12 +33,12 @@ from sage_fast.config.sections import (
     TrainingConfig,
 )
 from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
-from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.stored import StoredWeights, allocate
 from sage_fast.optim import OptimizerSet, norm_is_finite
 from sage_fast.policy.guidance import vjp_into_grad
+from sage_fast.sharding.ulysses import shard_sequence
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ def cost(step: str, shape: str) -> Cost:
         dtype="bfloat16",
         trained="lora",
         rank=lora.rank,
-        target_modules=tuple(lora.target_modules),
+        target_modules=None if lora.target_modules is None else tuple(lora.target_modules),
         checkpointing="selective" if trains else "none",
         kernels="triton",
         adaln="auto",

@@ -14,10 +14,11 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig
+from sage_fast.models.family import Work as Work
+from sage_fast.models.family import family_of
+from sage_fast.models.hunyuan15.backbone import forward_work as model_work
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
-from sage_fast.planning import work as planning
-from sage_fast.planning.work import Work as Work
-from sage_fast.policy.lora import add_lora, cast_weights, trainable_parameters
+from sage_fast.policy.lora import add_lora, trainable_parameters
 from sage_fast.records import PromptEmbeds
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
@@ -124,7 +125,7 @@ def random_transformer(
             # The class fixes this hidden width at 2048, and Muon's products of such matrices take minutes on a CPU.
             width = transformer.proj_out.in_features
             transformer.context_embedder_2 = HunyuanVideo15ByT5TextProjection(config["text_embed_2_dim"], width, width)
-    cast_weights(transformer, dtype)
+    family_of(transformer).cast(transformer, dtype)
     transformer.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
@@ -152,7 +153,7 @@ def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
 
 def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:
     """One forward with packed tokens."""
-    return planning.forward_work(config, shape.video_tokens, shape.text_tokens)
+    return model_work(config, shape.video_tokens, shape.text_tokens)
 
 
 STEP_WORK: dict[str, tuple[float, float]] = {

@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from experiments.exact_policy import ExactPolicy
+from sage_fast.models.family import family_of
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import (
     CONFIG_NAME,
@@ -44,7 +45,6 @@ from sage_fast.models.toy.renderer import (
     all_captions,
     manifold_for,
 )
-from sage_fast.models.transformer import backbone
 
 MODULE_COMMAND = "python -m experiments.pretrain"
 
@@ -263,7 +263,7 @@ def _train(
         captions = torch.cat([paths.captions, captions])
         with torch.autocast("cpu", torch.bfloat16):
             prompts = [data.prompts[row] for row in captions.tolist()]
-            predicted = backbone(transformer).velocity(transformer, latents, sigma, prompts)
+            predicted = family_of(transformer).velocity(transformer, latents, sigma, prompts)
         predicted = predicted.float()
         exact = data.policy.velocity(0, latents, sigma, data.log_prior[captions])
         error = (predicted - exact).square().flatten(1).mean(1)

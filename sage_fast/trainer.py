@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -23,7 +22,6 @@ from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
-from sage_fast.distributed.parallelize import TorchEngine, check_lockstep, parallelize
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
@@ -51,6 +49,7 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import sigma_schedule, transition_table
+from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +196,7 @@ class Trainer:
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
             logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
 
-    def _make_engine(self, transformer: HunyuanVideo15Transformer3DModel, weights: StoredWeights | None) -> Engine:
+    def _make_engine(self, transformer: Any, weights: StoredWeights | None) -> Engine:
         """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
         sections = config.distributed, config.model, config.training
@@ -210,7 +209,7 @@ class Trainer:
             kl_position_fraction=config.objective.kl_position_fraction,
         )
         if config.distributed.zero_stage is not None:
-            from sage_fast.distributed.zero import DeepSpeedEngine
+            from sage_fast.sharding.zero import DeepSpeedEngine
 
             mode = config.training.mode
             return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)

@@ -24,11 +24,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
+from sage_fast.models.hunyuan15.backbone import unused_work
 from sage_fast.models.hunyuan15.block import Rotary
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning import trace
 from sage_fast.planning.trace import PRODUCTS
-from sage_fast.planning.work import unused_work
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from sage_kernels.tracer import Traffic, count

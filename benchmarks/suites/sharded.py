@@ -35,11 +35,11 @@ from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites.transformer import FULL_DEPTH
 from benchmarks.workload import Inputs, Shape
 from sage_fast.config.sections import DistributedConfig, LoraConfig, ModelConfig, OptimizerConfig
-from sage_fast.distributed.parallelize import Gathering, TorchEngine, shard_weights
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hunyuan15.backbone import choose_forward
 from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import trainable_parameters
+from sage_fast.sharding.parallelize import Gathering, TorchEngine, shard_weights
 
 SUITE = "sharded"
 TOLERANCE = 0.02

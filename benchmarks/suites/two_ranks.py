@@ -28,9 +28,9 @@ from benchmarks.harness import Quantiles
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from sage_fast.config.sections import DistributedConfig, ModelConfig, TrainingConfig
-from sage_fast.distributed.parallelize import shard_weights
 from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.models.hunyuan15.backbone import choose_forward, velocity
+from sage_fast.sharding.parallelize import shard_weights
 
 SUITE = "two_ranks"
 ROUNDS = 8

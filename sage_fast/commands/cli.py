@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="sage-fast",
         usage="sage-fast COMMAND [words]     sage-fast COMMAND --help",
-        description="GRPO post-training of text-to-video flow models (HunyuanVideo-1.5).",
+        description="GRPO post-training of text-to-video flow models.",
         epilog="\n\n".join(
             "\n".join(
                 [f"{group}:", *(f"  {name:<10} {_summary(name)}" for name in COMMANDS if COMMANDS[name] in modules)]

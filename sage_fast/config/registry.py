@@ -15,13 +15,12 @@ from sage_fast.config.errors import ConfigError
 MODEL_FAMILIES = {
     "toy": "sage_fast.models.toy.components:Toy",
     "hunyuan15": "sage_fast.models.hunyuan15.hunyuan15:HunyuanVideo15",
+    "wan": "sage_fast.models.wan.wan:Wan",
 }
 """`model.family` -> `ModelFamily`."""
 
-TRANSFORMERS = {
-    "HunyuanVideo15Transformer3DModel": "sage_fast.models.hunyuan15.backbone:BACKBONE",
-}
-"""Class of a transformer -> the code that computes with it (`Backbone`); the first one is the default."""
+TRANSFORMERS = {"HunyuanVideo15Transformer3DModel": "hunyuan15", "WanTransformer3DModel": "wan"}
+"""Class of a transformer -> the family whose code computes with it; the first one is the default."""
 
 UPDATES = {
     "two_phase": "sage_fast.objectives.two_phase:TwoPhase",

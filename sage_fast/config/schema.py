@@ -180,7 +180,7 @@ class RunConfig:
         setting = f"model.adaln {self.model.adaln}"
         needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
         check_needs(setting, "model.adaln to auto", needs)
-        trained = [n for n in self.lora.target_modules if n in ("norm1.linear", "norm1_context.linear")]
+        trained = [n for n in self.lora.target_modules or () if n in ("norm1.linear", "norm1_context.linear")]
         if trained:
             raise ConfigError(
                 f"lora.target_modules has {', '.join(trained)}, but {setting} needs frozen AdaLN weights. Leave them "

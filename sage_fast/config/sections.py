@@ -213,24 +213,13 @@ class LoraConfig(Section, key="lora"):
     """Rank of the adapters."""
     alpha: Positive | None = None
     """Scale numerator (scale = alpha / rank); null means alpha = rank."""
-    target_modules: list[str] = field(
-        default_factory=lambda: [
-            "attn.to_q",
-            "attn.to_k",
-            "attn.to_v",
-            "attn.to_out.0",
-            "attn.add_q_proj",
-            "attn.add_k_proj",
-            "attn.add_v_proj",
-            "attn.to_add_out",
-        ]
-    )
-    """Names of the linear layers inside each transformer block that get an adapter. Layers that cannot influence the
-    video (the last block's text output) are left out by themselves."""
+    target_modules: list[str] | None = None
+    """Names of the linear layers inside each transformer block that get an adapter; null takes those of the
+    family. Layers that cannot influence the video are left out by themselves."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(self.target_modules), "lora.target_modules", self.target_modules, "a non-empty list")
+        require(self.target_modules != [], "lora.target_modules", self.target_modules, "a non-empty list")
 
 
 @dataclass(kw_only=True)

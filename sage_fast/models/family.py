@@ -1,4 +1,7 @@
-"""Interface of a model family: the parts of a video model, and facts about them before it is loaded."""
+"""Interface of a model family: the parts of a video model, facts about them before it is loaded, and its transformer.
+
+Shapes: B batch, C channels, F frames, H, W.
+"""
 
 import logging
 import math
@@ -8,20 +11,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, describe, resolve
+from sage_fast.config.registry import MODEL_FAMILIES, TRANSFORMERS, describe, resolve
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights
+from sage_fast.models.transformer import FusedForward, Layout, in_parts
 from sage_fast.records import PromptEmbeds
-
-if TYPE_CHECKING:
-    from diffusers import HunyuanVideo15Transformer3DModel
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +134,7 @@ class Components(WeightFacts):
     The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
     """
 
-    transformer: "HunyuanVideo15Transformer3DModel"
+    transformer: Any
     weights: StoredWeights | None = None
     """Where its weights are. It lacks them until `weights.read_into(transformer)`; None: it has them."""
     prompt_encoder: PromptEncoder
@@ -151,10 +153,30 @@ class Decoding:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Work:
+    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding.
+
+    Example: a forward of HunyuanVideo-1.5 at 480x832x81 is `Work(linear=179.5e12, attention=482.0e12)`.
+    """
+
+    linear: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention
+
+    def times(self, linear: float, attention: float) -> "Work":
+        return Work(linear=self.linear * linear, attention=self.attention * attention)
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelDescription:
     """A model before it is loaded, as the planner sees it.
 
     transformer: `config.json` of its class. text_tokens: of a prompt and of the empty prompt alike.
+    forward_work: (transformer, video tokens, text tokens) -> what one forward computes.
+    modulation: numbers that a table of the modulation holds per noise level; 0 where the family has no such table.
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
     decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
     decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
@@ -170,6 +192,8 @@ class ModelDescription:
     latent_shape: Callable[[int, int, int], tuple[int, int, int, int]]
     decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
     decode_flops: Callable[[tuple[int, int, int, int], bool], float]
+    forward_work: Callable[[Mapping[str, Any], int, int], Work]
+    modulation: int = 0
     decode_traffic: Callable[[tuple[int, int, int, int], bool, str], float] = lambda latent, tiled, dtype: 0.0
     decoder_gb: float = 0.0
     encoder_gb: float = 0.0
@@ -184,19 +208,52 @@ class ModelDescription:
     def num_layers(self) -> int:
         return int(self.transformer["num_layers"])
 
+    @property
+    def patch(self) -> tuple[int, int, int]:
+        """Frames, rows and columns of a latent that are one video token."""
+        size = self.transformer.get("patch_size", 1)
+        frames, rows, columns = (self.transformer.get("patch_size_t", 1), size, size) if isinstance(size, int) else size
+        return int(frames), int(rows), int(columns)
+
     def tokens(self, latent: tuple[int, int, int, int]) -> int:
         """Video tokens of latents (C, F, H, W)."""
-        size = self.transformer.get("patch_size_t", 1) * self.transformer.get("patch_size", 1) ** 2
-        return int(math.prod(latent[1:]) // size)
+        return math.prod(latent[1:]) // math.prod(self.patch)
+
+
+class Client(NamedTuple):
+    """The programs that load an adapter of a layout, and how: lines of a shell, where it is not by Python.
+
+    In the lines `{folder}`, `{file}` and `{resolution}` stand for those of an export.
+    """
+
+    programs: str
+    command: str = ""
 
 
 class ModelFamily(ABC):
-    """A model family: it loads its models, and says before that what is known of them.
+    """A model family: it loads its models, says before that what is known of them, and computes with its transformers.
 
     `model.family` names one, by its short name in `sage_fast/config/registry.py` or as `package.module:Class`. A family
-    of your own has to load; whatever else it says makes `plan`, `doctor` and `export` say more. Import what takes long
-    inside the methods.
+    of your own has to load. What else it says of its models makes `plan`, `doctor` and `export` say more. Transformers
+    of a class that the registry knows are computed with by that family's code, whoever loaded them; one of another
+    class needs the second half of the methods. Import what takes long inside the methods.
+
+    transformer_class: of its transformers. blocks: attribute of these with the list of their blocks, which are fused,
+    sharded and given adapters one by one. lora_targets: linear layers of a block that get an adapter by default.
+    in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
+    forward runs on tensors without memory, as a plan runs it.
+    pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
+    the time shift in it. clients: layouts that an adapter is exported in.
     """
+
+    transformer_class: str = ""
+    blocks: str = "transformer_blocks"
+    lora_targets: tuple[str, ...] = ()
+    in_float32: tuple[str, ...] = ()
+    plans_stock: bool = False
+    pipeline: str = "DiffusionPipeline"
+    scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
+    clients: ClassVar[Mapping[Layout, Client]] = {"diffusers": Client("diffusers"), "peft": Client("peft")}
 
     @abstractmethod
     def load(self, model: ModelConfig) -> Components:
@@ -231,6 +288,104 @@ class ModelFamily(ABC):
         """Base model as a stock diffusers pipeline loads it, a folder or a repository; None where none does."""
         return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None
 
+    # ------------------------------------------------------------------------------------------ the transformer
+
+    @staticmethod
+    def build(config: Mapping[str, Any]) -> Any:
+        """A transformer with random weights from its `config.json`, on the current default device."""
+        raise NotImplementedError
+
+    @staticmethod
+    def velocity(transformer: Any, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
+
+        Args:
+            latents: (B, C, F, H, W) float32.
+            sigma: (B,) float32 in [0, 1], one noise level per sample, on the CPU or the GPU.
+            prompts: B records.
+
+        Returns:
+            (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def choose_forward(
+        transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
+    ) -> FusedForward | None:
+        """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
+
+        Args:
+            computes_in: device and type of its inputs, where that is not the weights' yet.
+
+        Returns:
+            The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
+
+        Raises:
+            ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward
+            does not support.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def dead_modules(transformer: Any) -> tuple[str, ...]:
+        """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+
+        Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+        """
+        return ()
+
+    @staticmethod
+    def adaln_layers(transformer: Any) -> list[nn.Module]:
+        """Layers of all blocks whose output is a function of the noise level alone."""
+        return []
+
+    @staticmethod
+    def time_embedding(transformer: Any) -> list[nn.Module]:
+        """What computes the input of `adaln_layers`."""
+        return []
+
+    def cast(self, transformer: Any, dtype: torch.dtype) -> None:
+        """Cast weights that are not in `in_float32`; the time embedding still takes an exact timestep."""
+        for name, parameter in transformer.named_parameters():
+            if parameter.dtype != dtype and not in_parts(name, self.in_float32):
+                parameter.data = parameter.data.to(dtype)
+
+    @staticmethod
+    def always_read(transformer: Any) -> None:
+        """Give trained weights that only some prompts read a gradient of zero in all other backward passes.
+
+        Weight decay and moments then do not depend on which rank has which prompts, or on whether an update has such a
+        prompt at all. FSDP2 and ZeRO sum gradients in buckets: a weight that has a gradient on some ranks only would
+        shift the others (from torch 2.13 on FSDP2 has an option), and in ZeRO one without a gradient in the first
+        backward would add to the last update's.
+        """
+        return
+
+    @staticmethod
+    def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+        """A prompt without values on the meta device, for traces."""
+        raise NotImplementedError
+
+    @staticmethod
+    def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        """A LoRA adapter by diffusers' names, with a scale (alpha / rank) of 1, by the names of a layout.
+
+        diffusers' has every tensor twice, for `load_lora_adapter` with its default prefix and with prefix=None.
+        """
+        if layout == "peft":
+            return {f"base_model.model.{name}": value for name, value in values.items()}
+        return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
+
+    @staticmethod
+    def layers_named(name: str) -> list[str]:
+        """The linear layers by diffusers' names that a layer of any layout stands for, in the order of its rows.
+
+        Its name comes without a prefix, and with `.` or `_` between its parts. One that no layout has stands for
+        itself.
+        """
+        return [name]
+
 
 @dataclass(frozen=True)
 class _LoadFunction(ModelFamily):
@@ -246,13 +401,45 @@ def model_family(name: str) -> ModelFamily:
     """The family that `model.family` names. ConfigError where there is none of that name."""
     found = resolve(name, MODEL_FAMILIES, "model.family")
     if isinstance(found, type) and issubclass(found, ModelFamily):
-        return found()
+        family = found()
+        _OUTSIDE.setdefault(family.transformer_class, family)
+        return family
     if not callable(found) or isinstance(found, type):
         raise ConfigError(
             f"model.family is {name!r}, which is no ModelFamily (sage_fast/models/family.py) and no function that "
             "returns Components."
         )
     return _LoadFunction(found)
+
+
+_OUTSIDE: dict[str, ModelFamily] = {}
+"""Class of a transformer -> a family of the user's own that this process has used; the registry's come first."""
+
+
+def family_of(transformer: nn.Module | None = None, *, name: str | None = None) -> ModelFamily:
+    """The family whose code computes with a transformer, or with a class by its name; for neither the registry's first.
+
+    ValueError for a class that no family has.
+    """
+    names = [name or next(iter(TRANSFORMERS))]
+    if transformer is not None:
+        # FSDP2 puts a subclass in place of the class.
+        names = [kind.__name__ for kind in type(transformer).__mro__]
+    for known in names:
+        if known in TRANSFORMERS:
+            family: ModelFamily = resolve(TRANSFORMERS[known], MODEL_FAMILIES, "_class_name")()
+            return family
+        if known in _OUTSIDE:
+            return _OUTSIDE[known]
+    raise ValueError(
+        f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} can be trained. Another class needs a "
+        "ModelFamily (sage_fast/models/family.py) with that transformer_class."
+    )
+
+
+def transformer_blocks(transformer: nn.Module) -> list[Any]:
+    """The blocks of a transformer, in their order."""
+    return list(getattr(transformer, family_of(transformer).blocks))
 
 
 def describe_model(model: ModelConfig) -> ModelDescription:

@@ -7,7 +7,7 @@ cache of files, which gives way to anything that needs the memory.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from sage_fast.models.transformer import in_parts
 
 _MAPPED_BYTES = 2**25
 """Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
@@ -113,14 +115,49 @@ class StoredWeights(Mapping[str, Tensor]):
         return self._opened[path]
 
 
-def without_memory(transformer: nn.Module, dtype: torch.dtype) -> None:
+def open_transformer(
+    kind: Any, folder: Path, dtype: torch.dtype, *, buffers: Sequence[str] = ()
+) -> tuple[Any, StoredWeights]:
+    """The transformer of a folder in diffusers' layout, without memory, in evaluation mode, and its weights.
+
+    Args:
+        kind: diffusers' class. Weights that it keeps in float32 are.
+        buffers: submodules with buffers that are no weights, which building them computes.
+
+    ValueError: they do not fit each other, or a file is damaged.
+    """
+    config = kind.load_config(folder, local_files_only=True)
+    with torch.device("meta"):
+        transformer = kind.from_config(config)
+    if buffers:
+        # Of one block: on the meta device its buffers would have no values.
+        small = kind.from_config({**config, "num_layers": 1})
+        for name in buffers:
+            setattr(transformer, name, getattr(small, name))
+    weights, shapes = StoredWeights(folder), {name: p.shape for name, p in transformer.state_dict().items()}
+    check_fit(
+        folder,
+        missing=shapes.keys() - weights.keys(),
+        unexpected=weights.keys() - shapes.keys(),
+        mismatched={name for name in shapes.keys() & weights.keys() if weights.shape(name) != shapes[name]},
+    )
+    without_memory(transformer, dtype, kind._keep_in_fp32_modules or ())
+    return transformer.eval(), weights
+
+
+def without_memory(transformer: nn.Module, dtype: torch.dtype, in_float32: Collection[str] = ()) -> None:
     """Move a transformer from the meta device to the CPU, where the elements of each weight are all the same zero.
 
     Unlike on the meta device, adapters that are added get values.
+
+    Args:
+        in_float32: parts of the names of weights that stay float32.
     """
-    for module in transformer.modules():
+    for prefix, module in transformer.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            setattr(module, name, nn.Parameter(torch.zeros((), dtype=dtype).expand(parameter.shape)))
+            kept = in_parts(f"{prefix}.{name}", in_float32)
+            zero = torch.zeros((), dtype=torch.float32 if kept else dtype)
+            setattr(module, name, nn.Parameter(zero.expand(parameter.shape)))
 
 
 def allocate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:

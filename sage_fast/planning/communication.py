@@ -19,7 +19,6 @@ from typing import Literal
 
 import torch
 
-from sage_fast.distributed.ulysses import all_to_all_bytes, share_of
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
@@ -32,6 +31,7 @@ from sage_fast.planning.work import (
     repeated_branches,
     splits_branches,
 )
+from sage_fast.sharding.ulysses import all_to_all_bytes, share_of
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 

@@ -15,14 +15,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device, world_size
-from sage_fast.models.family import ModelDescription, describe_model
+from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
@@ -37,7 +36,7 @@ from sage_fast.planning.memory import (
 )
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
-from sage_fast.planning.work import Visits, Work, forward_work, repeated_branches, visits
+from sage_fast.planning.work import Visits, repeated_branches, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
@@ -317,8 +316,10 @@ def make_plan(
     tokens = description.tokens(evaluated)
     exchanges = Counter(held, visited, evaluation_tokens=tokens, eval_batches=batches).exchanges()
     longest = longest_prompt(config, layout.data_parallel)
-    forward = forward_work(description.transformer, prod(held.latent[1:]), description.text_tokens)
-    longer = forward_work(description.transformer, prod(held.latent[1:]), round(longest * description.text_tokens))
+    forward = description.forward_work(description.transformer, held.video_tokens, description.text_tokens)
+    longer = description.forward_work(
+        description.transformer, held.video_tokens, round(longest * description.text_tokens)
+    )
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None
     if config.evaluation.every:

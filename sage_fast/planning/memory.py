@@ -4,7 +4,7 @@ Exact: weights, adapters, gradients, optimizer state, copies, accumulators, traj
 and what works beside them (traced on the meta device). Taken from elsewhere: weights beside the transformer, what
 decoding and scoring need, the runtime, NCCL's buffers, and a reserve for fragmentation.
 
-With weights over R ranks (`distributed/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
+With weights over R ranks (`sharding/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
 gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `work.py`.
 """
 
@@ -303,7 +303,7 @@ class MemoryPlan:
             levels += evaluation.num_steps or 0
         if config.training.update == "forward_process" and config.forward_process.schedule == "shifted":
             levels = MAX_LEVELS
-        return float(rope + levels * description.num_layers * 12 * description.width * self._item)
+        return float(rope + levels * description.modulation * self._item)
 
     @cached_property
     def _produced(self) -> dict[str, float]:

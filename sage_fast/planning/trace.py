@@ -15,16 +15,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.transformer import Checkpointing, backbone
+from sage_fast.models.attention.attention import attention
+from sage_fast.models.family import family_of
+from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
-from sage_fast.records import PromptEmbeds
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
@@ -107,7 +110,7 @@ class Call:
     dtype: str
     trained: Literal["lora", "full"]
     rank: int
-    target_modules: tuple[str, ...]
+    target_modules: tuple[str, ...] | None
     checkpointing: Checkpointing
     kernels: Literal["triton", "reference"]
     adaln: Literal["auto", "weights"]
@@ -117,6 +120,7 @@ class Call:
     guidance: Literal["paired", "split"] = "paired"
     on_policy: bool = True
     collected: bool = False
+    forward: Literal["fused", "stock"] = "fused"
 
 
 class Tracer(TorchDispatchMode):
@@ -160,6 +164,21 @@ class Tracer(TorchDispatchMode):
         self.now -= self._alive.pop(key)
 
 
+class TracedAttention(TorchFunctionMode):
+    """Context manager in which torch's attention over all tokens is that of the fused forward.
+
+    On tensors without memory torch would take its own apart, and write every score.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
+            return func(*args, **kwargs)
+        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+        q, k, v = (named[name].transpose(1, 2) for name in ("query", "key", "value"))
+        return attention(q, k, v, backend="sdpa")[0].transpose(1, 2)
+
+
 def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
     num_layers = dict(call.transformer)["num_layers"]
@@ -178,9 +197,10 @@ def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: 
     """A transformer without memory for its weights, frozen, in evaluation mode."""
     layers = {} if num_layers is None else {"num_layers": num_layers}
     with torch.device("meta"):
-        transformer = backbone(name=config.get("_class_name")).build({**config, **layers})
-    for parameter in transformer.parameters():
-        parameter.data = parameter.data.to(dtype)
+        transformer = family_of(name=config.get("_class_name")).build({**config, **layers})
+    for name, parameter in transformer.named_parameters():
+        kept = in_parts(name, family_of(transformer).in_float32)
+        parameter.data = parameter.data.to(torch.float32 if kept else dtype)
     return transformer.requires_grad_(False).eval()
 
 
@@ -197,24 +217,23 @@ def _trace(call: Call, num_layers: int) -> Cost:
         for parameter in transformer.parameters():
             parameter.data = parameter.data.to(dtype)
     model = ModelConfig(
-        attention="sdpa",
+        forward=call.forward,
+        attention="sdpa" if call.forward == "fused" else "auto",
         deterministic=False,
         kernels=call.kernels,
         checkpointing=call.checkpointing,
         adaln=call.adaln,
     )
-    backbone(transformer).choose_forward(transformer, model)
-    prompt = PromptEmbeds(
-        text=torch.empty(call.text_tokens, transformer.config["text_embed_dim"], dtype=dtype, device="meta"),
-        glyph=torch.empty(0, transformer.config["text_embed_2_dim"], dtype=dtype, device="meta"),
-    )
+    family = family_of(transformer)
+    family.choose_forward(transformer, model)
+    prompt = family.empty_prompt(transformer.config, call.text_tokens, dtype)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    with torch.no_grad():
+    with torch.no_grad(), TracedAttention():
         # Fills the caches: rotary tables, modulation.
         policy.velocity(latents, sigma, prompts)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
@@ -224,7 +243,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
             parameter.grad = torch.empty_like(parameter)
             own.append(parameter.grad)
     run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
-    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer:
+    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, TracedAttention():
         run(tracer)
     flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     attention = flops.pop("sage_fast.attention", 0)
@@ -247,7 +266,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
 
 
 def _function(
-    policy: GuidedPolicy, call: Call, trained: list[Any], inputs: tuple[Tensor, Tensor, list[PromptEmbeds], Tensor]
+    policy: GuidedPolicy, call: Call, trained: list[Any], inputs: tuple[Tensor, Tensor, list[Any], Tensor]
 ) -> tuple[Callable[[Tracer], None], list[int]]:
     """The call, and a list to which it adds the bytes alive whenever a backward pass begins."""
     latents, sigma, prompts, cotangent = inputs

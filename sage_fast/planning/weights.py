@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.transformer import backbone, transformer_blocks
+from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
@@ -41,7 +41,7 @@ class Weights:
 
 def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     """Parameters of a transformer and of what a config trains of it, counted on the meta device."""
-    modules = tuple(config.lora.target_modules) if config.training.mode == "lora" else None
+    modules = targets_of(config) if config.training.mode == "lora" else ()
     layers = transformer["num_layers"]
     key = hashable(transformer)
     if layers <= 3:
@@ -53,6 +53,11 @@ def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
 
     kept = {"block": three.block, "largest": three.largest}
     return Weights(**kept, **{field.name: line(field.name) for field in fields(Weights) if field.name not in kept})
+
+
+def targets_of(config: RunConfig) -> tuple[str, ...] | None:
+    """Layers that get an adapter as a key; None are those of the family."""
+    return None if config.lora.target_modules is None else tuple(config.lora.target_modules)
 
 
 def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -67,8 +72,8 @@ def _count(
     transformer = meta_transformer(dict(key), torch.float32, layers)
     total, pinned = (sum(map(of, transformer.parameters())) for of in (torch.numel, _pinned))
     block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())
-    adaln = sum(p.numel() for layer in backbone(transformer).adaln_layers(transformer) for p in layer.parameters())
-    if modules is None:
+    adaln = sum(p.numel() for layer in family_of(transformer).adaln_layers(transformer) for p in layer.parameters())
+    if modules == ():
         train_all(transformer)
     else:
         add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
@@ -129,7 +134,7 @@ class Gathered:
 
 
 def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layout: Layout, memory: float) -> Gathered:
-    """As `distributed/parallelize.py` decides it.
+    """As `sharding/parallelize.py` decides it.
 
     Args:
         memory: bytes of the GPU.

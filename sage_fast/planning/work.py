@@ -1,16 +1,13 @@
-"""Work of a configuration: FLOPs of the packed forward, traced costs of its calls of the model, and how often it makes
-them per video.
+"""Work of a configuration: traced costs of its calls of the model, and how often it makes them per video.
 
-N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs; the closed form of a forward is
-what the model is, and a test holds the two together. With P ranks per video each computes n = N / P video tokens and
-all text tokens, and attends with 1/P of the heads.
+N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs; the closed form of a forward,
+which the family has, is what the model is, and a test holds the two together. With P ranks per video each computes
+n = N / P video tokens and all text tokens, and attends with 1/P of the heads.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -18,65 +15,15 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RolloutConfig, TrainingConfig
 from sage_fast.data import best_and_worst, num_trained
-from sage_fast.distributed.ulysses import share_of
-from sage_fast.models.family import ModelDescription
+from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import compute_dtype, hashable
+from sage_fast.planning.weights import compute_dtype, hashable, targets_of
 from sage_fast.rollout import rollout_table
+from sage_fast.sharding.ulysses import share_of
 
 DRAWS = 256
 """Rollouts over which the videos that `training.best_and_worst` takes are averaged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding.
-
-    Example: a forward of HunyuanVideo-1.5 at 480x832x81 is `Work(linear=179.5e12, attention=482.0e12)`.
-    """
-
-    linear: float
-    attention: float
-
-    @property
-    def total(self) -> float:
-        return self.linear + self.attention
-
-    def times(self, linear: float, attention: float) -> "Work":
-        return Work(linear=self.linear * linear, attention=self.attention * attention)
-
-
-def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders.
-
-    Args:
-        config: of diffusers' transformer.
-    """
-    d = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = video_tokens, text_tokens
-    per_token = 4 + 2 * config["mlp_ratio"]
-    block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
-    time = 2 * (256 * d + d * d)
-    text = config["text_embed_dim"]
-    refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
-    refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
-    ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
-    return Work(
-        linear=config["num_layers"] * block + time + refiner + ends,
-        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
-    )
-
-
-def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """Parts of `forward_work` outside a text-to-video velocity: the condition channels, and the last block's text
-    queries, projections and feed-forward.
-    """
-    d = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = video_tokens, text_tokens
-    per_token = 2 + 2 * config["mlp_ratio"]
-    linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
-    return Work(linear=linear, attention=4 * length * (n + length) * d)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +47,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         ConfigError: the forward cannot be traced, or the master weights are not float32.
     """
     training, model = config.training, config.model
-    if model.forward != "fused":
+    if model.forward != "fused" and not family_of(name=description.transformer.get("_class_name")).plans_stock:
         raise ConfigError(
             f"model.forward is {model.forward}, and a plan traces the fused forward: give --model.forward=fused. "
             "Diffusers' own forward needs more memory and time."
@@ -118,13 +65,15 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         on_policy=not policy_moves(training),
         collected=training.update == "single_pass",
     )
-    video = config.evaluation_video
+    video, patch = config.evaluation_video, description.patch
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     return Calls(
-        sampling=_share(replace(velocity, guidance_scale=config.sampling_guidance), sp),
-        velocity=_share(velocity, sp),
-        gradient=_share(gradient, sp),
-        evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp),
+        sampling=_share(replace(velocity, guidance_scale=config.sampling_guidance), sp, patch),
+        velocity=_share(velocity, sp, patch),
+        gradient=_share(gradient, sp, patch),
+        evaluation=_share(
+            replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp, description.patch
+        ),
     )
 
 
@@ -138,27 +87,28 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
         dtype=compute_dtype(config),
         trained=config.training.mode,
         rank=config.lora.rank,
-        target_modules=tuple(config.lora.target_modules),
+        target_modules=targets_of(config),
         checkpointing=model.settled_checkpointing,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
+        forward=model.forward,
         guidance_scale=config.rollout.guidance_scale,
         batch=config.rollout.videos_at_once,
         gradient=False,
     )
 
 
-def _share(call: Call, sp: int) -> Cost:
-    """Cost of a call on one of the ranks that share its video tokens."""
+def _share(call: Call, sp: int, patch: tuple[int, int, int]) -> Cost:
+    """Cost of a call on one of the ranks that share its video tokens, which are patches of a latent."""
     whole = trace(call)
     if sp == 1:
         return whole
     config = dict(call.transformer)
-    channels, *grid = call.latent
-    share = share_of(prod(grid), sp)
+    frames, rows, columns = patch
+    share = share_of(prod(call.latent[1:]) // prod(patch), sp)
     # As many tokens on a line: all but attention is what a rank does. Attention is of all tokens and 1/P of the heads.
     # (The text refiner's, which every rank repeats, is one part in 10^5 of it.)
-    part = trace(replace(call, latent=(channels, 1, 1, share)))
+    part = trace(replace(call, latent=(call.latent[0], frames, rows, columns * share)))
     width = config["num_attention_heads"] * config["attention_head_dim"]
     # Buffers that an all-to-all sends and receives: q, k and v; in the backward also the result and its gradient.
     exchanged = 5 * share + call.text_tokens if call.gradient else 3 * share

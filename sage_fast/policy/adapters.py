@@ -2,12 +2,11 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig as PeftLoraConfig
 from peft.utils.other import get_pattern_key
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 
 from sage_fast.config.sections import LoraConfig, ModelConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
-from sage_fast.models.family import Components, open_components
-from sage_fast.models.transformer import backbone, is_dead
-from sage_fast.policy.lora import ADAPTER_FILE, cast_weights, has_adapter, make_trainable, trainable_parameters
+from sage_fast.models.family import Components, family_of, open_components
+from sage_fast.models.transformer import is_dead
+from sage_fast.policy.lora import ADAPTER_FILE, has_adapter, make_trainable, trainable_parameters
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -106,10 +105,13 @@ def files_of(file: Path) -> list[Path]:
     return [file, beside] if file.name != ADAPTER_FILE and beside.is_file() else [file]
 
 
-def read_adapter(path: Path) -> dict[str, Pair]:
+def read_adapter(path: Path, layers_named: Callable[[str], Sequence[str]] = lambda name: [name]) -> dict[str, Pair]:
     """The pairs of a LoRA adapter by the layers' names in diffusers, from a file or folder of any layout in `LAYOUTS`.
 
     A file that states no scale has alpha = rank, as all programs take it.
+
+    Args:
+        layers_named: of the model's family (`ModelFamily`); without it layers keep the names of the file.
 
     Raises:
         ValueError: not a LoRA adapter; one of a layout that is not read, or that says of itself what is not
@@ -127,7 +129,7 @@ def read_adapter(path: Path) -> dict[str, Pair]:
         layers, fields = _by_layer(values), _peft_fields(file, metadata)
         if "peft" in layouts and not fields and "alpha" not in metadata:
             raise ValueError(f"peft writes its scale into {PEFT_CONFIG}, which is not beside it. Put it there.")
-        return _pairs(layers, fields, metadata)
+        return _pairs(layers, fields, metadata, layers_named)
     except ValueError as error:
         named = f" (layout: {layouts[0]})" if layouts else ""
         raise ValueError(f"{file}{named} cannot be used: {error}") from error
@@ -174,7 +176,10 @@ def _peft_fields(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _pairs(
-    layers: Mapping[str, Mapping[str, Tensor]], fields: Mapping[str, Any], metadata: Mapping[str, str]
+    layers: Mapping[str, Mapping[str, Tensor]],
+    fields: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    layers_named: Callable[[str], Sequence[str]],
 ) -> dict[str, Pair]:
     """Whole pairs by the layers' names in diffusers; one layer of the file may stand for several of them."""
     pairs: dict[str, Pair] = {}
@@ -188,7 +193,7 @@ def _pairs(
                 "(rank, in) and (out, rank)."
             )
         scale = _scale(layer, len(a), parts.get("alpha"), fields, metadata)
-        names = backbone().layers_named(layer)
+        names = layers_named(layer)
         if len(b) % len(names):
             raise ValueError(f"{layer!r} has lora_B of {len(b)} rows, which are not those of {len(names)} layers.")
         for name, rows in zip(names, b.chunk(len(names)), strict=True):
@@ -233,7 +238,7 @@ def _scale(
 
 
 @torch.no_grad()
-def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+def use_adapter(transformer: Any, path: Path) -> None:
     """Take over a LoRA adapter in float32, as it was trained, in place of the one that is there. Nothing is trainable.
 
     Args:
@@ -242,15 +247,13 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
     Raises:
         ValueError: there is no such file, it cannot be read, or it is for another transformer.
     """
-    pairs = read_adapter(path)
+    pairs = read_adapter(path, family_of(transformer).layers_named)
     if has_adapter(transformer):
         transformer.unload_lora()
     modules = {name: m for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
     for name, pair in pairs.items():
         if (layer := modules.get(name)) is None:
-            raise ValueError(
-                f"{path} has an adapter for {name!r}, which the model lacks. Give a LoRA adapter of HunyuanVideo-1.5."
-            )
+            raise ValueError(f"{path} has an adapter for {name!r}, which this model lacks. Give one that it has.")
         if (len(pair.b), pair.a.shape[1]) != layer.weight.shape:
             raise ValueError(
                 f"{path} does not fit this model: its {name} has {pair.a.shape[1]} inputs and {len(pair.b)} outputs, "
@@ -269,7 +272,7 @@ def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> No
 
 
 @torch.no_grad()
-def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
+def load_adapter(transformer: Any, path: Path) -> None:
     """Start training from an adapter: copy it into the freshly added, trainable one, in float32.
 
     lora_B is divided by this run's scale (alpha / rank), so that the model is the one that the adapter made.
@@ -284,13 +287,13 @@ def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> N
         re.sub(r"\.lora_([AB])\.[^.]+\.weight$", r".lora_\1.weight", name): parameter
         for name, parameter in trainable_parameters(transformer).items()
     }
-    ((_, config),) = transformer.peft_config.items()
+    ((_, config),), family = transformer.peft_config.items(), family_of(transformer)
     scale, values = config.lora_alpha / config.r, dict[str, Tensor]()
     try:
-        pairs = read_adapter(path)
+        pairs = read_adapter(path, family.layers_named)
     except ValueError as error:
         raise ValueError(f"model.adapter: {error}") from error
-    dead = backbone(transformer).dead_modules(transformer)
+    dead = family.dead_modules(transformer)
     for name, pair in ((name, pair) for name, pair in pairs.items() if not is_dead(name, dead)):
         values |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * (pair.scale / scale)}
     try:
@@ -307,7 +310,7 @@ def load_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> N
 # ------------------------------------------------------------------------------------------ the start of a run
 
 
-def add_initial_adapter(transformer: HunyuanVideo15Transformer3DModel, model: ModelConfig, lora: LoraConfig) -> None:
+def add_initial_adapter(transformer: Any, model: ModelConfig, lora: LoraConfig) -> None:
     """Add the adapter that a run starts from, trainable, unless it is there: a copy of `model.adapter`.
 
     ValueError as `make_trainable` and `load_adapter`.
@@ -323,7 +326,7 @@ def open_model(model: ModelConfig, lora: LoraConfig) -> Components:
     Everything that uses a run's model opens it here. Raises as `open_components` and `add_initial_adapter`.
     """
     components = open_components(model)
-    cast_weights(components.transformer, getattr(torch, model.dtype))
+    family_of(components.transformer).cast(components.transformer, getattr(torch, model.dtype))
     add_initial_adapter(components.transformer, model, lora)
     return components
 

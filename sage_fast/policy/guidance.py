@@ -11,11 +11,13 @@ Shapes: B batch, C channels, F frames, H, W.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.transformer import backbone, velocity_dtype
+from sage_fast.models.family import family_of
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
@@ -35,7 +37,7 @@ def vjp_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
 
 def model_velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
     """Velocity of one branch; arguments and result as in `GuidedPolicy.velocity`."""
-    return backbone(transformer).velocity(transformer, latents, sigma, prompts)
+    return family_of(transformer).velocity(transformer, latents, sigma, prompts)
 
 
 class GuidedPolicy:
@@ -48,7 +50,7 @@ class GuidedPolicy:
         uncond: the empty prompt.
     """
 
-    def __init__(self, transformer: nn.Module, uncond: PromptEmbeds, guidance_scale: float) -> None:
+    def __init__(self, transformer: Any, uncond: PromptEmbeds, guidance_scale: float) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale

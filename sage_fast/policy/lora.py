@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model_state_dict
@@ -20,14 +19,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from sage_fast.config.sections import LoraConfig
-from sage_fast.models.transformer import backbone, is_dead, transformer_blocks
+from sage_fast.models.family import family_of, transformer_blocks
+from sage_fast.models.transformer import is_dead
 
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
 
-def make_trainable(
-    transformer: HunyuanVideo15Transformer3DModel, mode: Literal["lora", "full"], lora: LoraConfig, seed: int
-) -> None:
+def make_trainable(transformer: Any, mode: Literal["lora", "full"], lora: LoraConfig, seed: int) -> None:
     """Prepare a transformer for `training.mode`: the adapter that is there, or a new one, or every weight that matters.
 
     ValueError as `add_lora` and `train_all`.
@@ -47,16 +45,16 @@ def has_adapter(transformer: nn.Module) -> bool:
     return bool(getattr(transformer, "peft_config", None))
 
 
-def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: Sequence[str]) -> list[str]:
-    """Qualified names of the linear layers that get an adapter.
+def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list[str]:
+    """Qualified names of the linear layers that get an adapter; None are those of the family.
 
     ValueError when a name of `target_modules` matches no linear layer of the transformer blocks.
     """
-    code = backbone(transformer)
-    dead = code.dead_modules(transformer)
+    family = family_of(transformer)
+    dead = family.dead_modules(transformer)
     targets: list[str] = []
-    for suffix in target_modules:
-        pattern = re.compile(rf"{code.blocks}\.\d+\.{re.escape(suffix)}")
+    for suffix in family.lora_targets if target_modules is None else target_modules:
+        pattern = re.compile(rf"{family.blocks}\.\d+\.{re.escape(suffix)}")
         matches = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
         if not matches:
             block = transformer_blocks(transformer)[0]
@@ -70,11 +68,11 @@ def lora_targets(transformer: HunyuanVideo15Transformer3DModel, target_modules: 
 
 
 def add_lora(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     *,
     rank: int,
     alpha: float | None,
-    target_modules: Sequence[str],
+    target_modules: Sequence[str] | None,
     seed: int,
 ) -> None:
     """Freeze the transformer and add one trainable float32 adapter, initially the identity.
@@ -96,7 +94,7 @@ def add_lora(
             parameter.data = parameter.data.float()
 
 
-def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
+def train_all(transformer: Any) -> None:
     """Make every weight trainable that can influence a text-to-video velocity.
 
     ValueError unless the weights are float32: the optimizer needs full-precision masters.
@@ -106,30 +104,9 @@ def train_all(transformer: HunyuanVideo15Transformer3DModel) -> None:
             f"training.mode full needs float32 master weights, but model.dtype is {transformer.dtype}. "
             "Set model.dtype to float32, or training.mode to lora."
         )
-    dead = backbone(transformer).dead_modules(transformer)
+    dead = family_of(transformer).dead_modules(transformer)
     for name, parameter in transformer.named_parameters():
         parameter.requires_grad_(not is_dead(name, dead))
-
-
-def always_read_glyphs(transformer: nn.Module) -> None:
-    """Give the weights that only prompts with glyph tokens read a gradient of zero in all other backward passes.
-
-    Weight decay and moments then do not depend on which rank has which prompts, or on whether an update has such a
-    prompt at all. FSDP2 and ZeRO sum gradients in buckets: a weight that has a gradient on some ranks only would shift
-    the others (from torch 2.13 on FSDP2 has an option), and in ZeRO one without a gradient in the first backward would
-    add to the last update's.
-    """
-    modules: Any = transformer
-    if not any(p.requires_grad for p in modules.context_embedder_2.parameters()):
-        return
-
-    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        unread = [p for p in modules.context_embedder_2.parameters() if p.requires_grad]
-        return output + sum(p.flatten()[:0].sum() for p in unread)
-
-    modules.context_embedder.register_forward_hook(add_nothing)
 
 
 def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
@@ -156,29 +133,13 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
     return digest.hexdigest()
 
 
-def cast_weights(transformer: HunyuanVideo15Transformer3DModel, dtype: torch.dtype) -> None:
-    """Cast the weights before training, unless they were loaded in `dtype`; the time input stays float32.
-
-    The stock time embedding casts its sinusoids to the timestep's dtype, so a bfloat16 model needs a rounded timestep.
-    A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
-    """
-    if transformer.dtype != dtype:
-        # The method of the class warns about modules that it keeps in float32, of which it has none.
-        nn.Module.to(transformer, dtype)
-    if dtype == torch.float32:
-        return
-    transformer.time_embed.timestep_embedder.register_forward_pre_hook(
-        lambda module, arguments: (arguments[0].to(module.linear_1.weight.dtype), *arguments[1:])
-    )
-
-
 def described(config: PeftLoraConfig) -> str:
     """peft's description of an adapter as JSON."""
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return json.dumps(fields, indent=2, sort_keys=True)
 
 
-def copy_lora(transformer: HunyuanVideo15Transformer3DModel, folder: Path) -> Callable[[], None]:
+def copy_lora(transformer: Any, folder: Path) -> Callable[[], None]:
     """Copy the adapter as it is now to CPU memory; the function that is returned writes it in diffusers' layout.
 
     The file is that of diffusers' `save_lora_adapter`, which can only write immediately. A stock transformer loads it

@@ -3,23 +3,23 @@
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 
 from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config.sections import LoraConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
-from sage_fast.models.transformer import backbone, is_dead
+from sage_fast.models.family import family_of
+from sage_fast.models.transformer import is_dead
 from sage_fast.policy.adapters import adapter_file, files_of
 from sage_fast.policy.lora import make_trainable, trainable_parameters
 
 
 @torch.no_grad()
 def use_weights(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     weights: Mapping[str, Tensor],
     *,
     mode: Literal["lora", "full"],
@@ -42,9 +42,9 @@ def use_weights(
     transformer.requires_grad_(False)
 
 
-def whole_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, nn.Parameter]:
+def whole_parameters(transformer: Any) -> dict[str, nn.Parameter]:
     """The weights that training.mode full trains, by name: all that can influence a velocity."""
-    dead = backbone(transformer).dead_modules(transformer)
+    dead = family_of(transformer).dead_modules(transformer)
     return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
 
 

@@ -23,8 +23,7 @@ from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.models.family import Components
-from sage_fast.models.transformer import backbone
+from sage_fast.models.family import Components, family_of
 from sage_fast.models.video_files import read_video_and_rate
 from sage_fast.noise import NoiseKey, initial_noise
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
@@ -161,13 +160,13 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     latents = initial_noise([key], shape, device=device)
     sigma = sigma_schedule(NUM_STEPS, config.rollout.shift)[1:2].float()
     with torch.no_grad():
-        code = backbone(transformer)
-        stock = code.velocity(transformer, latents, sigma, [embeds])
-        forward = code.choose_forward(transformer, config.model)
+        family = family_of(transformer)
+        stock = family.velocity(transformer, latents, sigma, [embeds])
+        forward = family.choose_forward(transformer, config.model)
         if forward is None:
             yield _info("velocity", "model.forward is stock: there is one forward")
             return
-        fused = code.velocity(transformer, latents, sigma, [embeds])
+        fused = family.velocity(transformer, latents, sigma, [embeds])
         forward.undo()
     transformer.cpu()  # as the trainer takes it
     what = f"fused against diffusers' forward in {config.model.dtype}"

@@ -31,7 +31,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
-from sage_fast.models.transformer import Layout, backbone
+from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_adapter
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.lora import described as described_adapter
@@ -42,14 +42,6 @@ Format = Literal["lora", "full"]
 
 RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
-CLIENTS = {
-    "diffusers": "diffusers",
-    "comfyui": "ComfyUI, diffusion-pipe",
-    "official": "Tencent's generate.py, LightX2V",
-    "musubi": "musubi-tuner",
-    "peft": "peft, vLLM-Omni",
-}
-"""Layout of an adapter -> programs that load it; most of them ignore another one silently."""
 PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts and noise, before and after"}
 """Files of a run that the card shows, where they are."""
 
@@ -125,6 +117,11 @@ def export(
         )
     if chosen == "full" and layout != "diffusers":
         raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
+    clients = model_family(config.model.family).clients
+    if layout not in clients:
+        raise ConfigError(
+            f"--layout is {layout}, and model.family {config.model.family} has names for {', '.join(clients)} alone."
+        )
     _make_room(folder, None if overwrite else source.folder.parent, chosen, layout)
     averaged = "ema" in source.tensors
     result = Export(
@@ -156,14 +153,15 @@ def export(
 def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
     """Write the adapter of a checkpoint by the names of the layout, with its scale in lora_B."""
     pairs, adapter = read_adapter(source), dict[str, Tensor]()
+    family = model_family(config.model.family)
     for name, pair in pairs.items():
         adapter |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * pair.scale}
     rank = config.lora.rank
-    base = model_family(config.model.family).pipeline_base(config.model) or config.model.path or config.model.family
+    base = family.pipeline_base(config.model) or config.model.path or config.model.family
     # Without diffusers' own key: it reads the tensors by either prefix, and would take the key's fields by one alone.
     about = {"format": "pt", "rank": str(rank), "alpha": str(rank), "base_model": base}
     with replacing(result.folder / result.adapter_file) as partial:
-        save_file(backbone().named_adapter(adapter, result.layout), partial, metadata=about)
+        save_file(family.named_adapter(adapter, result.layout), partial, metadata=about)
     if result.layout == "peft":
         layers = sorted({name.rsplit(".", 2)[0] for name in adapter})
         described = described_adapter(
@@ -294,7 +292,12 @@ def _write_card(result: Export, config: RunConfig, run: Path) -> None:
         base=base,
         config=config,
         adapter_file=result.adapter_file,
-        clients=CLIENTS,
+        family=family,
+        command=family.clients[result.layout].command.format(
+            folder=repr(str(result.folder)),
+            file=result.adapter_file,
+            resolution="720p" if config.video.height > 600 else "480p",
+        ),
         version=__version__,
         diffusers=diffusers,
         # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other.

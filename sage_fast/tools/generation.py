@@ -16,8 +16,8 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
-from sage_fast.models.family import VideoDecoder
-from sage_fast.models.transformer import FusedForward, backbone
+from sage_fast.models.family import VideoDecoder, family_of
+from sage_fast.models.transformer import FusedForward
 from sage_fast.policy.adapters import open_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.trained import use_weights, weights_digest
@@ -65,7 +65,7 @@ class Generator:
             what = "--lora" if isinstance(weights, Path) else "The checkpoint"
             raise ConfigError(f"{what}: {error}") from error
         transformer.to(self.device)
-        self.acceleration = backbone(transformer).choose_forward(transformer, self.config.model)
+        self.acceleration = family_of(transformer).choose_forward(transformer, self.config.model)
 
     def table(self, sampler: str) -> TransitionTable:
         """The steps of a sampler with the evaluation's number of steps and noise scale."""
@@ -93,7 +93,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
         transformer = components.transformer.to(device).requires_grad_(False)
-        acceleration = backbone(transformer).choose_forward(transformer, config.model)
+        acceleration = family_of(transformer).choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
     return Generator(

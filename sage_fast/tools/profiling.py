@@ -7,12 +7,12 @@ Attention and the ops of sage_kernels are operators with names that the profiler
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from sage_fast.config.files import replacing, write_text
+from sage_fast.models.family import transformer_blocks
 from sage_fast.trainer import Trainer
 
 TRACE, TABLE = "trace.json.gz", "top.txt"
@@ -67,7 +67,7 @@ def named_blocks(transformer: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, arguments: object, result: object) -> None:
         ranges.pop().__exit__(None, None, None)
 
-    blocks: Any = transformer.transformer_blocks
+    blocks = transformer_blocks(transformer)
     handles = [block.register_forward_pre_hook(enter) for block in blocks]
     handles += [block.register_forward_hook(leave) for block in blocks]
     try:

@@ -12,7 +12,7 @@ from benchmarks import results
 from benchmarks.session import Session
 from benchmarks.suites import sharded
 from benchmarks.workload import TINY, adapt, random_transformer
-from sage_fast.distributed.parallelize import fsdp_modules, shard_weights
+from sage_fast.sharding.parallelize import fsdp_modules, shard_weights
 
 pytestmark = pytest.mark.slow
 

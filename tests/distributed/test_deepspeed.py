@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from sage_fast import accelerate
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
-from sage_fast.distributed.parallelize import Gathering, TorchEngine
 from sage_fast.distributed.world import World
+from sage_fast.models.family import family_of
 from sage_fast.policy.guidance import VJP, GuidedPolicy
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, cast_weights, copy_lora, train_all, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, train_all, trainable_parameters
+from sage_fast.sharding.parallelize import Gathering, TorchEngine
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -49,7 +50,7 @@ CONFIG = OptimizerConfig(
 def make_policy(mode: str, *, bf16: bool = False) -> GuidedPolicy:
     transformer = tiny_transformer(layers=2)
     if bf16 and mode == "lora":
-        cast_weights(transformer, torch.bfloat16)
+        family_of(transformer).cast(transformer, torch.bfloat16)
     if mode == "lora":
         add_lora(transformer, rank=2, alpha=None, target_modules=["attn.to_q", "attn.add_k_proj", "ff.net.2"], seed=0)
         for name, parameter in trainable_parameters(transformer).items():
@@ -97,7 +98,7 @@ def make_engine(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any 
     if world.size == 1:
         gathering = Gathering(policy.transformer, "never")
         return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, gathering)
-    from sage_fast.distributed import zero
+    from sage_fast.sharding import zero
 
     zero.REDUCE_BUCKET = 20_000
     settings = DistributedConfig(zero_stage=2, param_dtype=param_dtype)
@@ -287,7 +288,7 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
     assert_same(run.whole("bf16 start"), plain[mode]["start"]["weights"])
     reference = make_policy(mode, bf16=True)
     if mode == "full":
-        cast_weights(reference.transformer, torch.bfloat16)
+        family_of(reference.transformer).cast(reference.transformer, torch.bfloat16)
     else:
         for parameter in trainable_parameters(reference.transformer).values():
             parameter.data = parameter.data.bfloat16().float()
@@ -300,7 +301,7 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
 
 
 def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sage_fast.distributed import zero
+    from sage_fast.sharding import zero
 
     settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):

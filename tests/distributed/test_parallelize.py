@@ -9,9 +9,9 @@ from diffusers import HunyuanVideo15Transformer3DModel
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.distributed.parallelize import Gathering, _resolve_keep_gathered, parallelize
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.backbone import velocity
+from sage_fast.sharding.parallelize import Gathering, _resolve_keep_gathered, parallelize
 from tests.distributed.ranks import run_ranks, train, write_run
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 from tests.run.test_run import MakeRun

@@ -17,11 +17,11 @@ from torch import distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
-from sage_fast.distributed.ulysses import all_to_all_bytes, shard_sequence, share_of
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora
+from sage_fast.sharding.ulysses import all_to_all_bytes, shard_sequence, share_of
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 

@@ -7,7 +7,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, TRANSFORMERS
@@ -91,9 +91,32 @@ def test_no_module_imports_itself_in_a_circle() -> None:
     assert not [module for module in sorted(FILES) if module in reachable(*GRAPH[module])]
 
 
+def folder_of(module: str) -> str:
+    """The folder of a module that lies in one; a module of the top level is by itself."""
+    parts = FILES[module].parent.relative_to(PACKAGE).parts
+    return ".".join(parts) or module
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[str]:
+    """Pairs of folders that import each other. The error classes, which everything raises, lie under all of them."""
+    arrows = {
+        (folder_of(module), folder_of(other))
+        for module, imported in graph.items()
+        for other in imported
+        if module not in SURFACE and other != "sage_fast.config.errors"
+    }
+    return sorted(f"{a} <-> {b}" for a, b in arrows if a < b and (b, a) in arrows and "sage_fast." not in a + b)
+
+
+def test_no_two_folders_import_each_other() -> None:
+    assert not circles(GRAPH)
+    planted = {**GRAPH, "sage_fast.models.family": GRAPH["sage_fast.models.family"] | {"sage_fast.policy.lora"}}
+    assert circles(planted) == ["models <-> policy"]
+
+
 OWN = {
     prefix
-    for target in (*MODEL_FAMILIES.values(), *REWARDS.values(), *TRANSFORMERS.values())
+    for target in (*MODEL_FAMILIES.values(), *REWARDS.values())
     for module in [target.partition(":")[0]]
     # A folder, or a file among those of other rewards.
     for prefix in [module if module.count(".") == 2 else module.rpartition(".")[0]]
@@ -132,6 +155,52 @@ def test_only_the_registry_names_families_and_rewards() -> None:
         if words.search(text)
     ]
     assert not named
+
+
+def family_classes() -> set[str]:
+    """Classes of other libraries whose names say of which family they are, as the families' folders import them."""
+    folders = {folder.rpartition(".")[2] for folder in OWN if folder.startswith("sage_fast.models.")} - {"toy"}
+    known = {
+        name.rpartition(".")[2]
+        for module in FILES
+        if any(lies_in(module, own) for own in OWN)
+        for name in names_imported(TREES[module])
+        if name.startswith(("diffusers", "transformers"))
+    }
+    stems = tuple(re.sub(r"\W|\d+$", "", folder) for folder in folders)
+    return {name for name in known if any(stem in name.lower() for stem in stems)} | set(TRANSFORMERS)
+
+
+FAMILY_CLASSES = family_classes()
+
+
+def named_classes(module: str, text: str) -> list[str]:
+    """Lines outside docstrings and comments that name one."""
+    tree = ast.parse(text)
+    words = {(node.lineno, node.id) for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    words |= {(node.lineno, node.attr) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    words |= {(0, name.rpartition(".")[2]) for name in names_imported(tree)}
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    words |= {
+        (node.lineno, word)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        for word in re.findall(r"\w+", node.value)
+    }
+    return sorted(f"{module}:{line}: {word}" for line, word in words if word in FAMILY_CLASSES)
+
+
+def test_a_class_of_a_family_is_named_in_its_folder_and_in_the_registry_alone() -> None:
+    assert {"HunyuanVideo15Transformer3DModel", "AutoencoderKLWan"} < FAMILY_CLASSES
+    elsewhere = [m for m in FILES if m != "sage_fast.config.registry" and not any(lies_in(m, own) for own in OWN)]
+    assert not [line for module in elsewhere for line in named_classes(module, FILES[module].read_text("utf-8"))]
+    for planted in (
+        "def f(x: WanTransformer3DModel) -> None: ...",
+        "import diffusers\ndiffusers.AutoencoderKLWan",
+        "NAME = 'a WanPipeline'",
+        "from diffusers import HunyuanVideo15Transformer3DModel",
+    ):
+        assert named_classes("planted", planted), planted
 
 
 # ------------------------------------------------------------------------------------------------ files

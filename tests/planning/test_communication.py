@@ -13,12 +13,13 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.planning import estimate
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import Plan, longest_prompt, make_plan
 from sage_fast.planning.layout import Group, Layout, plan_layout
-from sage_fast.planning.work import anchor_share, forward_work
+from sage_fast.planning.work import anchor_share
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, run_ranks
 from tests.planning.test_estimate import small_plan

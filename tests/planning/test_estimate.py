@@ -26,6 +26,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import FREE, MACHINE, REMEDY, marked_keys
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
+from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
 from sage_fast.models.hunyuan15.hunyuan15 import (
     END_TOKENS,
     HUNYUAN_VIDEO_15,
@@ -55,7 +56,7 @@ from sage_fast.planning.memory import PROCESS, checkpoint_bytes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, meta_transformer, trace
 from sage_fast.planning.weights import count_weights
-from sage_fast.planning.work import anchor_share, forward_work, repeated_branches, unused_work, velocity_call, visits
+from sage_fast.planning.work import anchor_share, repeated_branches, velocity_call, visits
 from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig as LoraSection
-from sage_fast.models.hunyuan15.backbone import NAMES, velocity
+from sage_fast.models.hunyuan15.backbone import NAMES, layers_named, velocity
 from sage_fast.policy.adapters import adapter_file, load_adapter, read_adapter, use_adapter
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora
 from sage_fast.policy.trained import weights_digest
@@ -180,7 +180,7 @@ def test_a_joined_layer_of_one_rank_is_split_by_rows(plain: Trained, tmp_path: P
     a, b = torch.randn(2, 32), torch.randn(96, 2)
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "a.safetensors")
-    pairs = read_adapter(tmp_path)
+    pairs = read_adapter(tmp_path, layers_named)
     assert [*pairs] == [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"]
     torch.testing.assert_close(torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a)
 

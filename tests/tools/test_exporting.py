@@ -26,13 +26,14 @@ from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
+from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.toy.components import load_components
 from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model, open_model
 from sage_fast.policy.lora import ADAPTER_FILE, base_digest
 from sage_fast.policy.trained import whole_parameters
 from sage_fast.run.run import Run
-from sage_fast.tools.exporting import CLIENTS, export
+from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
 from tests.tiny.checkpoints import save_diffusers_layout
 
@@ -341,7 +342,8 @@ def test_an_adapter_of_any_layout_comes_back(public_run: Run, tmp_path: Path, la
     assert about == {"format": "pt", "rank": "2", "alpha": "2", "base_model": config.model.path}
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "o").iterdir()} == {0o666 & ~read_umask()}
     card = (tmp_path / "o/README.md").read_text()
-    assert export_command.__doc__ and CLIENTS[layout] in card and CLIENTS[layout] in export_command.__doc__
+    programs = HunyuanVideo15.clients[layout].programs
+    assert export_command.__doc__ and programs in card and programs in export_command.__doc__
     assert all(f"{name} for" in card or name == layout for name in get_args(Layout))
     model, lora = replace(config.model, adapter=str(tmp_path / "o")), replace(config.lora, alpha=8)
     transformer = load_model(model, lora).transformer

@@ -1,4 +1,4 @@
-"""The `Backbone` of diffusers' `HunyuanVideo15Transformer3DModel`, and its velocity, fused or by diffusers' forward.
+"""What runs diffusers' `HunyuanVideo15Transformer3DModel`: its velocity, fused or by diffusers' forward, and its names.
 
 Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 * the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
@@ -13,31 +13,26 @@ Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.config.sections import ModelConfig
+from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, all_adaln_layers
-from sage_fast.models.transformer import Backbone, Layout, transformer_blocks, velocity_dtype
+from sage_fast.models.transformer import Layout, velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 
 def velocity(
     transformer: HunyuanVideo15Transformer3DModel, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
 ) -> Tensor:
-    """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
+    """Velocity of the model, see `ModelFamily.velocity`.
 
-    Args:
-        latents: (B, C, F, H, W) float32.
-        sigma: (B,) float32 in [0, 1], one noise level per sample. On the CPU its value is known without waiting for
-            the GPU, which lets the fused forward look its modulation up in a table.
-        prompts: B records.
-
-    Returns:
-        (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
+    A sigma on the CPU is known without waiting for the GPU, which lets the fused forward look its modulation up in a
+    table.
     """
     if "_acceleration" in transformer.__dict__:
         # Through the module's call, where FSDP and other hooks sit; `prompts` stand for every padded argument.
@@ -78,21 +73,13 @@ def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return padded, mask
 
 
-def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
-    """Build a transformer with random weights; `unread_modules` of its config are those of `dead_modules`."""
-    transformer = HunyuanVideo15Transformer3DModel(**{k: v for k, v in config.items() if k != "unread_modules"})
-    transformer.unread_modules = config.get("unread_modules", ())
-    return transformer
-
-
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
-    """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+    """See `ModelFamily.dead_modules`.
 
     The last block's text output is never read, so what only feeds it is dead; no image token exists. A family whose
-    prompts lack a kind of token names more of them as the transformer's `unread_modules`. Training them would mean
-    weight decay without a gradient, and LoRA on them would be memory for nothing.
+    prompts lack a kind of token names more of them as the transformer's `unread_modules`.
     """
-    last = f"{BACKBONE.blocks}.{len(transformer_blocks(transformer)) - 1}"
+    last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
     return (
         "image_embedder",
         f"{last}.attn.to_add_out",
@@ -108,15 +95,7 @@ def choose_forward(
     model: ModelConfig,
     computes_in: tuple[torch.device, torch.dtype] | None = None,
 ) -> Acceleration | None:
-    """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
-
-    Returns:
-        The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
-
-    Raises:
-        ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward does
-        not support.
-    """
+    """See `ModelFamily.choose_forward`."""
     if model.forward == "stock":
         if model.checkpointing == "full":
             transformer.enable_gradient_checkpointing()
@@ -159,24 +138,19 @@ for _layer, _names in NAMES.items():
 
 
 def layers_named(name: str) -> list[str]:
-    """Linear layers by diffusers' names that a layer's name in any layout stands for, see `Backbone`.
+    """See `ModelFamily.layers_named`.
 
     Example: `layers_named("double_blocks.0.img_attn.qkv")` is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
     """
     match = re.fullmatch(r"(?:double|transformer)_blocks[._](\d+)[._](.+)", name)
     layers = LAYERS.get(match[2].replace(".", "_"), []) if match else []
-    return [f"{BACKBONE.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
+    return [f"transformer_blocks.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
 
 
 def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """A LoRA adapter by the names of a layout, from one by diffusers' names with a scale (alpha / rank) of 1.
-
-    diffusers' has every tensor twice, for `load_lora_adapter` with its default prefix and with prefix=None.
-    """
-    if layout == "diffusers":
-        return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
-    if layout == "peft":
-        return {f"base_model.model.{name}": value for name, value in values.items()}
+    """See `ModelFamily.named_adapter`."""
+    if layout in ("diffusers", "peft"):
+        return ModelFamily.named_adapter(values, layout)
     adapter: dict[str, Tensor] = {}
     for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
         _, number, layer = module.split(".", 2)
@@ -202,13 +176,123 @@ def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Ten
     return adapter
 
 
-BACKBONE = Backbone(
-    build=build,
-    blocks="transformer_blocks",
-    velocity=velocity,
-    dead_modules=dead_modules,
-    adaln_layers=all_adaln_layers,
-    choose_forward=choose_forward,
-    named_adapter=named_adapter,
-    layers_named=layers_named,
-)
+def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
+    """A transformer with random weights; `unread_modules` of its config are those of `dead_modules`."""
+    known = {k: v for k, v in config.items() if k != "unread_modules" and not k.startswith("_")}
+    transformer = HunyuanVideo15Transformer3DModel(**known)
+    transformer.unread_modules = config.get("unread_modules", ())
+    return transformer
+
+
+def always_read(transformer: HunyuanVideo15Transformer3DModel) -> None:
+    """See `ModelFamily.always_read`: these are the weights behind glyph tokens."""
+    if not any(p.requires_grad for p in transformer.context_embedder_2.parameters()):
+        return
+
+    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+        if not torch.is_grad_enabled():
+            return None
+        unread = [p for p in transformer.context_embedder_2.parameters() if p.requires_grad]
+        return output + sum(p.flatten()[:0].sum() for p in unread)
+
+    transformer.context_embedder.register_forward_hook(add_nothing)
+
+
+def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+    """See `ModelFamily.empty_prompt`."""
+    return PromptEmbeds(
+        text=torch.empty(tokens, config["text_embed_dim"], dtype=dtype, device="meta"),
+        glyph=torch.empty(0, config["text_embed_2_dim"], dtype=dtype, device="meta"),
+    )
+
+
+def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders.
+
+    Args:
+        config: of diffusers' transformer.
+    """
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n, length = video_tokens, text_tokens
+    per_token = 4 + 2 * config["mlp_ratio"]
+    block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
+    time = 2 * (256 * d + d * d)
+    text = config["text_embed_dim"]
+    refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
+    refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
+    ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
+    return Work(
+        linear=config["num_layers"] * block + time + refiner + ends,
+        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
+    )
+
+
+def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """Parts of `forward_work` outside a text-to-video velocity: the condition channels, and the last block's text
+    queries, projections and feed-forward.
+    """
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n, length = video_tokens, text_tokens
+    per_token = 2 + 2 * config["mlp_ratio"]
+    linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
+    return Work(linear=linear, attention=4 * length * (n + length) * d)
+
+
+def modulation(config: Mapping[str, Any]) -> int:
+    """Numbers of a table of the modulation per noise level: 12 D per block."""
+    return int(config["num_layers"] * 12 * config["num_attention_heads"] * config["attention_head_dim"])
+
+
+class HunyuanTransformer(ModelFamily):
+    """What families with this transformer have in common."""
+
+    transformer_class = "HunyuanVideo15Transformer3DModel"
+    lora_targets = (
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
+    )
+    pipeline = "HunyuanVideo15Pipeline"
+    clients: ClassVar = {
+        "diffusers": Client("diffusers"),
+        "comfyui": Client(
+            "ComfyUI, diffusion-pipe",
+            "# then load it with the node LoraLoaderModelOnly behind the HunyuanVideo-1.5 model\n"
+            "cp {folder}/{file} ComfyUI/models/loras/",
+        ),
+        "official": Client(
+            "Tencent's generate.py, LightX2V",
+            "# in the official repository\npython generate.py --model_path ckpts --resolution {resolution} --sr false "
+            "--prompt 'a red kite at sea' --lora_path {folder}",
+        ),
+        "musubi": Client(
+            "musubi-tuner",
+            "# musubi-tuner, with the other options of a generation\n"
+            "python src/musubi_tuner/hv_1_5_generate_video.py --lora_weight {folder}/{file}",
+        ),
+        "peft": Client("peft, vLLM-Omni"),
+    }
+    build = staticmethod(build)
+    velocity = staticmethod(velocity)
+    choose_forward = staticmethod(choose_forward)
+    dead_modules = staticmethod(dead_modules)
+    adaln_layers = staticmethod(all_adaln_layers)
+    always_read = staticmethod(always_read)
+    empty_prompt = staticmethod(empty_prompt)
+    named_adapter = staticmethod(named_adapter)
+    layers_named = staticmethod(layers_named)
+
+    @staticmethod
+    def time_embedding(transformer: Any) -> list[nn.Module]:
+        return [transformer.time_embed]
+
+    def cast(self, transformer: Any, dtype: torch.dtype) -> None:
+        """The stock time embedding casts its sinusoids to the timestep's dtype, so it would need a rounded timestep.
+
+        A hook on this instance casts the sinusoids instead, after they were computed from the exact timestep.
+        """
+        super().cast(transformer, dtype)
+        if dtype == torch.float32:
+            return
+        transformer.time_embed.timestep_embedder.register_forward_pre_hook(
+            lambda module, arguments: (arguments[0].to(module.linear_1.weight.dtype), *arguments[1:])
+        )

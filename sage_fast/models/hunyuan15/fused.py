@@ -41,7 +41,7 @@ from sage_fast.models.hunyuan15.block import (
     read_block,
 )
 from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.transformer import MAX_LEVELS, Checkpointing, FusedForward, transformer_blocks
+from sage_fast.models.transformer import MAX_LEVELS, Checkpointing, FusedForward
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -118,7 +118,8 @@ def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
 
 def all_adaln_layers(transformer: nn.Module) -> list[nn.Module]:
     """AdaLN projections of all blocks, in their order."""
-    return [layer for block in transformer_blocks(transformer) for layer in adaln_layers(block)]
+    blocks: Any = transformer.transformer_blocks
+    return [layer for block in blocks for layer in adaln_layers(block)]
 
 
 def can_tabulate(transformer: nn.Module) -> bool:
@@ -165,7 +166,7 @@ class Acceleration(FusedForward):
     """Video tokens of the forward that runs, on all ranks that share them."""
 
     def __post_init__(self) -> None:
-        self.blocks = transformer_blocks(self.transformer)
+        self.blocks = list(self.transformer.transformer_blocks)
         self.table: ModulationTable | None = None
         self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}

@@ -15,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily, WeightFacts
+from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
 from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
+from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 from sage_fast.models.stored import weight_files
 
@@ -169,12 +170,14 @@ def published_model(**changes: Any) -> ModelDescription:
         "latent_shape": _published_decoder().latent_shape,
         "decoding": vae_decoding,
         "decode_flops": vae_decode_flops,
+        "forward_work": forward_work,
         "decode_traffic": vae_decode_traffic,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,
         "encoding": partial(encoding, LANGUAGE_MODEL),
     }
-    return ModelDescription(**fields | changes)
+    fields |= changes
+    return ModelDescription(**fields, modulation=modulation(fields["transformer"]))
 
 
 def describe_local(model: ModelConfig) -> ModelDescription:
@@ -202,7 +205,7 @@ def describe_local(model: ModelConfig) -> ModelDescription:
     return published_model(**changes)
 
 
-class HunyuanVideo15(ModelFamily):
+class HunyuanVideo15(HunyuanTransformer):
     """See `ModelFamily`. The pipeline and its encoders take seconds to import, so only what needs them does."""
 
     def load(self, model: ModelConfig) -> Components:

@@ -14,7 +14,7 @@ from diffusers import AutoencoderKLHunyuanVideo15
 from diffusers.video_processor import VideoProcessor
 from torch import Tensor
 
-from sage_fast.config.errors import DecodeError
+from sage_fast.models.video_decoding import check_latents, check_video_size, to_uint8
 
 
 def causal_mask(num_frames: int, tokens_per_frame: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
@@ -68,19 +68,7 @@ class VAEDecoder:
         ValueError unless there are 4k+1 frames of a size that is a multiple of 16; it names the nearest allowed ones.
         """
         time, space = self.vae.temporal_compression_ratio, self.vae.spatial_compression_ratio
-        if num_frames < 1 or (num_frames - 1) % time:
-            below = (num_frames - 1) // time * time + 1
-            near = " or ".join(str(n) for n in (below, below + time) if n > 0)
-            raise ValueError(
-                f"video.num_frames is {num_frames}, but this VAE decodes {time}k + 1 frames. The nearest: {near}."
-            )
-        for key, size in (("height", height), ("width", width)):
-            if size < space or size % space:
-                below = size // space * space
-                near = " or ".join(str(n) for n in (below, below + space) if n > 0)
-                raise ValueError(
-                    f"video.{key} is {size}, but this VAE decodes multiples of {space} pixels. The nearest: {near}."
-                )
+        check_video_size(num_frames, height, width, time=time, space=space)
         return self.vae.config["latent_channels"], (num_frames - 1) // time + 1, height // space, width // space
 
     @torch.no_grad()
@@ -94,11 +82,7 @@ class VAEDecoder:
             DecodeError: a latent or a decoded pixel is not finite.
         """
         vae = self.vae.to(latents.device)
-        if not latents.isfinite().all():
-            raise DecodeError(
-                "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
-                "bfloat16, and check the weights."
-            )
+        check_latents(latents)
         scaled = (latents.float() / vae.config["scaling_factor"]).to(vae.dtype)
         frames, height, width = latents.shape[2:]
         needed = decode_bytes(vae, (frames, height, width))
@@ -106,7 +90,7 @@ class VAEDecoder:
         vae.use_tiling = together == 0
         parts = scaled.split(together or 1)
         try:
-            return torch.cat([_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
+            return torch.cat([to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
         finally:
             self.forget_masks()
 
@@ -141,13 +125,3 @@ def decode_bytes(vae: AutoencoderKLHunyuanVideo15, latent_size: tuple[int, int, 
     item = vae.dtype.itemsize
     pixels = ((frames - 1) * vae.temporal_compression_ratio + 1) * height * width * vae.spatial_compression_ratio**2
     return 8 * pixels * int(vae.config["block_out_channels"][0]) * item
-
-
-def _to_uint8(pixels: Tensor) -> Tensor:
-    """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
-    if not pixels.isfinite().all():
-        raise DecodeError(
-            f"The VAE decoded to values that are not finite in {pixels.dtype}. Set model.vae_dtype to bfloat16 or "
-            "float32."
-        )
-    return ((pixels.float() / 2 + 0.5).clamp_(0, 1) * 255).round_().to(torch.uint8).transpose(1, 2).contiguous().cpu()

@@ -1,4 +1,4 @@
-"""Load a toy model: a tiny `HunyuanVideo15Transformer3DModel`, the word encoder and the patch codec."""
+"""Load a toy model: a tiny transformer of HunyuanVideo-1.5's class, the word encoder and the patch codec."""
 
 import json
 import math
@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-from sage_fast.models.family import Components, Decoding, ModelDescription, ModelFamily
+from sage_fast.models.family import Components, Decoding, ModelDescription
+from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
 from sage_fast.models.stored import check_fit
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
 from sage_fast.models.toy.renderer import tokenize
@@ -86,9 +86,9 @@ def is_unused(name: str) -> bool:
     return name.split(".", 1)[0] in UNUSED_MODULES
 
 
-def build_transformer(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
+def build_transformer(config: Mapping[str, Any]) -> Any:
     """A freshly initialised float32 transformer in training mode, its unused modules zero."""
-    transformer = HunyuanVideo15Transformer3DModel(**config)
+    transformer = HunyuanTransformer.build(config)
     # No caption quotes a text, and Muon's products of the glyph projection's 2048 x 2048 matrices take minutes.
     transformer.unread_modules = UNUSED_MODULES
     with torch.no_grad():
@@ -98,7 +98,7 @@ def build_transformer(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DM
     return transformer
 
 
-def stored_parameters(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Tensor]:
+def stored_parameters(transformer: Any) -> dict[str, Tensor]:
     """The parameters that a toy checkpoint holds: all but the unused modules."""
     return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
 
@@ -146,17 +146,20 @@ def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig
     return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))
 
 
-class Toy(ModelFamily):
+class Toy(HunyuanTransformer):
     """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
 
     def load(self, model: ModelConfig) -> Components:
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
+        transformer = _open(model)[1] | {"unread_modules": UNUSED_MODULES}
         return ModelDescription(
-            transformer=_open(model)[1] | {"unread_modules": UNUSED_MODULES},
+            transformer=transformer,
             text_tokens=len(["a", "red", "circle", "moving", "left"]),
             latent_shape=PatchCodec().latent_shape,
             decoding=_decoding,
             decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
+            forward_work=forward_work,
+            modulation=modulation(transformer),
         )

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts.traced import meta_transformer
 from sage_fast import accelerate
+from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.transformer import is_dead
 from sage_fast.planning.trace import Tracer
-from sage_fast.policy.lora import add_lora, cast_weights
+from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
 
@@ -116,7 +117,7 @@ def test_bfloat16_is_as_close_to_float64_as_diffusers_is(checkpointing: Any) -> 
     own, theirs = Counter[str](), Counter[str]()
     for seed in range(3):
         model = tiny_transformer(layers=2, seed=seed)
-        cast_weights(model, torch.bfloat16)
+        family_of(model).cast(model, torch.bfloat16)
         prompts = [prompt(5, 3, seed=seed + i, dtype=torch.bfloat16) for i in range(2)]
         x, timestep = latents(2, size=(2, 4, 6), seed=seed).bfloat16().float(), torch.tensor([104.0, 896.0])
         oracle = copy.deepcopy(model).double()
@@ -212,7 +213,7 @@ def test_no_bit_depends_on_what_blocks_keep(dtype: torch.dtype, lora: bool) -> N
     found: list[tuple[Tensor, Gradients]] = []
     for checkpointing in ("feed_forward", "selective", "full"):
         model = tiny_transformer(layers=3)
-        cast_weights(model, dtype)
+        family_of(model).cast(model, dtype)
         if lora:
             model = with_lora(model.requires_grad_(False), LORA_TARGETS[:8])
         accelerate(model, checkpointing=checkpointing)  # type: ignore[arg-type]

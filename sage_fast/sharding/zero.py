@@ -21,7 +21,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from packaging.version import Version
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -31,9 +30,10 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
+from sage_fast.models.family import family_of
 from sage_fast.models.transformer import FusedForward
 from sage_fast.optim import norm_is_finite
-from sage_fast.policy.lora import always_read_glyphs, cast_weights, trainable_parameters
+from sage_fast.policy.lora import trainable_parameters
 
 OLDEST = "0.19.8"
 """DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used beyond its documented interface."""
@@ -62,7 +62,7 @@ class DeepSpeedEngine:
 
     def __init__(
         self,
-        transformer: HunyuanVideo15Transformer3DModel,
+        transformer: Any,
         optimizer_config: OptimizerConfig,
         settings: DistributedConfig,
         world: World,
@@ -76,7 +76,7 @@ class DeepSpeedEngine:
             )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
-        self.optimizer_config, self.world = optimizer_config, world
+        self.optimizer_config, self.world, family = optimizer_config, world, family_of(transformer)
         self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
         self.sharded, self.lockstep = False, True
@@ -87,8 +87,8 @@ class DeepSpeedEngine:
         if bf16:
             exact = {n: p.data for n, p in self.parameters.items() if not torch.equal(p, p.bfloat16().to(p.dtype))}
             if transformer.dtype != torch.bfloat16:
-                cast_weights(transformer, torch.bfloat16)
-        always_read_glyphs(transformer)
+                family.cast(transformer, torch.bfloat16)
+        family.always_read(transformer)
         self._fragments = importlib.import_module("deepspeed.utils")
         self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
@@ -106,7 +106,7 @@ class DeepSpeedEngine:
             self.set_master(name, value)
         self._updates = 0
 
-    def _initialize(self, deepspeed: Any, transformer: HunyuanVideo15Transformer3DModel, bf16: bool) -> None:
+    def _initialize(self, deepspeed: Any, transformer: Any, bf16: bool) -> None:
         """Hand the transformer and its optimizer to DeepSpeed."""
         optimizer = AdamW(
             list(self.parameters.values()),

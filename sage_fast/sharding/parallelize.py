@@ -19,7 +19,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -34,13 +33,12 @@ from sage_fast.config.sections import (
     TrainingConfig,
 )
 from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
-from sage_fast.distributed.ulysses import shard_sequence
 from sage_fast.distributed.world import World
+from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.stored import StoredWeights, allocate
-from sage_fast.models.transformer import backbone, transformer_blocks
 from sage_fast.optim import OptimizerSet, norm_is_finite
 from sage_fast.policy.guidance import vjp_into_grad
-from sage_fast.policy.lora import always_read_glyphs
+from sage_fast.sharding.ulysses import shard_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +49,7 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def parallelize(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     distributed: DistributedConfig,
     model: ModelConfig,
     training: TrainingConfig,
@@ -77,7 +75,7 @@ def parallelize(
     Raises:
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
-    full, zero = training.mode == "full", distributed.zero_stage is not None
+    full, zero, family = training.mode == "full", distributed.zero_stage is not None, family_of(transformer)
     _check_settings(distributed, model, training, world)
     keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.
@@ -96,14 +94,14 @@ def parallelize(
             weights.read_into(transformer, device)
         transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
-        always_read_glyphs(transformer)
+        family.always_read(transformer)
     # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
     if (sharded or zero) and model.adaln == "auto":
         # `auto` would make a table whenever the weights happen to be gathered.
         model = replace(model, adaln="weights")
     # Weights that will be sharded are still on the CPU, in their masters' type.
     dtype = getattr(torch, distributed.param_dtype) if full else transformer.dtype
-    acceleration = backbone(transformer).choose_forward(transformer, model, computes_in=(device, dtype))
+    acceleration = family.choose_forward(transformer, model, computes_in=(device, dtype))
     # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
     if world.sp > 1:
         if acceleration is None:
@@ -124,7 +122,7 @@ def parallelize(
 
 
 def shard_weights(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     distributed: DistributedConfig,
     model: ModelConfig,
     world: World,
@@ -170,7 +168,7 @@ def shard_weights(
 
 
 def _left_whole(
-    transformer: HunyuanVideo15Transformer3DModel,
+    transformer: Any,
     model: ModelConfig,
     device: torch.device,
     mode: Literal["lora", "full"],
@@ -180,10 +178,12 @@ def _left_whole(
     for adapter in whole:
         adapter.data = adapter.data.to(device)
     if model.adaln in ("table", "offload"):
-        layers = backbone(transformer).adaln_layers(transformer)
+        family = family_of(transformer)
+        layers = family.adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
-        whole |= {p for module in (transformer.time_embed.to(device), *layers) for p in module.parameters()}
+        embedding = nn.ModuleList(family.time_embedding(transformer))
+        whole |= {p for module in (*embedding.to(device), *layers) for p in module.parameters()}
     return whole
 
 

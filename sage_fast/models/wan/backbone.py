@@ -1,0 +1,150 @@
+"""What runs diffusers' `WanTransformer3DModel`: its velocity by diffusers' own forward, closed forms and names.
+
+Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
+* a prompt is always 512 tokens, its own and zeros: there is no mask, and the zeros act, because the text projection has
+  biases;
+* the time input is sigma * 1000 and stays float32. `UniPCMultistepScheduler`, which the repositories name, rounds it to
+  whole numbers;
+* time embedding, modulation tables and norms are float32 also in a bfloat16 model (`_keep_in_fp32_modules`);
+* one projection of the time embedding serves all blocks, and each adds a table of its own: no weight of a block's
+  modulation is worth a table of its results;
+* names of adapters elsewhere: diffusion_model.blocks.0.self_attn.q.lora_A.weight in ComfyUI, with the names of the
+  official class; lora_unet_blocks_0_self_attn_q.lora_down.weight in musubi-tuner.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor
+
+from sage_fast.config.sections import ModelConfig
+from sage_fast.models.family import Client, ModelFamily, Work
+from sage_fast.models.transformer import Layout, velocity_dtype
+from sage_fast.records import PromptEmbeds
+
+TEXT_TOKENS = 512
+
+NAMES = {
+    "attn1.to_q": "self_attn.q",
+    "attn1.to_k": "self_attn.k",
+    "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_q": "cross_attn.q",
+    "attn2.to_k": "cross_attn.k",
+    "attn2.to_v": "cross_attn.v",
+    "attn2.to_out.0": "cross_attn.o",
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+"""Linear layers of a block in diffusers -> in the official class, ComfyUI and musubi-tuner."""
+
+LAYERS = {name.replace(".", "_"): layer for layer, other in NAMES.items() for name in (layer, other)}
+"""Name of a block's layer in any layout, with `_` for `.` -> in diffusers."""
+
+
+class WanTransformer(ModelFamily):
+    """What families with this transformer have in common."""
+
+    transformer_class = "WanTransformer3DModel"
+    blocks = "blocks"
+    lora_targets = tuple(NAMES)
+    in_float32 = tuple(WanTransformer3DModel._keep_in_fp32_modules)
+    plans_stock = True
+    pipeline = "WanPipeline"
+    scheduler = ("UniPCMultistepScheduler", "flow_shift")
+    clients: ClassVar = {
+        "diffusers": Client("diffusers"),
+        "comfyui": Client(
+            "ComfyUI",
+            "# then load it with the node LoraLoaderModelOnly behind the Wan 2.1 model\n"
+            "cp {folder}/{file} ComfyUI/models/loras/",
+        ),
+        "musubi": Client(
+            "musubi-tuner",
+            "# musubi-tuner, with the other options of a generation\n"
+            "python src/musubi_tuner/wan_generate_video.py --lora_weight {folder}/{file}",
+        ),
+        "peft": Client("peft"),
+    }
+
+    @staticmethod
+    def build(config: Mapping[str, Any]) -> WanTransformer3DModel:
+        return WanTransformer3DModel(**{key: value for key, value in config.items() if not key.startswith("_")})
+
+    @staticmethod
+    def velocity(
+        transformer: WanTransformer3DModel, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
+    ) -> Tensor:
+        dtype = transformer.patch_embedding.weight.dtype
+        text = latents.new_zeros(len(prompts), TEXT_TOKENS, prompts[0].text.shape[1], dtype=dtype)
+        for row, prompt in zip(text, prompts, strict=True):
+            row[: len(prompt.text)] = prompt.text
+        result: Tensor = transformer(
+            hidden_states=latents.to(dtype),
+            timestep=sigma.to(latents.device) * 1000.0,
+            encoder_hidden_states=text,
+            return_dict=False,
+        )[0]
+        return result.to(velocity_dtype(transformer))
+
+    @staticmethod
+    def choose_forward(
+        transformer: WanTransformer3DModel,
+        model: ModelConfig,
+        computes_in: tuple[torch.device, torch.dtype] | None = None,
+    ) -> None:
+        if model.forward != "stock":
+            raise ValueError("model.forward is fused, and Wan has diffusers' own forward alone. Set it to stock.")
+        if model.checkpointing == "full":
+            transformer.enable_gradient_checkpointing()
+
+    @staticmethod
+    def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+        text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
+        return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
+
+    @staticmethod
+    def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+        if layout in ("diffusers", "peft"):
+            return ModelFamily.named_adapter(values, layout)
+        adapter: dict[str, Tensor] = {}
+        for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
+            blocks, number, layer = module.split(".", 2)
+            name = f"{blocks}.{number}.{NAMES[layer]}"
+            down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
+            if layout == "musubi":
+                name = f"lora_unet_{name.replace('.', '_')}"
+                rank = torch.tensor(float(len(down)))
+                adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
+            else:
+                name = f"diffusion_model.{name}"
+                adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        return adapter
+
+    @staticmethod
+    def layers_named(name: str) -> list[str]:
+        match = re.fullmatch(r"blocks[._](\d+)[._](.+)", name)
+        layer = LAYERS.get(match[2].replace(".", "_")) if match else None
+        return [f"blocks.{match[1]}.{layer}" if match and layer else name]
+
+
+def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """One forward: in each block 12 N D^2 + 4 N D f linear FLOPs, and for the 512 keys and values of the text 4 L D^2.
+
+    N, L: tokens of the video and of the text, f: width of the feed-forward. Attention is over N and over L keys.
+
+    Args:
+        config: of diffusers' transformer.
+    """
+    d, f, n = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"], video_tokens
+    block = 2 * n * (6 * d * d + 2 * d * f) + 2 * TEXT_TOKENS * 2 * d * d
+    patch = 1
+    for size in config["patch_size"]:
+        patch *= size
+    ends = 2 * n * d * patch * (config["in_channels"] + config["out_channels"])
+    ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (config["freq_dim"] * d + 7 * d * d)
+    attention = 4 * n * (n + TEXT_TOKENS) * d
+    return Work(linear=config["num_layers"] * block + ends, attention=config["num_layers"] * attention)

@@ -1,0 +1,84 @@
+"""Prompts to conditioning with the text encoder of Wan, UMT5.
+
+Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
+* a prompt's whitespace is joined and its HTML entities are resolved. Where the package ftfy is installed the pipeline
+  also repairs its characters, which changes typographic quotes: the model was trained with it;
+* the pipeline's call takes 512 tokens, its `encode_prompt` alone 226;
+* only the valid tokens are read; the transformer's call fills them up with zeros.
+"""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers.pipelines.wan.pipeline_wan import is_ftfy_available, prompt_clean
+from torch import Tensor
+
+from sage_fast.models.prompt_cache import CachedPromptEncoder
+from sage_fast.models.wan.backbone import TEXT_TOKENS
+from sage_fast.records import PromptEmbeds
+
+
+@dataclass(kw_only=True)
+class WanPromptEncoder(CachedPromptEncoder):
+    """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, and no glyph tokens.
+
+    The encoder computes in the data type that its weights are stored in.
+    """
+
+    text_encoder: Path
+    """Folder of UMT5's encoder."""
+    tokenizer: Path
+    """Folder of its tokenizer."""
+
+    template = ("wan", "ftfy", is_ftfy_available())
+    limits = (TEXT_TOKENS, 1)
+    readers = ("text encoder", "glyph encoder")
+    usual = ("Wan 2.1", "80 to 100")
+
+    @property
+    def folders(self) -> Sequence[Path]:
+        return self.text_encoder, self.tokenizer
+
+    def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
+        if not texts:
+            return
+        encoder, tokenizer = self._load_encoder()
+        try:
+            for text in texts:
+                states, length = self._tokens(encoder, tokenizer, text)
+                self._write(text, PromptEmbeds(text=states, glyph=torch.zeros(0, 1)), (length, 0))
+                yield length, 0
+        finally:
+            del encoder
+            self._release()
+
+    def _load_encoder(self) -> tuple[Any, Any]:
+        from transformers import AutoTokenizer, UMT5EncoderModel
+
+        return self._load(UMT5EncoderModel, self.text_encoder), AutoTokenizer.from_pretrained(self.tokenizer)
+
+    @torch.no_grad()
+    def _tokens(self, encoder: Any, tokenizer: Any, text: str) -> tuple[Tensor, int]:
+        """Tokens (L, 4096) of one prompt, and their number uncut."""
+        clean = prompt_clean(text)
+        ids = tokenizer(clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS).input_ids.to(self.device)
+        states: Tensor = encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
+        return states, len(tokenizer(clean).input_ids)
+
+    @torch.no_grad()
+    def encode_plainly(self, text: str) -> Tensor:
+        """The text tokens (L, 4096) of one prompt, by the pipeline's own method; what `encode` is held against."""
+        from diffusers import WanPipeline
+
+        encoder, tokenizer = self._load_encoder()
+        try:
+            plain = WanPipeline(tokenizer=tokenizer, text_encoder=encoder, vae=None, scheduler=None)
+            (states,) = plain._get_t5_prompt_embeds(text, max_sequence_length=TEXT_TOKENS, device=self.device)
+            cut = tokenizer(prompt_clean(text), truncation=True, max_length=TEXT_TOKENS)
+            return states[: len(cut.input_ids)].cpu()
+        finally:
+            del encoder
+            self._release()

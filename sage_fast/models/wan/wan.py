@@ -1,0 +1,202 @@
+"""The model family `wan`: Wan 2.1 text-to-video from its repositories in diffusers' layout, and its description.
+
+`model.path` is a folder as diffusers saves a `WanPipeline`, or the id of such a repository on the hub; 1.3B and 14B are
+one class. Wan 2.2 with two experts (`transformer_2`) and with a noise level per token (`expand_timesteps`) is refused.
+"""
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
+from torch.utils.flop_counter import FlopCounterMode
+
+from sage_fast.config.sections import ModelConfig
+from sage_fast.kernels import bytes_moved
+from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
+from sage_fast.models.hub import Requirement, fetch_command, local_folder, require
+from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, require_file, require_weights
+from sage_fast.models.stored import open_transformer, read_json
+from sage_fast.models.wan import DEFAULT_REPOSITORY
+from sage_fast.models.wan.backbone import TEXT_TOKENS, WanTransformer, forward_work
+from sage_fast.models.wan.video_vae import WanDecoder, decode_bytes
+
+WAN_1_3B: dict[str, Any] = {
+    "_class_name": "WanTransformer3DModel",
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 12,
+    "attention_head_dim": 128,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "ffn_dim": 8960,
+    "num_layers": 30,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "eps": 1e-6,
+}
+"""The published text-to-video transformer, 1,418,996,800 parameters."""
+
+VAE_GB, TEXT_ENCODER_GB = 0.25, 11.4
+"""Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder, 5.68 B in bfloat16."""
+
+DOWNLOAD_GB = 5.7 + 0.5 + 22.7
+"""1e9 bytes of transformer, autoencoder and text encoder in float32, at most."""
+
+TEXT_ENCODER: dict[str, Any] = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "d_kv": 64, "num_heads": 64}
+"""The published UMT5-XXL."""
+
+PARTS = {"transformer": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
+"""Folders with weights in diffusers' layout, and the stem of their files."""
+
+PRODUCTS = frozenset({"convolution", "bmm"})
+"""Operators of the decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
+
+
+class Wan(WanTransformer):
+    """See `ModelFamily`."""
+
+    def load(self, model: ModelConfig) -> Components:
+        from sage_fast.models.wan.text_encoder import WanPromptEncoder
+
+        cache = cache_folder(model)
+        root, facts = _find(model)
+        on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
+        transformer, weights = open_transformer(
+            WanTransformer3DModel, root / "transformer", getattr(torch, model.dtype), buffers=("rope",)
+        )
+        return Components(
+            transformer=transformer,
+            weights=weights,
+            prompt_encoder=WanPromptEncoder(
+                text_encoder=root / "text_encoder",
+                tokenizer=root / "tokenizer",
+                cache=cache / "prompts",
+                device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
+            ),
+            video_decoder=WanDecoder(
+                load_vae(AutoencoderKLWan, root / "vae", _decode_dtype(model)), memory_gib=model.decode_limit_gib
+            ),
+            shift=facts.shift,
+        )
+
+    def describe(self, model: ModelConfig) -> ModelDescription:
+        folder = local_folder(model.path or DEFAULT_REPOSITORY)
+        transformer, autoencoder, encoder = dict(WAN_1_3B), {}, dict(TEXT_ENCODER)
+        for part, config in (("transformer", transformer), ("vae", autoencoder), ("text_encoder", encoder)):
+            if folder is not None and (file := folder / part / "config.json").is_file():
+                config |= {key: value for key, value in read_json(file).items() if not key.startswith("_")}
+        autoencoder = {key: tuple(value) if isinstance(value, list) else value for key, value in autoencoder.items()}
+        decoder = partial(_empty_decoder, tuple(sorted(autoencoder.items())))
+        return ModelDescription(
+            transformer=transformer,
+            text_tokens=TEXT_TOKENS,
+            latent_shape=decoder().latent_shape,
+            decoding=lambda latent, videos, section, on_gpu: _decoding(
+                decoder(_decode_dtype(section)), latent, section.decode_limit_gib
+            ),
+            decode_flops=lambda latent, tiled: float(_decode_counts(decoder(), latent, tiled)[0]),
+            decode_traffic=lambda latent, tiled, dtype: float(_decode_counts(decoder(), latent, tiled)[1]),
+            forward_work=forward_work,
+            decoder_gb=VAE_GB,
+            encoder_gb=TEXT_ENCODER_GB,
+            encoding=partial(_encoding, encoder),
+        )
+
+    def requirements(self, model: ModelConfig) -> list[Requirement]:
+        path = model.path or DEFAULT_REPOSITORY
+        patterns = [f"{part}/{file}" for part in PARTS for file in ("config.json", "*.safetensors")]
+        patterns += ["tokenizer/tokenizer_config.json", "model_index.json"]
+        include = [f"{part}/*" for part in (*PARTS, "tokenizer", "scheduler")]
+        return [
+            require("Wan 2.1", path, patterns, DEFAULT_REPOSITORY, "model_index.json", *include, gigabytes=DOWNLOAD_GB)
+        ]
+
+    def inspect(self, model: ModelConfig) -> WeightFacts:
+        return _find(model, download=False)[1]
+
+    def licence(self) -> tuple[str, str]:
+        return "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
+
+    def pipeline_base(self, model: ModelConfig) -> str:
+        return model.path or DEFAULT_REPOSITORY
+
+
+def _decode_dtype(model: ModelConfig) -> torch.dtype:
+    """Its authors decode in float32 on a GPU too, and float16 overflows."""
+    dtype: torch.dtype = torch.float32 if model.vae_dtype == "auto" else getattr(torch, model.vae_dtype)
+    return dtype
+
+
+def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
+    """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
+    parts = (*PARTS, "tokenizer", "scheduler")
+    root, repository = find_folder(model.path or DEFAULT_REPOSITORY, parts, DEFAULT_REPOSITORY, download=download)
+    file = root / "model_index.json"
+    index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
+    kind, command = index.get("_class_name"), fetch_command(repository or DEFAULT_REPOSITORY)
+    for wrong, why in (
+        (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
+        ((index.get("transformer_2") or [None])[0] is not None, "has two experts (Wan 2.2 A14B)"),
+        (index.get("expand_timesteps"), "has a noise level per token (Wan 2.2 5B)"),
+    ):
+        if wrong:
+            raise ValueError(f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for example: {command}")
+    for part in (*PARTS, "tokenizer"):
+        require_file(root / part / ("tokenizer_config.json" if part == "tokenizer" else "config.json"), command)
+        if part in PARTS:
+            require_weights(root / part, PARTS[part], command)
+    config = read_json(root / "transformer" / "config.json")
+    if config.get("image_dim") is not None:
+        raise ValueError(f"These weights cannot be trained: {root / 'transformer'} animates an image. Use a T2V model.")
+    scheduler = root / "scheduler" / "scheduler_config.json"
+    stored = read_json(scheduler) if scheduler.is_file() else {}
+    shift = stored.get("flow_shift", stored.get("shift"))
+    return root, WeightFacts(shift=None if shift is None else float(shift))
+
+
+def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
+    """FLOPs of the text encoder for a prompt of so many words, and bytes of its tokens in bfloat16."""
+    width, inner = config["d_model"], config["d_kv"] * config["num_heads"]
+    tokens = min(4 / 3 * words + 1, TEXT_TOKENS)
+    weights = 4 * width * inner + 3 * width * config["d_ff"]
+    return 2 * config["num_layers"] * (weights * tokens + 2 * inner * tokens**2), 2 * tokens * width
+
+
+@cache
+def _empty_decoder(config: tuple[tuple[str, Any], ...], dtype: torch.dtype = torch.float32) -> WanDecoder:
+    """A video decoder without memory for its weights."""
+    with torch.device("meta"):
+        return WanDecoder(AutoencoderKLWan(**dict(config)).to(dtype))
+
+
+def _decoding(decoder: WanDecoder, latent: tuple[int, int, int, int], limit_gib: float | None) -> Decoding:
+    """As `WanDecoder` does it: one video at a time, in tiles where it does not fit."""
+    _, frames, height, width = latent
+    peak, vae = decode_bytes(decoder.vae, frames, height, width), decoder.vae
+    if limit_gib is None or peak <= limit_gib * 2**30:
+        return Decoding(peak_bytes=float(peak))
+    space = vae.config["scale_factor_spatial"]
+    tile = min(height, vae.tile_sample_min_height // space), min(width, vae.tile_sample_min_width // space)
+    return Decoding(peak_bytes=float(decode_bytes(vae, frames, *tile)), tiled=True)
+
+
+@cache
+@torch.no_grad()
+def _decode_counts(decoder: WanDecoder, latent: tuple[int, int, int, int], tiled: bool) -> tuple[int, int]:
+    """FLOPs of decoding one video, and bytes that it moves outside products, in float32; counted on the meta device."""
+    # The first latent frame is one of pixels, and all others cost the same.
+    frames, counts = latent[1], []
+    for count in (1, 2, 3):
+        decoder.vae.use_tiling = tiled
+        latents = torch.empty(1, latent[0], count, *latent[2:], device="meta")
+        with FlopCounterMode(display=False) as counter:
+            moved = bytes_moved(lambda latents=latents: decoder.vae.decode(latents), without=PRODUCTS)
+        counts.append((int(counter.get_total_flops()), moved))
+        if count == frames:
+            return counts[-1]
+    (_, _), second, third = counts
+    flops, moved = (b + (frames - 3) * (b - a) for a, b in zip(second, third, strict=True))
+    return flops, moved

@@ -1,0 +1,186 @@
+"""A tiny Wan trains, resumes, spreads over ranks, plans, profiles and exports by the code that every family has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from torch import Tensor
+
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig
+from sage_fast.models.family import load_components
+from sage_fast.models.wan.backbone import WanTransformer
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import make_plan
+from sage_fast.policy.trained import use_weights
+from sage_fast.run.run import Run, build_trainer
+from sage_fast.tools.exporting import export
+from sage_fast.tools.profiling import BLOCK, profile_update
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import run_ranks, train
+from tests.made_runs import numbers
+from tests.tiny.wan import TEXT_WIDTH, build_wan, save_wan
+
+pytestmark = pytest.mark.usefixtures("nothing_drawn")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_wan(tmp_path_factory.mktemp("wan"))
+
+
+def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
+    """File of a run of two updates, each of four videos of a prompt."""
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
+    tree |= {
+        "output_dir": str(folder / "run"),
+        "data": {"prompts": ["a red circle moving left", "a fox in the snow"]},
+        "model": {"family": "wan", "path": str(model), "device": "cpu", "forward": "stock"},
+        "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 16},
+        "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
+        "evaluation": {"num_prompts": 2, "every": 2, "batch_size": 2, "num_samples": 0},
+    }
+    tree["rollout"] |= {"num_steps": 3, "num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
+    for name, section in changes.items():
+        tree[name] = tree.get(name, {}) | section
+    file = folder / "run.yaml"
+    file.write_text(json.dumps(tree))
+    return str(file)
+
+
+FORWARD_PROCESS = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
+FULL, BF16 = "--training.mode=full", "--model.dtype=bfloat16"
+MODES = {
+    "two_phase": [],
+    "two_phase_bf16": [BF16, "--model.checkpointing=full"],
+    "two_phase_full": [FULL],
+    "single_pass": ["--training.update=single_pass"],
+    "single_pass_full": ["--training.update=single_pass", FULL],
+    "forward_process": FORWARD_PROCESS,
+    "forward_process_full": [*FORWARD_PROCESS, FULL],
+    "forward_process_bf16": [*FORWARD_PROCESS, BF16],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path, tmp_path: Path) -> None:
+    words = [*MODES[mode], "--evaluation.every=0"]
+    trainer = build_trainer(load_config(write(model, tmp_path), words))
+    before = {name: p.detach().clone() for name, p in trainer.engine.parameters.items()}
+    assert set(before) and {p.dtype for p in before.values()} == {torch.float32}
+    for _ in range(2):
+        row = trainer.iterate()
+        assert row.get("ratio/first_max_deviation", 0.0) == 0.0 and row["optimizer/grad_norm"] > 0
+    moved = [name for name, p in trainer.engine.parameters.items() if not torch.equal(p, before[name])]
+    # lora_A has a gradient from the second update on.
+    assert set(moved) == set(before)
+    if FULL not in words:
+        assert len(before) == 2 * 2 * len(WanTransformer.lora_targets)
+
+
+LAYOUTS = {
+    "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+    "full_sharded": [FULL, "--distributed.dp_shard=2"],
+    "forward_process": [*FORWARD_PROCESS, "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
+    file, words = write(model, tmp_path), LAYOUTS[layout]
+    alone = [word for word in words if "distributed" not in word]
+    ((expected, _, weights),) = run_ranks(train, 1, file, alone)
+    for records, _, spread in run_ranks(train, 2, file, [*words, "--rollout.batch_size=2"]):
+        for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
+            for key in ("reward/mean", "optimizer/grad_norm", "eval/0"):
+                assert given.get(key) == pytest.approx(wanted.get(key), rel=1e-4 if update else 1e-6), (update, key)
+        for name, value in weights.items():
+            torch.testing.assert_close(spread[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [[], FORWARD_PROCESS], ids=["two_phase", "forward_process"])
+def test_a_resumed_run_is_the_whole_one_to_the_bit(words: list[str], model: Path, tmp_path: Path) -> None:
+    runs = []
+    for name, parts in (("whole", (2,)), ("parts", (1, 2))):
+        (tmp_path / name).mkdir()
+        file = write(model, tmp_path / name)
+        for updates in parts:
+            Run(load_config(file, [*words, f"--training.num_updates={updates}"])).train()
+        runs.append(tmp_path / name / "run")
+    whole, parts_ = (numbers(run) for run in runs)
+    train_rows = [[row for row in rows if "reward/mean" in row] for rows in (whole, parts_)]
+    assert train_rows[0] == train_rows[1] and len(train_rows[0]) == 2
+    files = [next((run / "checkpoints").glob("*2/lora/*.safetensors")).read_bytes() for run in runs]
+    assert files[0] == files[1]
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = tmp_path_factory.mktemp("trained")
+    options = {"optimizer": {"name": "adamw", "learning_rate": 0.05}, "lora": {"rank": 2, "alpha": 3}}
+    run = Run(load_config(write(model, folder, **options), ["--evaluation.every=0"]))
+    run.train()
+    return run.config
+
+
+def probe(transformer: WanTransformer3DModel) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    latents, text = (torch.randn(shape, generator=generator) for shape in ((1, 4, 2, 4, 4), (1, 512, TEXT_WIDTH)))
+    with torch.no_grad():
+        result: Tensor = transformer(latents, torch.tensor([700.0]), text, return_dict=False)[0]
+    return result
+
+
+def of_the_run(config: RunConfig) -> Tensor:
+    from sage_fast.checkpoint import open_checkpoint
+
+    transformer = load_components(config.model).transformer
+    checkpoint = open_checkpoint(max((Path(config.output_dir) / "checkpoints").iterdir()))
+    use_weights(transformer, checkpoint.tensors["weights"], mode=config.training.mode, lora=config.lora)
+    return probe(transformer)
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "comfyui", "musubi"])
+def test_the_stock_pipeline_loads_an_export(layout: Any, trained: RunConfig, tmp_path: Path) -> None:
+    result = export(trained.output_dir, tmp_path / "o", layout=layout)
+    pipeline = WanPipeline.from_pretrained(str(trained.model.path))
+    base, expected = probe(pipeline.transformer), of_the_run(trained)
+    pipeline.load_lora_weights(str(tmp_path / "o"), weight_name=result.adapter_file)
+    assert (base - expected).abs().max() > 1e-3, "the adapter does nothing"
+    assert (probe(pipeline.transformer) - expected).norm() <= 1e-6 * expected.norm()
+    card = (tmp_path / "o/README.md").read_text("utf-8")
+    assert "apache-2.0" in card and "Hunyuan" not in card
+    if layout == "diffusers":
+        assert "WanPipeline.from_pretrained(" in card and "UniPCMultistepScheduler.from_config(" in card
+        assert "flow_shift=3.0" in card
+
+
+def test_a_whole_transformer_is_exported(trained: RunConfig, tmp_path: Path) -> None:
+    export(trained.output_dir, tmp_path / "o", format="full")
+    transformer = WanTransformer3DModel.from_pretrained(tmp_path / "o")
+    torch.testing.assert_close(probe(transformer), of_the_run(trained), rtol=1e-5, atol=1e-6)
+
+
+def test_a_layout_without_names_is_refused(trained: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--layout is official, and model.family wan has names for diffusers"):
+        export(trained.output_dir, tmp_path / "o", layout="official")
+
+
+def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
+    trainer = build_trainer(load_config(write(model, tmp_path), ["--evaluation.every=0"]))
+    profile_update(trainer, tmp_path / "profile", warmup=0, memory=False, top=200)
+    assert BLOCK in (tmp_path / "profile/top.txt").read_text()
+
+
+def test_fused_is_refused_with_what_to_set(model: Path) -> None:
+    section = load_config(write(model, Path(model).parent), ["--model.forward=fused"]).model
+    with pytest.raises(ValueError, match=r"model\.forward is fused.*Set it to stock"):
+        WanTransformer.choose_forward(build_wan().transformer, section)
+
+
+def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path: Path) -> None:
+    plan = make_plan(load_config(write(model, tmp_path)), DEVICES["cpu"] if "cpu" in DEVICES else DEVICES["h100"])
+    assert plan.memory.peak > 0 and plan.seconds_per_video > 0

@@ -1,0 +1,76 @@
+"""A tiny Wan 2.1 with random weights, in the layout of the published repositories."""
+
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+TEXT_WIDTH = 32
+SENTENCE = "a red blue green circle square triangle moving left right up down fox in the snow"
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{word: 3 + i for i, word in enumerate(SENTENCE.split())}}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="right"
+    )
+
+
+def tiny_transformer(seed: int = 0) -> WanTransformer3DModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = WanTransformer3DModel(
+            patch_size=(1, 2, 2),
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=TEXT_WIDTH,
+            freq_dim=16,
+            ffn_dim=48,
+            num_layers=2,
+            rope_max_seq_len=32,
+        )
+        return _noisy(transformer)
+
+
+def build_wan(flow_shift: float = 3.0) -> WanPipeline:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[-0.5, 0.3, 0.1, 0.2],
+            latents_std=[2.0, 1.5, 1.0, 0.8],
+        )
+        sizes = {"d_model": TEXT_WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+        encoder = UMT5EncoderModel(UMT5Config(vocab_size=24, feed_forward_proj="gated-gelu", dropout_rate=0.0, **sizes))
+        parts = _noisy(vae), _noisy(encoder)
+    scheduler = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, num_train_timesteps=1000
+    )
+    pipeline = WanPipeline(
+        tokenizer=tokenizer(), text_encoder=parts[1], vae=parts[0], scheduler=scheduler, transformer=tiny_transformer()
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def save_wan(folder: Path) -> Path:
+    build_wan().save_pretrained(folder)
+    return folder
+
+
+def _noisy(module: torch.nn.Module) -> torch.nn.Module:
+    """In evaluation mode, with no weight at zero or one, as it is after its initialisation."""
+    for parameter in module.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    return module.eval()

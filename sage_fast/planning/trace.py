@@ -9,6 +9,7 @@ Shapes: B batch, L text tokens.
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
@@ -233,7 +234,8 @@ def _trace(call: Call, num_layers: int) -> Cost:
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    with torch.no_grad(), TracedAttention():
+    attending = TracedAttention() if call.forward == "stock" else nullcontext()
+    with torch.no_grad(), attending:
         # Fills the caches: rotary tables, modulation.
         policy.velocity(latents, sigma, prompts)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
@@ -243,7 +245,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
             parameter.grad = torch.empty_like(parameter)
             own.append(parameter.grad)
     run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
-    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, TracedAttention():
+    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, attending:
         run(tracer)
     flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     attention = flops.pop("sage_fast.attention", 0)

@@ -133,7 +133,8 @@ def _decode_dtype(model: ModelConfig) -> torch.dtype:
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
     """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
     parts = (*PARTS, "tokenizer", "scheduler")
-    root, repository = find_folder(model.path or DEFAULT_REPOSITORY, parts, DEFAULT_REPOSITORY, download=download)
+    path = model.path or DEFAULT_REPOSITORY
+    root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, "convert_wan", download=download)
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
     kind, command = index.get("_class_name"), fetch_command(repository or DEFAULT_REPOSITORY)
@@ -169,7 +170,8 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
 def _empty_decoder(config: tuple[tuple[str, Any], ...], dtype: torch.dtype = torch.float32) -> WanDecoder:
     """A video decoder without memory for its weights."""
     with torch.device("meta"):
-        return WanDecoder(AutoencoderKLWan(**dict(config)).to(dtype))
+        # The method of the class warns of layers that it keeps in float32, of which it has none.
+        return WanDecoder(torch.nn.Module.to(AutoencoderKLWan(**dict(config)), dtype))
 
 
 def _decoding(decoder: WanDecoder, latent: tuple[int, int, int, int], limit_gib: float | None) -> Decoding:

@@ -169,9 +169,10 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
 @cache
 def _empty_decoder(config: tuple[tuple[str, Any], ...], dtype: torch.dtype = torch.float32) -> WanDecoder:
     """A video decoder without memory for its weights."""
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in config}
     with torch.device("meta"):
         # The method of the class warns of layers that it keeps in float32, of which it has none.
-        return WanDecoder(torch.nn.Module.to(AutoencoderKLWan(**dict(config)), dtype))
+        return WanDecoder(torch.nn.Module.to(AutoencoderKLWan(**options), dtype))
 
 
 def _decoding(decoder: WanDecoder, latent: tuple[int, int, int, int], limit_gib: float | None) -> Decoding:

@@ -84,7 +84,7 @@ class Wan(WanTransformer):
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         folder = local_folder(model.path or DEFAULT_REPOSITORY)
-        transformer, autoencoder, encoder = dict(WAN_1_3B), {}, dict(TEXT_ENCODER)
+        transformer, autoencoder, encoder = dict(WAN_1_3B), dict[str, Any](), dict(TEXT_ENCODER)
         for part, config in (("transformer", transformer), ("vae", autoencoder), ("text_encoder", encoder)):
             if folder is not None and (file := folder / part / "config.json").is_file():
                 config |= {key: value for key, value in read_json(file).items() if not key.startswith("_")}
@@ -196,7 +196,7 @@ def _decode_counts(decoder: WanDecoder, latent: tuple[int, int, int, int], tiled
         decoder.vae.use_tiling = tiled
         latents = torch.empty(1, latent[0], count, *latent[2:], device="meta")
         with FlopCounterMode(display=False) as counter:
-            moved = bytes_moved(lambda latents=latents: decoder.vae.decode(latents), without=PRODUCTS)
+            moved = bytes_moved(partial(decoder.vae.decode, latents), without=PRODUCTS)
         counts.append((int(counter.get_total_flops()), moved))
         if count == frames:
             return counts[-1]

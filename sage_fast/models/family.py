@@ -342,7 +342,7 @@ class ModelFamily(ABC):
 
     @staticmethod
     def time_embedding(transformer: Any) -> list[nn.Module]:
-        """What computes the input of `adaln_layers`."""
+        """Modules that compute the input of `adaln_layers`."""
         return []
 
     def cast(self, transformer: Any, dtype: torch.dtype) -> None:

@@ -47,11 +47,11 @@ class CachedPromptEncoder(ABC):
     device: torch.device | str = "cpu"
     """Where the encoders run."""
     template: ClassVar[Any] = None
-    """What the conditioning depends on beside the files of the encoders, as JSON holds it."""
+    """All that the conditioning depends on beside the files of the encoders, as JSON holds it."""
     limits: ClassVar[tuple[int, int]]
     """Tokens (L, Lg) beyond which a prompt is cut off."""
     readers: ClassVar[tuple[str, str]] = ("language model", "glyph encoder")
-    """What sees no more than that."""
+    """Names of the encoders that see no more than that."""
     usual: ClassVar[tuple[str, str]]
     """Name of the model, and the words of the captions that it is used with."""
     _identity: str | None = field(default=None, init=False)

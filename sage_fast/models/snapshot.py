@@ -36,12 +36,14 @@ def cache_folder(model: ModelConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 
-def find_folder(path: str, parts: Sequence[str], default: str, *, download: bool) -> tuple[Path, str | None]:
+def find_folder(
+    path: str, parts: Sequence[str], default: str, convert: str, *, download: bool
+) -> tuple[Path, str | None]:
     """The folder that `model.path` names, and the repository that it is the snapshot of, if it is of one.
 
     Args:
         parts: folders of the repository that are needed.
-        default: a repository to name to the user.
+        default: a repository to name to the user. convert: a script of diffusers.
         download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
 
     ValueError: there is none, or it has another layout; the message says what to do.
@@ -53,7 +55,7 @@ def find_folder(path: str, parts: Sequence[str], default: str, *, download: bool
         raise ValueError(
             f"model.path {path!r} has neither model_index.json nor transformer/config.json: it is not in diffusers' "
             f"layout. Get the weights with: {fetch_command(default, folder=folder)}    Weights in the "
-            "official layout are converted by one of the scripts/convert_*_to_diffusers.py of diffusers."
+            f"official layout are converted by diffusers' scripts/{convert}_to_diffusers.py."
         )
     return folder, repository
 

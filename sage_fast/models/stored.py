@@ -122,7 +122,7 @@ def open_transformer(
 
     Args:
         kind: diffusers' class. Weights that it keeps in float32 are.
-        buffers: submodules with buffers that are no weights, which building them computes.
+        buffers: submodules whose buffers are computed when they are built, and are not in the files.
 
     ValueError: they do not fit each other, or a file is damaged.
     """

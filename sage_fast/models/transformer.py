@@ -1,4 +1,4 @@
-"""What a video transformer of any family is to the code around it; `ModelFamily` in `family.py` is the rest."""
+"""Facts about a video transformer of any family; `ModelFamily` in `family.py` computes with it."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Literal

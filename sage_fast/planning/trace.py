@@ -8,22 +8,21 @@ Shapes: B batch, L text tokens.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
-from sage_fast.models.attention.attention import attention
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
@@ -31,6 +30,7 @@ from sage_fast.policy.lora import add_lora, train_all
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
+    | {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"}
 )
 """Operators that are not elementwise."""
 
@@ -164,19 +164,24 @@ class Tracer(TorchDispatchMode):
         self.now -= self._alive.pop(key)
 
 
-class TracedAttention(TorchFunctionMode):
-    """Context manager in which torch's attention over all tokens is that of the fused forward.
+@contextmanager
+def traced_attention() -> Iterator[None]:
+    """Within the context torch's attention is its flash kernel.
 
-    On tensors without memory torch would take its own apart, and write every score.
+    On tensors without memory torch would take attention apart, and write every score. (A mode for torch's functions
+    would not see what a backward pass computes again.)
     """
+    own = functional.scaled_dot_product_attention
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not scaled_dot_product_attention or kwargs.get("attn_mask") is not None:
-            return func(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        q, k, v = (named[name].transpose(1, 2) for name in ("query", "key", "value"))
-        return attention(q, k, v, backend="sdpa")[0].transpose(1, 2)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
+        return result
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = own
 
 
 def trace(call: Call) -> Cost:
@@ -233,7 +238,8 @@ def _trace(call: Call, num_layers: int) -> Cost:
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    with torch.no_grad(), TracedAttention():
+    attending = traced_attention if call.forward == "stock" else nullcontext
+    with torch.no_grad(), attending():
         # Fills the caches: rotary tables, modulation.
         policy.velocity(latents, sigma, prompts)
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
@@ -243,8 +249,13 @@ def _trace(call: Call, num_layers: int) -> Cost:
             parameter.grad = torch.empty_like(parameter)
             own.append(parameter.grad)
     run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
-    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, TracedAttention():
+    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, attending():
         run(tracer)
+    if call.forward == "stock":
+        # The counter's hooks on modules keep alive what torch's checkpointing computes again.
+        kept.clear()
+        with Tracer(own) as tracer, attending():
+            run(tracer)
     flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
     attention = flops.pop("sage_fast.attention", 0)
     attention_backward = flops.pop("sage_fast.attention_backward", 0)

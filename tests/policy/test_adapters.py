@@ -237,7 +237,7 @@ def test_what_is_not_understood_is_one_line(plain: Trained, tmp_path: Path, faul
     change(tensors, config)
     save_file(tensors, tmp_path / "a.safetensors", metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
     with pytest.raises(ValueError, match=message) as error:
-        read_adapter(tmp_path)
+        read_adapter(tmp_path, layers_named)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     assert not tensors or "(layout: " in str(error.value)
 

@@ -1,4 +1,4 @@
-"""What runs diffusers' `HunyuanVideo15Transformer3DModel`: its velocity, fused or by diffusers' forward, and its names.
+"""Code for diffusers' `HunyuanVideo15Transformer3DModel`: its velocity, fused or by diffusers' forward, and its names.
 
 Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 * the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
@@ -244,7 +244,7 @@ def modulation(config: Mapping[str, Any]) -> int:
 
 
 class HunyuanTransformer(ModelFamily):
-    """What families with this transformer have in common."""
+    """The half of a family that computes with this transformer."""
 
     transformer_class = "HunyuanVideo15Transformer3DModel"
     lora_targets = (

@@ -79,7 +79,8 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
     Raises as `load_components`.
     """
     parts = (*_PARTS, "tokenizer", "tokenizer_2", "scheduler", "guider")
-    folder, repository = find_folder(model.path or DEFAULT_REPOSITORY, parts, DEFAULT_REPOSITORY, download=download)
+    path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
+    folder, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
     return folder, _check(folder, repository)
 
 

@@ -1,4 +1,4 @@
-"""What runs diffusers' `WanTransformer3DModel`: its velocity by diffusers' own forward, closed forms and names.
+"""Code for diffusers' `WanTransformer3DModel`: its velocity by diffusers' own forward, closed forms and names.
 
 Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
 * a prompt is always 512 tokens, its own and zeros: there is no mask, and the zeros act, because the text projection has
@@ -6,7 +6,7 @@ Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
 * the time input is sigma * 1000 and stays float32. `UniPCMultistepScheduler`, which the repositories name, rounds it to
   whole numbers;
 * time embedding, modulation tables and norms are float32 also in a bfloat16 model (`_keep_in_fp32_modules`);
-* one projection of the time embedding serves all blocks, and each adds a table of its own: no weight of a block's
+* one projection of the time embedding serves all blocks, and each adds its table: no weight of a block's
   modulation is worth a table of its results;
 * names of adapters elsewhere: diffusion_model.blocks.0.self_attn.q.lora_A.weight in ComfyUI, with the names of the
   official class; lora_unet_blocks_0_self_attn_q.lora_down.weight in musubi-tuner.
@@ -46,7 +46,7 @@ LAYERS = {name.replace(".", "_"): layer for layer, other in NAMES.items() for na
 
 
 class WanTransformer(ModelFamily):
-    """What families with this transformer have in common."""
+    """The half of a family that computes with this transformer."""
 
     transformer_class = "WanTransformer3DModel"
     blocks = "blocks"

@@ -64,7 +64,7 @@ class WanDecoder:
         return (video * 255).round().to(torch.uint8).cpu()
 
     def _scaled(self, latents: Tensor) -> Tensor:
-        """What the autoencoder decodes, in its type, by the operations of the pipeline."""
+        """The input of the autoencoder, in its type, by the operations of the pipeline."""
         vae = self.vae.to(latents.device)
         latents = latents.to(vae.dtype)
         mean, std = (

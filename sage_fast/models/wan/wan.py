@@ -84,7 +84,7 @@ class Wan(WanTransformer):
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         folder = local_folder(model.path or DEFAULT_REPOSITORY)
-        transformer, autoencoder, encoder = dict(WAN_1_3B), {}, dict(TEXT_ENCODER)
+        transformer, autoencoder, encoder = dict(WAN_1_3B), dict[str, Any](), dict(TEXT_ENCODER)
         for part, config in (("transformer", transformer), ("vae", autoencoder), ("text_encoder", encoder)):
             if folder is not None and (file := folder / part / "config.json").is_file():
                 config |= {key: value for key, value in read_json(file).items() if not key.startswith("_")}
@@ -133,7 +133,8 @@ def _decode_dtype(model: ModelConfig) -> torch.dtype:
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
     """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
     parts = (*PARTS, "tokenizer", "scheduler")
-    root, repository = find_folder(model.path or DEFAULT_REPOSITORY, parts, DEFAULT_REPOSITORY, download=download)
+    path = model.path or DEFAULT_REPOSITORY
+    root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, "convert_wan", download=download)
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
     kind, command = index.get("_class_name"), fetch_command(repository or DEFAULT_REPOSITORY)
@@ -168,8 +169,10 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
 @cache
 def _empty_decoder(config: tuple[tuple[str, Any], ...], dtype: torch.dtype = torch.float32) -> WanDecoder:
     """A video decoder without memory for its weights."""
+    options = {key: list(value) if isinstance(value, tuple) else value for key, value in config}
     with torch.device("meta"):
-        return WanDecoder(AutoencoderKLWan(**dict(config)).to(dtype))
+        # The method of the class warns of layers that it keeps in float32, of which it has none.
+        return WanDecoder(torch.nn.Module.to(AutoencoderKLWan(**options), dtype))
 
 
 def _decoding(decoder: WanDecoder, latent: tuple[int, int, int, int], limit_gib: float | None) -> Decoding:
@@ -193,7 +196,7 @@ def _decode_counts(decoder: WanDecoder, latent: tuple[int, int, int, int], tiled
         decoder.vae.use_tiling = tiled
         latents = torch.empty(1, latent[0], count, *latent[2:], device="meta")
         with FlopCounterMode(display=False) as counter:
-            moved = bytes_moved(lambda latents=latents: decoder.vae.decode(latents), without=PRODUCTS)
+            moved = bytes_moved(partial(decoder.vae.decode, latents), without=PRODUCTS)
         counts.append((int(counter.get_total_flops()), moved))
         if count == frames:
             return counts[-1]

@@ -57,8 +57,7 @@ MODES = {
     "two_phase": [],
     "two_phase_bf16": [BF16, "--model.checkpointing=full"],
     "two_phase_full": [FULL],
-    "single_pass": ["--training.update=single_pass"],
-    "single_pass_full": ["--training.update=single_pass", FULL],
+    "single_pass": ["--training.update=single_pass", "--rollout.micro_batch_size=1"],
     "forward_process": FORWARD_PROCESS,
     "forward_process_full": [*FORWARD_PROCESS, FULL],
     "forward_process_bf16": [*FORWARD_PROCESS, BF16],
@@ -73,7 +72,7 @@ def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path
     assert set(before) and {p.dtype for p in before.values()} == {torch.float32}
     for _ in range(2):
         row = trainer.iterate()
-        assert row.get("ratio/first_max_deviation", 0.0) == 0.0 and row["optimizer/grad_norm"] > 0
+        assert row.get("ratio/first_max_deviation", 0.0) == 0.0 and row["grad_norm"] > 0
     moved = [name for name, p in trainer.engine.parameters.items() if not torch.equal(p, before[name])]
     # lora_A has a gradient from the second update on.
     assert set(moved) == set(before)
@@ -95,8 +94,8 @@ def test_two_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Pa
     ((expected, _, weights),) = run_ranks(train, 1, file, alone)
     for records, _, spread in run_ranks(train, 2, file, [*words, "--rollout.batch_size=2"]):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
-            for key in ("reward/mean", "optimizer/grad_norm", "eval/0"):
-                assert given.get(key) == pytest.approx(wanted.get(key), rel=1e-4 if update else 1e-6), (update, key)
+            for key in {"reward/mean", "grad_norm", "eval/0"} & wanted.keys():
+                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6), (update, key)
         for name, value in weights.items():
             torch.testing.assert_close(spread[name], value, rtol=1e-3, atol=1e-5)
 
@@ -108,7 +107,11 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(words: list[str], model: Path
         (tmp_path / name).mkdir()
         file = write(model, tmp_path / name)
         for updates in parts:
-            Run(load_config(file, [*words, f"--training.num_updates={updates}"])).train()
+            Run(
+                load_config(
+                    file, [*words, "--resume=auto", "--evaluation.every=0", f"--training.num_updates={updates}"]
+                )
+            ).train()
         runs.append(tmp_path / name / "run")
     whole, parts_ = (numbers(run) for run in runs)
     train_rows = [[row for row in rows if "reward/mean" in row] for rows in (whole, parts_)]
@@ -182,5 +185,7 @@ def test_fused_is_refused_with_what_to_set(model: Path) -> None:
 
 
 def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path: Path) -> None:
-    plan = make_plan(load_config(write(model, tmp_path)), DEVICES["cpu"] if "cpu" in DEVICES else DEVICES["h100"])
-    assert plan.memory.peak > 0 and plan.seconds_per_video > 0
+    config = load_config(write(model, tmp_path), ["--training.mode=full", "--optimizer.name=adamw"])
+    plan = make_plan(config, DEVICES["h100"])
+    weights = sum(p.numel() for p in load_components(config.model).transformer.parameters())
+    assert plan.weights.total == plan.weights.trained == weights and plan.video_tokens == 2 * 2 * 2

@@ -37,16 +37,17 @@ from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
 from sage_fast.objective import kl_uses
-from sage_fast.policy.adapters import open_model
+from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import copy_lora
 from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
-from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
+from sage_fast.run.metrics import MetricsLogger, NoMetrics
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
@@ -101,7 +102,7 @@ def build_trainer(
     if world.sp > 1:
         _check_described_heads(config, world.sp)
     try:
-        components = open_model(config.model, config.lora)
+        components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
             config.reward,
             [p.text for p in used_prompts(config, prompts, eval_prompts, world.dp_degree, done)],
@@ -171,8 +172,7 @@ class Run:
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
-        self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
-        self.checkpoints = self.directory / "checkpoints"
+        self.directory = RunDirectory(Path(config.output_dir).absolute())  # whatever changes the working directory
         self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
@@ -214,7 +214,7 @@ class Run:
             try:
                 finished = self._train()
                 result = self._conclude(finished)
-                self.callbacks.raise_failure(result.update, self.directory)
+                self.callbacks.raise_failure(result.update, self.directory.path)
             except BaseException as error:
                 self._write_final_status("failed", error)
                 raise
@@ -242,14 +242,17 @@ class Run:
                 self.progress.begin(resumed)
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                for row in read_metrics(self.directory / "metrics.jsonl"):
+                for row in read_metrics(self.directory.metrics):
                     if checkpoint is not None and row["update"] <= resumed:
                         self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
-                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
+                self.directory.checkpoints,
+                keep_last=saving.keep_last,
+                asynchronous=saving.asynchronous,
+                world=self.world,
             )
             self.writer = stack.enter_context(writer)
             self.trainer.progress = self._tell
@@ -269,7 +272,7 @@ class Run:
             return
         state = checkpoint.state
         self.metrics.truncate_after(int(state["trainer"]["update"]))
-        is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
+        is_own = checkpoint.folder.resolve().parent == self.directory.checkpoints.resolve()
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
         self.evaluation.restore_baseline(state["baseline"] if is_own else None)
         self._measure_baseline()
@@ -348,7 +351,7 @@ class Run:
         """Hand the evaluation that has just been made to trackers and callbacks."""
         evaluation, update = self.evaluation, self.trainer.update
         if samples := evaluation.samples(update):
-            self.metrics.show(update, evaluation.sheet(update), samples)
+            self.metrics.show(update, self.directory.sheet(update), samples)
         assert evaluation.latest is not None and evaluation.baseline is not None
         record = EvaluationRecord(
             update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
@@ -363,7 +366,7 @@ class Run:
     def _write_page(self) -> None:
         """Write the page of the run."""
         # Who has deleted the directory does not want it back.
-        if self.world.is_main and self.directory.exists():
+        if self.world.is_main and self.directory.path.exists():
             write_run_page(self.directory)
             self._page_written = time.monotonic()
 
@@ -371,8 +374,8 @@ class Run:
 
     def _look(self) -> tuple[list[str], int]:
         """The traces in the directory that another run would change."""
-        log = self.directory / "metrics.jsonl"
-        return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
+        log = self.directory.metrics
+        return [p.name for p in list_checkpoints(self.directory.checkpoints)], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
         """Refuse a model, prompts or a checkpoint that do not belong together; nothing has been written yet."""
@@ -421,10 +424,10 @@ class Run:
             if self._sets_aside:
                 move_aside(self.directory)
             elif self.config.resume not in ("none", "auto"):
-                abandon_after(self.checkpoints, resumed)
+                abandon_after(self.directory.checkpoints, resumed)
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
-            save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
+            save_config(replace(self.config, resume=resume), self.directory.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.directory, error) from error
@@ -461,7 +464,7 @@ class Run:
         """Look for a record of an update with these keys in the metrics. Collective."""
         found = False
         if self.world.is_main:
-            rows = read_metrics(self.directory / "metrics.jsonl")
+            rows = read_metrics(self.directory.metrics)
             found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
 
@@ -506,13 +509,13 @@ class Run:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update, test, worse = self.trainer.update, None, self.progress.status.worse
         if self.world.is_main:
-            rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
+            rows = sorted(read_metrics(self.directory.metrics), key=lambda row: row["update"])
             if rows:
-                with replacing(self.directory / "reward.png") as partial:
+                with replacing(self.directory.reward_plot) as partial:
                     partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(
-            output_dir=self.directory,
+            output_dir=self.directory.path,
             update=update,
             finished=finished,
             test=test,

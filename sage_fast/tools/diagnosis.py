@@ -34,6 +34,7 @@ from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.text import encoding_text
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.prompt_files import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
@@ -200,12 +201,12 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         detail = f"{needed}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
         yield judged(section, "processes", enough, detail, fix, "warning")
-    folder = Path(config.output_dir)
-    existing = _existing(folder)
+    folder = RunDirectory(config.output_dir)
+    existing = _existing(folder.path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         fix = "--output_dir=FOLDER on a disk that you may write to"
         yield Check(section, "output_dir", "missing", f"{existing} cannot be written to", fix=fix)
-    elif config.resume == "none" and ((folder / "metrics.jsonl").exists() or list_checkpoints(folder / "checkpoints")):
+    elif config.resume == "none" and (folder.metrics.exists() or list_checkpoints(folder.checkpoints)):
         fix = "--resume auto to go on with it, or another --output_dir"
         yield Check(section, "output_dir", "warning", f"{folder} already holds a run", fix=fix)
     else:

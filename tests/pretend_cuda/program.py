@@ -57,7 +57,7 @@ def train(file: Path, *words: str) -> dict[str, Any]:
 
     from sage_fast.config.load import load_config, to_dict
     from sage_fast.distributed.start import rank_device, start_world
-    from sage_fast.run.metrics import read_metrics
+    from sage_fast.run.directory import read_metrics
     from sage_fast.run.run import Run
 
     config = load_config(file, words)

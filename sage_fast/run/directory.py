@@ -43,7 +43,7 @@ class RunDirectory(os.PathLike[str]):
         self.status = root / "status.json"
         self.lease = root / "lease.txt"
         self.stop = root / "STOP"
-        # What is made of it later, unless another folder is given.
+        # Made of it later, unless another folder is given.
         self.scores = root / "scores"
         self.generated = root / "generated"
         self.exported = root / "exported"
@@ -70,7 +70,7 @@ class RunDirectory(os.PathLike[str]):
         return self.samples / f"{checkpoint_name(update)}.png"
 
     def left_by_a_run(self) -> list[Path]:
-        """What a new run in this directory would take for its own, in the order in which it is moved away.
+        """Files that a new run in this directory would take for its own, in the order in which it is moved away.
 
         Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts
         nothing.

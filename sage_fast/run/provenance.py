@@ -40,7 +40,7 @@ def describe_environment() -> dict[str, Any]:
 def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
     """Write ``describe_environment()`` into the run's folder and return the path.
 
-    A run that was resumed after an update has a file of its own for what came after it.
+    A run that was resumed has another file for what came after that update.
     """
     path = RunDirectory(run_dir).environment_after(update)
     write_text(path, json.dumps(describe_environment(), indent=2) + "\n")

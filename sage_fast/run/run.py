@@ -172,7 +172,9 @@ class Run:
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
-        self.directory = RunDirectory(Path(config.output_dir).absolute())  # whatever changes the working directory
+        self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
+        self.files = RunDirectory(self.directory)
+        self.checkpoints = self.files.checkpoints
         self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
@@ -191,7 +193,7 @@ class Run:
         digests = {"model.path": self.trainer.model_digest, "model.adapter": adapter, "prompts": self.prompts_digest}
         check_same_everywhere(digests)
         self._check_fit()
-        self.evaluation = RunEvaluation(self.trainer, self.directory)
+        self.evaluation = RunEvaluation(self.trainer, self.files)
         training = config.training
         self.progress = RunProgress(
             self.directory,
@@ -214,7 +216,7 @@ class Run:
             try:
                 finished = self._train()
                 result = self._conclude(finished)
-                self.callbacks.raise_failure(result.update, self.directory.path)
+                self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
                 self._write_final_status("failed", error)
                 raise
@@ -242,14 +244,14 @@ class Run:
                 self.progress.begin(resumed)
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                for row in read_metrics(self.directory.metrics):
+                for row in read_metrics(self.files.metrics):
                     if checkpoint is not None and row["update"] <= resumed:
                         self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
-                self.directory.checkpoints,
+                self.checkpoints,
                 keep_last=saving.keep_last,
                 asynchronous=saving.asynchronous,
                 world=self.world,
@@ -272,7 +274,7 @@ class Run:
             return
         state = checkpoint.state
         self.metrics.truncate_after(int(state["trainer"]["update"]))
-        is_own = checkpoint.folder.resolve().parent == self.directory.checkpoints.resolve()
+        is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
         self.evaluation.restore_baseline(state["baseline"] if is_own else None)
         self._measure_baseline()
@@ -351,7 +353,7 @@ class Run:
         """Hand the evaluation that has just been made to trackers and callbacks."""
         evaluation, update = self.evaluation, self.trainer.update
         if samples := evaluation.samples(update):
-            self.metrics.show(update, self.directory.sheet(update), samples)
+            self.metrics.show(update, self.files.sheet(update), samples)
         assert evaluation.latest is not None and evaluation.baseline is not None
         record = EvaluationRecord(
             update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
@@ -366,7 +368,7 @@ class Run:
     def _write_page(self) -> None:
         """Write the page of the run."""
         # Who has deleted the directory does not want it back.
-        if self.world.is_main and self.directory.path.exists():
+        if self.world.is_main and self.directory.exists():
             write_run_page(self.directory)
             self._page_written = time.monotonic()
 
@@ -374,8 +376,8 @@ class Run:
 
     def _look(self) -> tuple[list[str], int]:
         """The traces in the directory that another run would change."""
-        log = self.directory.metrics
-        return [p.name for p in list_checkpoints(self.directory.checkpoints)], log.stat().st_size if log.exists() else 0
+        log = self.files.metrics
+        return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
         """Refuse a model, prompts or a checkpoint that do not belong together; nothing has been written yet."""
@@ -422,15 +424,15 @@ class Run:
             )
         try:
             if self._sets_aside:
-                move_aside(self.directory)
+                move_aside(self.files)
             elif self.config.resume not in ("none", "auto"):
-                abandon_after(self.directory.checkpoints, resumed)
+                abandon_after(self.checkpoints, resumed)
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
-            save_config(replace(self.config, resume=resume), self.directory.config)
+            save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
-            raise unwritable(self.directory, error) from error
+            raise unwritable(self.files, error) from error
 
     def _measure_baseline(self) -> None:
         """Have the scores of update 0, and their record in the metrics, before the first update."""
@@ -464,7 +466,7 @@ class Run:
         """Look for a record of an update with these keys in the metrics. Collective."""
         found = False
         if self.world.is_main:
-            rows = read_metrics(self.directory.metrics)
+            rows = read_metrics(self.files.metrics)
             found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
 
@@ -509,13 +511,13 @@ class Run:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update, test, worse = self.trainer.update, None, self.progress.status.worse
         if self.world.is_main:
-            rows = sorted(read_metrics(self.directory.metrics), key=lambda row: row["update"])
+            rows = sorted(read_metrics(self.files.metrics), key=lambda row: row["update"])
             if rows:
-                with replacing(self.directory.reward_plot) as partial:
+                with replacing(self.files.reward_plot) as partial:
                     partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(
-            output_dir=self.directory.path,
+            output_dir=self.directory,
             update=update,
             finished=finished,
             test=test,

@@ -209,10 +209,9 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def benchmarks(folder: Path) -> dict[str, Any]:
-    """Cells of a smoke run, without the two GPUs that need NCCL throughout and have a test on the CPU."""
+    """Cells of a smoke run."""
     from benchmarks import device
 
-    device.SUITES = tuple(suite for suite in device.SUITES if suite.name != "two_ranks")
     device.main(["--smoke", "--output", str(folder / "smoke.json")])
     return json.loads((folder / "smoke.json").read_text())["cells"]
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from sage_fast.checkpoint.folder import checkpoint_name, list_checkpoints, update_of
 from sage_fast.config.errors import ConfigError, RunDirectoryError
-from sage_fast.config.load import read_config_file
 from sage_fast.config.schema import settings_of
 
 logger = logging.getLogger(__name__)
@@ -89,6 +88,8 @@ class RunDirectory(os.PathLike[str]):
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration by dotted key. ConfigError where there is none."""
+        from sage_fast.config.load import read_config_file  # its library may not be on a machine that measures
+
         if not self.is_run:
             raise ConfigError(f"{self} has no config.yaml, so it is no run. Give directories of `sage-fast train`.")
         return settings_of(read_config_file(self.config))

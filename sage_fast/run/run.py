@@ -30,7 +30,7 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads
+from sage_fast.config.sections import ModelConfig, check_heads
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -100,7 +100,7 @@ def build_trainer(
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
     if world.sp > 1:
-        _check_described_heads(config, world.sp)
+        _check_described_heads(config.model, world.sp)
     try:
         components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
@@ -114,10 +114,10 @@ def build_trainer(
         raise ConfigError(str(error)) from error
 
 
-def _check_described_heads(config: RunConfig, sp: int) -> None:
+def _check_described_heads(model: ModelConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
     try:
-        description = describe_model(config.model)
+        description = describe_model(model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])

@@ -284,7 +284,7 @@ def generate(
     if chosen is not None:
         config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
     generator = load_generator(config, records)
-    name = initial_weights(config)
+    name = initial_weights(config.model)
     if chosen is not None:
         path, weights = chosen
         generator.use_trained(weights)

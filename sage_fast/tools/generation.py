@@ -14,7 +14,7 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import EvaluationConfig
+from sage_fast.config.sections import EvaluationConfig, ModelConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder
@@ -172,12 +172,12 @@ def write_videos(
     return paths
 
 
-def initial_weights(config: RunConfig) -> str:
+def initial_weights(model: ModelConfig) -> str:
     """Name of the weights that a run starts from, with a digest of its adapter. ConfigError where there is none."""
-    if config.model.adapter is None:
+    if model.adapter is None:
         return "base"
     try:
-        return f"{config.model.adapter} ({weights_digest(Path(config.model.adapter))[:12]})"
+        return f"{model.adapter} ({weights_digest(Path(model.adapter))[:12]})"
     except ValueError as error:
         raise ConfigError(f"model.adapter: {error}") from error
 

@@ -171,7 +171,7 @@ class PairedEvaluation:
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
-        weights = initial_weights(self.config) if model == "base" else weights_digest(self.trained)
+        weights = initial_weights(self.config.model) if model == "base" else weights_digest(self.trained)
         settings = sampling_settings(self.config, "ode", weights) | {
             "noises": self.config.evaluation.noises,
             "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},

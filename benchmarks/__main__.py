@@ -9,14 +9,12 @@ SUITES = {
     "transformer": "the full size, fused, against diffusers: forward, training step, rollout step; attention backends",
     "iteration": "one whole GRPO iteration of the true model",
     "decode": "decoding a video, against diffusers",
-    "sharded": "a train step under FSDP2 on one rank, against the same unwrapped",
-    "two_ranks": "two GPUs: all-to-all, gathers beside computation, the slower rank",
     "cpu": "the fused forward and diffusers' in turns on a CPU, which the guard holds on every change",
 }
 """Command -> what it times; each is a file of benchmarks/suites."""
 COMMANDS = {
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
-    "guard": "exact budgets of benchmarks/budgets.yaml, and timings against the committed baseline",
+    "guard": "exact budgets of benchmarks/budgets.yaml, and limits of timings",
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
 }
 """Command -> what it does; each is a module with a main(argv)."""

@@ -98,6 +98,16 @@ def read_budgets(path: Path = BUDGETS) -> list[Budget]:
     return list(found.values())
 
 
+def timing_limits(kind: str) -> list[Budget]:
+    """The limits of what a run on a `cpu` or a `gpu` must have measured, see `results.ratios`."""
+    limits = yaml.safe_load(BUDGETS.read_text("utf-8"))["timings"][kind]
+    guards, source = "work, a copy or a graph that was added to our side", f"the timings in {BUDGETS.name}"
+    return [
+        Budget(name=name, unit="", rule="at most", limit=limit, guards=guards, source=source)
+        for name, limit in limits.items()
+    ]
+
+
 def _cases(limit: Any) -> Iterator[tuple[str, Any]]:
     """("/lora/full", number) of every case of a table, ("", number) of a single limit."""
     if not isinstance(limit, Mapping):

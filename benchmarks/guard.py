@@ -1,18 +1,16 @@
-"""The guard of throughput: exact budgets on any machine, and timings against a committed baseline.
+"""The guard of throughput: exact budgets on any machine, and limits of timings.
 
-    python -m benchmarks guard                      every budget of benchmarks/budgets.yaml; on a CPU the baseline
-    python -m benchmarks guard --only block         one group of budgets, or the baseline alone
-    python -m benchmarks guard --result RUN.json    this run against the baseline of its device
-    python -m benchmarks guard --kernels FILE       with the timings of `pytest --benchmark-json FILE` in it
+    python -m benchmarks guard                      every budget of benchmarks/budgets.yaml; on a CPU the timings
+    python -m benchmarks guard --only block         one group of budgets, or the timings alone
+    python -m benchmarks guard --result RUN.json    the timings of this run
 
 The run of a GPU is given: benchmarks/guard.sbatch makes one. On a CPU time is noise but for ratios: ours and diffusers'
-forward take turns, some twenty seconds. What regresses is measured again before it counts. Everything else is a count:
-operations, bytes, launches, kept tensors, waits, modules (`benchmarks.budgets`). Exit status 1 with a table of what
-regressed, and where something that budgets.yaml requires was not measured.
+forward take turns, some twenty seconds, and what is too slow is measured again before it counts. Everything else is a
+count: operations, bytes, launches, kept tensors, waits, modules (`benchmarks.budgets`). Exit status 1 with a table of
+what is over its limit or was not measured.
 """
 
 import argparse
-import importlib
 import json
 import sys
 from collections.abc import Sequence
@@ -20,16 +18,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import baseline, budgets, harness
-from benchmarks.baseline import Comparison
+from benchmarks import budgets, harness, results
 from benchmarks.budgets import Verdict
 from benchmarks.results import Result
-from benchmarks.session import CEILINGS, Session
+from benchmarks.session import Session
+from benchmarks.suites import cpu
 
-BASELINE = "baseline"
-"""Name of the timings for `--only`; they stand in no group of budgets."""
-REPETITIONS = 2
-"""Times that a flagged suite is measured again."""
+TIMINGS = "timings"
+"""Their name for `--only`; they stand in no group of budgets."""
+ATTEMPTS = 3
+"""Times that a CPU is measured before a limit counts as broken."""
 
 
 def number(value: float | None) -> str:
@@ -62,63 +60,52 @@ def regressions(verdicts: Sequence[Verdict]) -> str:
     return "\n".join(lines)
 
 
-def measure(suites: Sequence[str]) -> Result:
-    """A run of these suites on this machine."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def measure() -> Result:
+    """A run of the CPU's suite on this machine."""
     result: Result = {"environment": harness.environment(), "smoke": False, "cells": {}}
-    session = Session(device=device, smoke=False, result=result)
-    ceilings = [CEILINGS] if device.type == "cuda" else []
-    for suite in [
-        *ceilings,
-        *(s for name in suites for s in importlib.import_module(f"benchmarks.suites.{name}").SUITES),
-    ]:
+    session = Session(device=torch.device("cpu"), smoke=False, result=result)
+    for suite in cpu.SUITES:
         session.run(suite)
     return result
 
 
-def compare(given: Path | None, kernels: Path | None) -> Comparison:
-    """A given run, or on a CPU one that is made now, against the baseline; what regressed is measured again.
+def judge_timings(given: Path | None) -> list[Verdict]:
+    """Hold the timings of a given run, or on a CPU of one that is made now, to their limits.
 
     Raises:
-        ValueError: no run is given on a GPU, or the one that is cannot be compared.
+        ValueError: no run is given on a GPU, or the one that is given is not a full one.
     """
-    if given is not None:
-        now: Result = json.loads(given.read_text("utf-8"))
-    elif torch.cuda.is_available():
+    if given is None and torch.cuda.is_available():
         raise ValueError(
-            "The guard compares a run of this GPU: python -m benchmarks device --output RUN.json, --result."
+            "The guard is given the run of a GPU: python -m benchmarks device --output RUN.json, --result."
         )
-    else:
-        now = measure(["cpu"])
-    if kernels is not None:
-        now["cells"] = now.get("cells", {}) | baseline.from_pytest_benchmark(kernels)["cells"]
-    found = baseline.compare_run(now)
-    own = harness.environment()["gpu"] == now["environment"]["gpu"]
-    for _ in range(REPETITIONS):
-        if found.flagged and own:
-            found = found.confirmed(baseline.compare_run(measure(found.flagged)))
-    return found
+    verdicts: list[Verdict] = []
+    for _ in range(ATTEMPTS if given is None else 1):
+        run = measure() if given is None else json.loads(given.read_text("utf-8"))
+        if "environment" not in run or run.get("smoke"):
+            raise ValueError(f"{given} is not a full run of a benchmark: measure without --smoke.")
+        found = results.ratios(run)
+        limits = budgets.timing_limits("gpu" if run["environment"]["gpu"] else "cpu")
+        verdicts = [Verdict(limit, found.get(limit.name)) for limit in limits]
+        if all(verdict.ok for verdict in verdicts):
+            break
+    return verdicts
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 when a budget or the baseline is broken."""
+    """Command line; returns 1 when a budget or a limit of the timings is broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks guard", description=(__doc__ or "").split("\n")[0])
     every = list(budgets.MEASUREMENTS)
-    parser.add_argument("--only", action="append", choices=[*every, BASELINE], help="this alone; may be repeated")
+    parser.add_argument("--only", action="append", choices=[*every, TIMINGS], help="this alone; may be repeated")
     parser.add_argument("--result", type=Path, help="JSON file of a run; a CPU makes its own")
-    parser.add_argument("--kernels", type=Path, help="JSON file of pytest-benchmark, for the figures of the kernels")
     options = parser.parse_args(argv)
-    chosen = options.only or [*every, BASELINE]
+    chosen = options.only or [*every, TIMINGS]
     verdicts = budgets.judge(budgets.read_budgets(), [name for name in every if name in chosen])
     try:
-        comparison = compare(options.result, options.kernels) if options.result or BASELINE in chosen else None
+        verdicts += judge_timings(options.result) if options.result or TIMINGS in chosen else []
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    ok = all(verdict.ok for verdict in verdicts) and (comparison is None or comparison.ok)
-    if comparison is not None:
-        print(f"{comparison.table()}\n")
-    if verdicts:
-        failed = regressions(verdicts)
-        print(table(verdicts), f"REGRESSED\n{failed}" if failed else f"All {len(verdicts)} budgets hold.", sep="\n\n")
-    return 0 if ok else 1
+    failed = regressions(verdicts)
+    print(table(verdicts), f"REGRESSED\n{failed}" if failed else f"All {len(verdicts)} budgets hold.", sep="\n\n")
+    return 1 if failed else 0

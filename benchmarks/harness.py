@@ -204,50 +204,23 @@ def release(module: torch.nn.Module | None = None) -> None:
 
 # ------------------------------------------------------------------------------------------ state of the machine
 
-CLOCK_LIMITS = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "thermal, software",
-    0x40: "thermal, hardware",
-    0x80: "power brake",
-}
-"""Bits of NVML's clocks event reasons: what keeps the clocks below their maximum."""
-
 
 def gpu_state() -> dict[str, Any] | None:
-    """State of the current GPU by NVML; None without one or without NVML.
+    """State of the current GPU by NVML, as far as it says: clock, power and temperature; None without a GPU.
 
-    Example:
-        ``{"driver": "580.1", "sm_mhz": 1980, "sm_mhz_max": 1980, "clock_limits": [], "power_w": 412.0,
-        "temperature_c": 51}``; a reading that this GPU does not have (most of them in a slice of a GPU) is left out.
+    Example: ``{"sm_mhz": 1980, "power_w": 412.0, "temperature_c": 51}``
     """
     if not torch.cuda.is_available():
         return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        # Found by its UUID: CUDA_VISIBLE_DEVICES renumbers, NVML does not.
-        handle = torch.cuda._get_pynvml_handler()
-    except (RuntimeError, pynvml.NVMLError):  # such as a container without the driver's library
-        return None
-
-    def clock_limits() -> list[str]:
-        bits = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-        return [name for bit, name in CLOCK_LIMITS.items() if bits & bit]
-
     readings: dict[str, Callable[[], Any]] = {
-        "driver": pynvml.nvmlSystemGetDriverVersion,
-        "sm_mhz": lambda: pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "sm_mhz_max": lambda: pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM),
-        "clock_limits": clock_limits,
-        "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
-        "temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
+        "sm_mhz": torch.cuda.clock_rate,
+        "power_w": lambda: torch.cuda.power_draw() / 1e3,
+        "temperature_c": torch.cuda.temperature,
     }
     state = {}
     for name, read in readings.items():
-        with contextlib.suppress(pynvml.NVMLError):
+        # No library, no driver in a container, or no such reading in a slice of a GPU: each raises its own.
+        with contextlib.suppress(Exception):
             state[name] = read()
     return state
 

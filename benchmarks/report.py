@@ -3,7 +3,6 @@
     python -m benchmarks report                print the tables of benchmarks/results/*/*.json
     python -m benchmarks report FILE ...       of these files alone
     python -m benchmarks report --write        renew the documents
-    python -m benchmarks report --history FILE plot what the guard requires over all runs
 
 A document holds blocks between `<!-- benchmark NAME: begin -->` and `<!-- benchmark NAME: end -->`; `BLOCKS` has the
 names, and a test holds the documents to the results. Of the files of one device the newest one that holds a cell
@@ -21,9 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks import baseline, goals, harness, results
+from benchmarks import harness, results
 from benchmarks.results import Record, Result
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
@@ -34,10 +31,9 @@ from sage_fast.planning.layout import least_gpus
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
-HEADLINES = ("forward B vs P1", "forward B vs P2", "train B vs P2", "video B: rollout, anchor, train")
+HEADLINES = ("transformer forward B / P1", "transformer forward B / P2", "transformer train B / P2")
 GPU_TABLES = {
     "Steps of the full-size transformer": ("transformer",),
-    "FSDP2 on one rank": ("sharded",),
     "Attention backends": ("attention",),
     "Kernels": ("kernels",),
 }
@@ -144,26 +140,21 @@ def suite_block(found: Results, *, suites: Sequence[str]) -> str:
 
 
 def gpu_block(found: Results) -> str:
-    """Goals and timings of every GPU, or one sentence where there is no result of any."""
+    """Timings of every GPU, or one sentence where there is no result of any."""
     gpus = [device for device in found if device.is_gpu]
     if not gpus:
         return NO_GPU
-    columns = [goals.outcomes(device.result) for device in gpus]
-    head = ("figure", "target", "floor", *(device.name for device in gpus))
-    rows = [
-        [same[0].name, same[0].target or "–", same[0].floor or "–", *(outcome.text for outcome in same)]
-        for same in zip(*columns, strict=True)
-    ]
-    tables = [f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items()]
-    return "\n".join([markdown(head, rows), *tables])
+    return "\n".join(f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items())
 
 
 def headline_block(found: Results) -> str:
     """A few lines for the front page."""
     lines = []
     for device in found:
-        measured = {goal.name: goal.measured for goal in goals.outcomes(device.result) if goal.measured}
-        shown = [f"{name}: {measured[name]}" for name in HEADLINES if name in measured]
+        ratios = results.ratios(device.result)
+        shown = [
+            f"{name.removeprefix('transformer ')}: {1 / ratios[name]:.2f}x" for name in HEADLINES if name in ratios
+        ]
         if device.is_gpu and shown:
             lines.append(f"* {device.name}: {'; '.join(shown)}\n")
     return "".join(lines) or NO_GPU
@@ -247,48 +238,16 @@ def document(text: str, found: Results) -> str:
 # ------------------------------------------------------------------------------------------ the command
 
 
-def plot_history(files: Iterable[Path], target: Path) -> None:
-    """Ratios that the guard requires over the committed runs of every device, oldest first, as one plot."""
-    from matplotlib.figure import Figure
-
-    required = {
-        name for names in yaml.safe_load(baseline.FILE.read_text("utf-8"))["required"].values() for name in names
-    }
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.subplots()
-    runs = sorted(files, key=lambda path: path.name)
-    for device in sorted({path.parent.name for path in runs}):
-        lines: dict[str, list[tuple[str, float]]] = {}
-        for path in (path for path in runs if path.parent.name == device):
-            for name, ratio in baseline.ratios(json.loads(path.read_text("utf-8"))).items():
-                if name in required:
-                    lines.setdefault(name, []).append((path.stem[:20], ratio.value))
-        for name, points in lines.items():
-            first = points[0][1]
-            days, values = zip(*points, strict=True)
-            axes.plot(days, [value / first for value in values], marker="o", label=f"{device}: {name}")
-    axes.axhline(1.0, color="gray", linewidth=0.5)
-    axes.set_ylabel("figure over that of the first run (less is better)")
-    axes.tick_params(axis="x", labelrotation=30)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small")
-    figure.savefig(target)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 2 where a file or a document is not what it should be."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="*", type=Path, help="result files; default benchmarks/results/*/*.json")
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--write", action="store_true", help="renew the documents, from all committed results")
-    mode.add_argument("--history", type=Path, metavar="FILE", help="plot the guard's figures over all runs")
+    parser.add_argument("--write", action="store_true", help="renew the documents, from all committed results")
     options = parser.parse_args(argv)
     files = committed_files() if options.write or not options.files else options.files
     try:
         found = read_results(files)
-        if options.history is not None:
-            plot_history(files, options.history)
-        elif options.write:
+        if options.write:
             for name in DOCUMENTS:
                 text = (ROOT / name).read_text("utf-8")
                 (ROOT / name).write_text(document(text, found), "utf-8")

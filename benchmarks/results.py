@@ -58,6 +58,30 @@ def ceiling(result: Result, name: str) -> float | None:
     return None if row is None else float(row["rate"])
 
 
+def ratios(result: Result) -> dict[str, float]:
+    """Ours over each contender of the same step and shape, by name, seconds of an iteration's video and gigabytes; less
+    is better. What failed its parity has none.
+    """
+    found: dict[str, float] = {}
+    timings = rows(result)
+    for (suite, step, shape), contenders in timings.items():
+        if (ours := contenders.get("ours")) is None:
+            continue
+        name, median = name_of(suite, step, shape), ours["seconds"]["median"]
+        # The split gradient and the single pass stand beside the peers' training step.
+        beside = timings.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
+        for who, row in ((beside | contenders) | {"ours": ours}).items():
+            if who != "ours":
+                # Where they took turns, the median of the turns' ratios.
+                turns = ours.get("over", {}).get(who)
+                found[f"{name} / {who}"] = turns["median"] if turns else median / row["seconds"]["median"]
+        if "videos" in ours:
+            found[f"{name} seconds per video"] = median / ours["videos"]
+        if "peak_memory_gb" in ours:
+            found[f"{name} GB of memory"] = ours["peak_memory_gb"]
+    return found
+
+
 def duration(seconds: Mapping[str, float]) -> str:
     """Median and the quantiles at .2 and .8, in a unit that suits them."""
     scale, unit, digits = (1.0, "s", 2)
@@ -86,16 +110,14 @@ HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", ""
 
 
 def table(result: Result) -> str:
-    """A run in a screenful or two: every figure, what is missing and why, and the goals."""
-    from benchmarks import goals
-
+    """A run in a screenful or two: every figure, and what is missing and why."""
     lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""] if result["smoke"] else []
     form = "{:44} {:30} {:>13} {:>10} {:>8} {:>9}  {}"
     lines.append(form.format("", *HEAD).rstrip())
     for (suite, step, shape), contenders in rows(result).items():
         for contender, row in contenders.items():
             lines.append(form.format(name_of(suite, step, shape, contender), *cells_of(row, contenders)).rstrip())
-    lines += ["", *problems(result), "", *goals.lines(result)]
+    lines += ["", *problems(result)]
     if not succeeded(result):
         lines += ["", "Not everything was measured and passed. The same command goes on from here."]
     return "\n".join(lines)

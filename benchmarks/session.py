@@ -2,8 +2,8 @@
 
 A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a record:
 
-    status     "done", or why there is nothing: "failed: ...", "out of memory: ...", "stopped ...", "skipped: ...",
-               "absent: ..." (no library), and "running" where the whole run was killed in the middle of it
+    status     "done", or why there is nothing: "failed: ...", "out of memory: ...", "skipped: ...", "absent: ..." (no
+               library), and "running" where the whole run was killed in the middle of it
     run        when its run began, on the machine's clock: in its own run a cell is tried once
     needs      cells of parity checks that must have passed; what stands behind a missing or red one does not count
     errors, bounds, passed   of a parity check
@@ -13,12 +13,11 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
 
 The file is written before and after every cell, and a later run with the same file goes on with what is missing.
 
-A supervised run (`supervise`) measures in a child process. Where that can measure no more (a sticky CUDA error), is
-ended by a signal, or hangs where Python cannot stop it, another one goes on with the next cell.
+A run measures in a child process (`supervise`). Where that can measure no more (a sticky CUDA error), is ended by a
+signal, or has used up a cell's time, another one goes on with the next cell.
 """
 
 import argparse
-import contextlib
 import faulthandler
 import importlib
 import json
@@ -49,17 +48,13 @@ SETTLED = ("done", "absent")
 """How the status of a cell begins that a later run does not repeat; other libraries make it another run."""
 RUNNING = "running"
 """Status of a cell from its beginning to its end."""
-GRACE = 10.0
-"""Seconds after a cell's time in which Python may stop it; then its process is ended."""
 RED, REFUSED = 10, 2
 """Exit statuses of a child process that came to its end: something is missing; it cannot run at all."""
 MOST_RESTARTS = 20
 MOST_SECONDS = 3600.0
 """Of a cell without a limit, after which its process is ended all the same."""
-SETUP_SECONDS = 60.0
+LEAST_SECONDS = 60.0
 """That a suite may take between two of its cells before its process is ended."""
-ASSUMED_MFU = 0.35
-"""For the guess whether a cell still fits into the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +62,6 @@ class Cell:
     """One measurement or parity check.
 
     work: returns the record without `status`, which it may set itself. needs: parity cells, by full name.
-    seconds: a guess; a cell that does not fit into the time is skipped.
 
     Example: `Cell(suite="decode", name="B ours", work=..., needs=("decode parity B",))`
     """
@@ -76,7 +70,6 @@ class Cell:
     name: str
     work: Callable[[], Record]
     needs: tuple[str, ...] = ()
-    seconds: float = 0.0
 
     @property
     def key(self) -> str:
@@ -94,29 +87,6 @@ class Suite:
     name: str
     cells: Callable[["Session"], Iterator[Cell]]
     limit: float = math.inf
-
-
-class CellTimeout(BaseException):
-    """A cell has used its time up. No `Exception`, so that nothing that is measured takes it for its own."""
-
-
-@contextlib.contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `CellTimeout` in this context after `seconds`."""
-    if math.isinf(seconds):
-        yield
-        return
-
-    def stop(number: int, frame: object) -> None:
-        raise CellTimeout
-
-    handler = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, handler)
 
 
 @dataclass(kw_only=True)
@@ -158,11 +128,11 @@ class Session:
         if self._tried(setup):
             return
         self.cells[setup] = self._begun(suite.name)
-        self._end_process_after(SETUP_SECONDS)
+        self._end_process_after(LEAST_SECONDS)
         try:
             for cell in suite.cells(self):
                 self.measure(cell)
-                self._end_process_after(SETUP_SECONDS)
+                self._end_process_after(LEAST_SECONDS)
             harness.release()
         except Exception as error:  # noqa: BLE001  what a suite does between its cells may fail like a cell
             self.cells[setup] |= {"status": failure(error)}
@@ -190,13 +160,11 @@ class Session:
             record = {"status": f"skipped: {red[0]} has not passed"}
         elif self.left <= 0:
             record = {"status": "skipped: the time is used up"}
-        elif self.left < cell.seconds:
-            record = {"status": f"skipped: it takes about {cell.seconds:.0f} s and {self.left:.0f} s are left"}
         else:
             self.cells[cell.key] = self._begun(cell.suite)
             self.save()
             print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
-            record = self._work(cell.work, self.left)
+            record = self._work(cell.work)
         self.cells[cell.key] = self._begun(cell.suite) | {"needs": list(cell.needs)} | record
         self.save()
         if record["status"].startswith("failed"):
@@ -227,21 +195,18 @@ class Session:
                 self.cells[key] |= {"status": "failed: its process ended in it, see the output"}
 
     def _end_process_after(self, seconds: float) -> None:
-        """End a supervised process that then hangs where Python cannot stop it, as inside CUDA."""
+        """End a supervised process that is not done then, also inside CUDA, where Python could not stop it."""
         if self.supervised:
-            faulthandler.dump_traceback_later(min(seconds, MOST_SECONDS) + GRACE, exit=True)
+            faulthandler.dump_traceback_later(min(seconds, MOST_SECONDS), exit=True)
 
-    def _work(self, work: Callable[[], Record], seconds: float) -> Record:
-        record: Record
+    def _work(self, work: Callable[[], Record]) -> Record:
+        record: Record = {"status": "done"}
         telemetry: Record = {}
-        done: Record = {"status": "done"}
-        self._end_process_after(seconds)
+        self._end_process_after(self.left)
         try:
-            with harness.telemetry() as telemetry, time_limit(seconds):
-                record = done | work()
+            with harness.telemetry() as telemetry:
+                record |= work()
                 harness.wait(self.device)
-        except CellTimeout:
-            record = {"status": f"stopped after {seconds:.0f} s"}
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a library raises is this cell's failure
             record = {"status": failure(error)}
         harness.device_clock.reset()
@@ -255,11 +220,6 @@ class Session:
                 row |= {"rate": row[work] / row["seconds"]["median"] / scale, "unit": unit}
                 if (limit := results.ceiling(self.result, ceiling)) is not None:
                     row["share"] = row["rate"] / limit
-
-    def guess(self, flop: float) -> float:
-        """Seconds that a cell of `flop` operations takes: one call to compare, one to warm up, two rounds."""
-        peak = results.ceiling(self.result, "matmul")
-        return 0.0 if peak is None or self.smoke else 4 * flop / (ASSUMED_MFU * peak * 1e12)
 
     def time(self, call: Callable[[], object], *, rounds: int, calls: int = 1, warmup: int = 1) -> Quantiles:
         """Quantiles of a call within what this cell may take; a smoke run makes two rounds."""
@@ -433,8 +393,16 @@ def _earlier_result(path: Path, own: Result) -> Result:
     return found
 
 
-def main(name: str, argv: Sequence[str] | None = None) -> int:
+def run_command(name: str, suites: Sequence[Suite], argv: Sequence[str], about: str | None, **options: Any) -> int:
+    """A command: its suites in a child process, or in this one for a smoke run. Options as `execute`."""
+    parsed = parser_of(name, about).parse_args(argv)
+    if parsed.started is None and not parsed.smoke:
+        return supervise(("benchmarks", name), argv)
+    return execute(suites, parsed, **options)
+
+
+def main(name: str, argv: Sequence[str]) -> int:
     """The command of one suite, `benchmarks/suites/<name>.py`."""
     module = importlib.import_module(f"benchmarks.suites.{name}")
-    options = parser_of(name, module.__doc__).parse_args(argv)
-    return execute(module.SUITES, options, suffix=f"-{name}", on_cpu=getattr(module, "ON_CPU", False))
+    on_cpu = getattr(module, "ON_CPU", False)
+    return run_command(name, module.SUITES, argv, module.__doc__, suffix=f"-{name}", on_cpu=on_cpu)

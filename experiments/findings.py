@@ -9,9 +9,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 from sage_fast.config.files import replacing
-from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import FREE, digest, marked_keys
-from sage_fast.tools.comparison import TOLD
+from sage_fast.config.schema import tried_settings
+from sage_fast.config.sections import digest
 
 COST = "core_seconds"
 """Quantity of an experiment's cost: seconds of one core, for all its arms and seeds."""
@@ -123,8 +122,7 @@ def read_findings(path: Path) -> Findings:
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
     """Eight characters that differ for configurations that differ in more than place, machine and seed."""
-    ignored = {*marked_keys(RunConfig, FREE), "seed"} - TOLD
-    return digest({key: value for key, value in settings.items() if key not in ignored})[:8]
+    return digest(tried_settings(settings))[:8]
 
 
 def made_with(environment: Mapping[str, Any]) -> dict[str, str]:

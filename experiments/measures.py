@@ -21,7 +21,7 @@ from experiments.exact_policy import ExactWorld
 from experiments.findings import COST, Finding, made_with, settings_digest, write_findings
 from experiments.testbed import measure_testbed
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import SDEType
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
@@ -29,7 +29,6 @@ from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory
 from sage_fast.run.provenance import describe_environment
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, transition_table
-from sage_fast.tools.comparison import WHOLE
 
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""
@@ -211,7 +210,7 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     first, seconds = rows[0], time.process_time() - start
     rows.append(Finding(experiment=first.experiment, quantity=COST, arm="all", seed=first.seed, value=seconds))
     made: dict[str, Any] = made_with(describe_environment())
-    made["settings"] = settings_digest(by_dotted_key(to_dict(config), whole=WHOLE))
+    made["settings"] = settings_digest(settings_of(to_dict(config)))
     write_findings(result, [replace(row, **made) for row in rows])
 
 

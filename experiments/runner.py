@@ -35,15 +35,13 @@ from experiments.measures import TABLES, noise_of_steps
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
-from sage_fast.config.sections import FREE, marked_keys
-from sage_fast.evaluation import OVERALL, REWARD
-from sage_fast.policy.adapters import open_model
+from sage_fast.config.schema import settings_of, to_dict, tried_settings
+from sage_fast.evaluation import OVERALL, REWARD, Evaluation
+from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import base_digest
 from sage_fast.policy.trained import weights_digest
-from sage_fast.run.provenance import FILE_NAME as ENVIRONMENT
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.provenance import describe_environment
-from sage_fast.tools.comparison import TOLD, WHOLE, TrainedRun
 
 SETTLED = 4
 """Updates before the KL's share is taken: at the first the policy is its own anchor, and the KL has no gradient."""
@@ -124,7 +122,7 @@ class Study:
     def begin(self) -> None:
         """Note the base model. ConfigError where it cannot be loaded, or the folder has results of another."""
         try:
-            components = open_model(self.config.model, self.config.lora)
+            components = load_model(self.config.model, self.config.lora, read=False)
             base = base_digest(components.transformer, components.weights)
             if self.config.model.adapter is not None:
                 base += weights_digest(Path(self.config.model.adapter))
@@ -172,7 +170,7 @@ class Study:
         """Findings of a measurement; none where it is missing. ConfigError where another configuration made it."""
         file = self._result(name)
         rows = read_findings(file).rows if file.is_file() else []
-        if rows and rows[0].settings != settings_digest(by_dotted_key(to_dict(self.config), whole=WHOLE)):
+        if rows and rows[0].settings != settings_digest(settings_of(to_dict(self.config))):
             raise ConfigError(f"{file} is of another configuration. Choose another --output, or move it away.")
         return rows
 
@@ -201,20 +199,20 @@ class Study:
         Raises:
             ConfigError: there is a run of another configuration.
         """
-        run = TrainedRun(self._run(training))
-        if not (run.folder / "config.yaml").is_file():
+        run = RunDirectory(self._run(training))
+        if not run.is_run:
             return False
         config = load_config(self.files, self._overrides(training))
-        free = {*marked_keys(RunConfig, FREE)} - TOLD
-        expected = by_dotted_key(json.loads(json.dumps(to_dict(config))), whole=WHOLE)
-        for key, value in expected.items():
-            if key not in free and key in run.settings and run.settings[key] != value:
+        expected = settings_of(json.loads(json.dumps(to_dict(config))))
+        for key, value in [*tried_settings(expected).items(), ("seed", training.seed)]:
+            if key in run.settings and run.settings[key] != value:
                 raise ConfigError(
-                    f"{run.folder} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
+                    f"{run} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
                     "Choose another --output, or move that folder away."
                 )
-        result = run.folder / "evaluation" / "result.json"
-        return result.is_file() and json.loads(result.read_text("utf-8"))["after"] >= config.training.num_updates
+        return (
+            run.result.is_file() and json.loads(run.result.read_text("utf-8"))["after"] >= config.training.num_updates
+        )
 
     def findings(self) -> Findings:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
@@ -232,9 +230,8 @@ class Study:
 
     def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
         """Findings of a finished training."""
-        run = TrainedRun(self._run(training))
-        environment = run.folder / ENVIRONMENT
-        made = made_with(json.loads(environment.read_text("utf-8"))) if environment.is_file() else {}
+        run = RunDirectory(self._run(training))
+        made = made_with(json.loads(run.environment.read_text("utf-8"))) if run.environment.is_file() else {}
         common: dict[str, Any] = {"experiment": experiment, "arm": training.arm, "seed": training.seed}
         common |= made | {"settings": settings_digest(run.settings)}
 
@@ -242,7 +239,7 @@ class Study:
             numbers = {"n": max(1, len(parts)), "parts": tuple(parts), **more}
             return Finding(quantity=quantity, value=value, **common, **numbers)
 
-        for column, values in run.evaluation(max(run.evaluations)).columns().items():
+        for column, values in Evaluation.load(run.evaluation(max(run.evaluations()))).columns().items():
             name = {REWARD: "reward", OVERALL: "overall"}.get(column, column)
             yield found(PER_PROMPT + name, fmean(values), values, stderr=stdev(values) / len(values) ** 0.5)
         curve = list(run.curve("reward/mean").values())

@@ -13,18 +13,9 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import write_text
 from sage_fast.config.sections import EvaluationConfig
-from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
+from sage_fast.records import Prompt, Trajectory
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rollout import (
-    VideoScoring,
-    initial_latents,
-    micro_batches,
-    noise_keys,
-    policy_velocity,
-    sample_trajectory,
-)
-from sage_fast.sde import TransitionTable
+from sage_fast.rollout import Sampler, VideoScoring, micro_batches
 
 REWARD = "Reward"
 """Name in tables of the weighted sum of the scores, which is what was trained on."""
@@ -288,44 +279,16 @@ def format_comparison(tests: Mapping[str, PairedTest]) -> str:
     return "\n".join(lines)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSampling:
-    """How an evaluation samples its videos.
-
-    noises: videos of each prompt. embed: conditioning of a prompt, on `device`. table: of the sampler.
-    latent_shape: (C, F, H, W). seed: of the noise.
-    batch_size: videos that go through the model at once.
-    """
-
-    policy: GuidedPolicy
-    embed: Callable[[Prompt], PromptEmbeds]
-    table: TransitionTable
-    latent_shape: tuple[int, int, int, int]
-    seed: int
-    batch_size: int
-    noises: int = 1
-    device: torch.device | str = "cpu"
-
-    def batch(self, members: Sequence[tuple[Prompt, int]]) -> list[Sample]:
-        """Samples of prompts and their members."""
-        return [Sample(prompt=prompt, embeds=self.embed(prompt), member=member) for prompt, member in members]
-
-    def sample(self, batch: Sequence[Sample]) -> Trajectory:
-        """Latents of one batch."""
-        keys = noise_keys(batch, self.seed, update=0, usual=EvaluationConfig.seed)
-        initial = initial_latents(keys, self.latent_shape, self.device)
-        return sample_trajectory(policy_velocity(self.policy, batch), batch, keys, self.table, initial)
-
-
 def evaluate(
-    sampling: EvaluationSampling,
+    sampler: Sampler,
     scoring: VideoScoring,
     prompts: Sequence[Prompt],
+    section: EvaluationConfig,
     *,
     return_videos: Collection[int] = (),
     on_video: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[Evaluation, dict[int, Tensor]]:
-    """Generate and score `sampling.noises` videos per prompt.
+    """Generate and score `section.noises` videos per prompt.
 
     Collective: batches are dealt to the data-parallel ranks in turn.
 
@@ -347,17 +310,17 @@ def evaluate(
     videos: dict[int, Tensor] = {}
     sampled: list[tuple[int, int, Trajectory]] = []
     # The first videos of all prompts come first, so a video's number is its prompt's there.
-    members = [(prompt, member) for member in range(sampling.noises) for prompt in prompts]
-    batches = list(micro_batches(members, sampling.batch_size))
+    members = [(prompt, member) for member in range(section.noises) for prompt in prompts]
+    batches = list(micro_batches(members, section.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
         # A rank that has run out samples the first batch again and drops it: ranks that share weights run in step.
         number = done * world.dp_degree + world.dp_rank
-        batch = sampling.batch(batches[number if number < len(batches) else 0])
+        batch = sampler.samples(batches[number if number < len(batches) else 0])
         scoring.progress("evaluation", done, len(rounds), describe_batch(batch))
-        trajectory = sampling.sample(batch)
+        trajectory = sampler(batch)
         if number < len(batches):
-            sampled.append((number * sampling.batch_size, done * sampling.batch_size, trajectory))
+            sampled.append((number * section.batch_size, done * section.batch_size, trajectory))
         # Ranks that share a video wait until each has one to decode.
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
@@ -369,19 +332,19 @@ def evaluate(
                     on_video(place, video.cpu())
         sampled.clear()
     scores, failed = scoring.gather(len(members))
-    failed = failed.view(sampling.noises, -1).any(0)
+    failed = failed.view(section.noises, -1).any(0)
     if bool(failed.all()):
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     for others in world.gather_to_main(videos):
         videos |= others
-    columns = {name: column.view(sampling.noises, -1)[:, ~failed] for name, column in scores.items()}
+    columns = {name: column.view(section.noises, -1)[:, ~failed] for name, column in scores.items()}
     scores = {name: column.mean(0) for name, column in columns.items()}
     yes_no = [name for name, column in columns.items() if bool((column * (1 - column) == 0).all())]
     return Evaluation(
         prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
-        noises=sampling.noises,
+        noises=section.noises,
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
         shown={name: columns[name][0].tolist() for name in yes_no},

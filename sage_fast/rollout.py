@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
-from sage_fast.config.sections import RolloutConfig, TrainingConfig
+from sage_fast.config.sections import EvaluationConfig, RolloutConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
@@ -25,7 +25,7 @@ from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Prompt, Sample, Trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, describe_batch
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
@@ -134,6 +134,56 @@ def sample_trajectory(
         x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
     return Trajectory(
         samples=list(samples), keys=list(keys), table=table, latents=latents, velocities=velocities, final=x
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Samples videos of prompts from a loaded model: those of a rollout, of an evaluation, and of `generate`.
+
+    velocity: of a batch and the keys of its noise. embed: conditioning of a text. initial: noise to start from. table:
+    the steps. seed, update, usual: of the noise, see `noise_seed`. kernels, keep_steps: see `sample_trajectory`.
+    """
+
+    velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
+    embed: Callable[[str], PromptEmbeds]
+    initial: Callable[[Sequence[NoiseKey]], Tensor]
+    table: TransitionTable
+    seed: int
+    update: int = 0
+    usual: int = 0
+    kernels: Kernels = REFERENCE
+    keep_steps: bool = True
+
+    def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
+        """Samples of prompts and their members."""
+        return [Sample(prompt=p, embeds=self.embed(p.text), member=member) for p, member in members]
+
+    def __call__(self, batch: Sequence[Sample]) -> Trajectory:
+        """Latents of one micro-batch."""
+        keys = noise_keys(batch, self.seed, self.update, self.usual)
+        velocity, initial = self.velocity(batch, keys), self.initial(keys)
+        return sample_trajectory(velocity, batch, keys, self.table, initial, self.kernels, keep_steps=self.keep_steps)
+
+
+def evaluation_sampler(
+    rollout: RolloutConfig,
+    evaluation: EvaluationConfig,
+    policy: GuidedPolicy,
+    embed: Callable[[str], PromptEmbeds],
+    initial: Callable[[Sequence[NoiseKey]], Tensor],
+    *,
+    sde_type: str = "ode",
+) -> Sampler:
+    """The sampler of a run's evaluations, which videos are made with afterwards too."""
+    sigmas = sigma_schedule(evaluation.num_steps or rollout.num_steps, rollout.shift)
+    return Sampler(
+        velocity=lambda batch, keys: policy_velocity(policy, batch),
+        embed=embed,
+        initial=initial,
+        table=transition_table(sde_type, sigmas, rollout.eta),
+        seed=evaluation.seed,
+        usual=EvaluationConfig.seed,
     )
 
 

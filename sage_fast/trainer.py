@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_g
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-from sage_fast.evaluation import Evaluation, EvaluationSampling, evaluate
+from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder
 from sage_fast.models.stored import StoredWeights
+from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
 from sage_fast.optim import unusual_movement
-from sage_fast.policy.adapters import add_initial_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
@@ -39,16 +40,15 @@ from sage_fast.rewards.base import describe_batch, generator_state, load_generat
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     Progress,
+    Sampler,
     VideoScoring,
+    evaluation_sampler,
     fixed_starts,
     initial_latents,
     micro_batches,
     noise_key,
-    noise_keys,
     rollout_table,
-    sample_trajectory,
 )
-from sage_fast.sde import sigma_schedule, transition_table
 from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Trainer:
 
     Args:
         config: the run.
-        components: the video model; its transformer is modified in place (adapters, requires_grad).
+        components: the model, as `load_model` gives it; its transformer is modified in place (adapters, requires_grad).
         reward: what is maximised.
         prompts: training prompts.
         eval_prompts: prompts of the paired evaluation.
@@ -186,7 +186,6 @@ class Trainer:
         config, transformer = self.config, components.transformer
         self.model_digest = base_digest(transformer, components.weights)
         """Digest of the weights that the run starts from."""
-        add_initial_adapter(transformer, config.model, config.lora)
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         self.engine = self._make_engine(transformer, components.weights)
         self.parameters = self.engine.parameters
@@ -254,6 +253,22 @@ class Trainer:
         rollout, members = self.config.rollout, self.config.rollout.num_generations
         samples = make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), members, self.own_videos)
         table = rollout_table(rollout, self.rollouts)
+
+        def initial(keys: Sequence[NoiseKey]) -> Tensor:
+            starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
+            group = members if rollout.shared_initial_noise else 1
+            return initial_latents(starts, self.latent_shape, self.device, group=group)
+
+        sampler = Sampler(
+            velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
+            embed=self.embed,
+            initial=initial,
+            table=table,
+            seed=self.config.seed,
+            update=self.update,
+            kernels=self.kernels,
+            keep_steps=self.objective.keeps_steps,
+        )
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
@@ -261,13 +276,7 @@ class Trainer:
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
-                keys = noise_keys(batch, self.config.seed, self.update)
-                starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
-                group = members if rollout.shared_initial_noise else 1
-                initial = initial_latents(starts, self.latent_shape, self.device, group=group)
-                velocity = self.objective.velocity(batch, keys, table)
-                keep = self.objective.keeps_steps
-                trajectory = sample_trajectory(velocity, batch, keys, table, initial, self.kernels, keep_steps=keep)
+                trajectory = sampler(batch)
             trajectories.append(trajectory)
             unscored.append((self.own_videos.start + done * rollout.videos_at_once, trajectory))
             if self.world.sp > 1 and done + 1 < len(batches):
@@ -403,20 +412,11 @@ class Trainer:
 
     def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
         """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights."""
-        config, evaluation = self.config, self.config.evaluation
-        sigmas = sigma_schedule(config.evaluation_steps, config.rollout.shift)
-        sampling = EvaluationSampling(
-            policy=self.policy,
-            embed=lambda prompt: self.embed(prompt.text),
-            table=transition_table("ode", sigmas, config.rollout.eta),
-            latent_shape=self.evaluation_latent_shape,
-            seed=evaluation.seed,
-            batch_size=evaluation.batch_size,
-            noises=evaluation.noises,
-            device=self.device,
-        )
+        section = self.config.evaluation
+        initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
+        sampler = evaluation_sampler(self.config.rollout, section, self.policy, self.embed, initial)
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            return evaluate(sampling, self._new_scoring(), self.eval_prompts, return_videos=return_videos)
+            return evaluate(sampler, self._new_scoring(), self.eval_prompts, section, return_videos=return_videos)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""

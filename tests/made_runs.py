@@ -11,7 +11,7 @@ from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
 from sage_fast.run import media, page, run
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import read_metrics
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
 

@@ -39,28 +39,13 @@ def cases_of(spec: OpSpec, *, smoke: bool) -> tuple[Case, ...]:
     return (next((case for case in spec.test_cases if case.id.startswith("odd")), spec.test_cases[0]),)
 
 
-Checked = Iterable[tuple[Case, torch.dtype]]
-
-
-def trained_cases(spec: OpSpec, *, smoke: bool) -> Checked:
-    """Cases of training: the timed shapes in their type."""
-    return ((case, spec.bench_dtype) for case in cases_of(spec, smoke=smoke))
-
-
-def wide_cases(spec: OpSpec, *, smoke: bool) -> Checked:
-    """Every test shape in every type, and on a GPU the timed shapes in the types that training does not run."""
-    every = itertools.product(spec.test_cases + (() if smoke else spec.bench_cases), spec.dtypes)
-    trained = [(case.id, dtype) for case, dtype in trained_cases(spec, smoke=smoke)]
-    return ((case, dtype) for case, dtype in every if (case.id, dtype) not in trained)
-
-
-def check(spec: OpSpec, device: torch.device, checked: Checked) -> Record:
-    """An op against the oracle."""
+def check(spec: OpSpec, device: torch.device, cases: Iterable[Case]) -> Record:
+    """An op against the oracle, as training calls it."""
     comparisons: list[parity.Comparison] = []
     failed: list[str] = []
-    for case, dtype in checked:
+    for case in cases:
         try:
-            found = parity.compare(spec, case, dtype, device)
+            found = parity.compare(spec, case, spec.bench_dtype, device)
         except ValueError as error:
             failed.append(f"{case.id}: {error}")
             continue
@@ -121,7 +106,7 @@ def chosen_ops(session: Session) -> list[OpSpec]:
 def parity_cells(session: Session) -> Iterator[Cell]:
     """Every op as training calls it, which its timings rest on."""
     for spec in chosen_ops(session):
-        work = partial(check, spec, session.device, trained_cases(spec, smoke=session.smoke))
+        work = partial(check, spec, session.device, cases_of(spec, smoke=session.smoke))
         yield Cell(suite=SUITE, name=f"parity {spec.name}", work=work)
 
 
@@ -135,13 +120,6 @@ def red_ops(result: Result) -> tuple[str, ...]:
         for name, record in checks.items()
         if record.get("passed") is False or record.get("status", "").startswith("failed")
     )
-
-
-def wide_cells(session: Session) -> Iterator[Cell]:
-    """Every op at odd shapes and in the other types."""
-    for spec in chosen_ops(session):
-        work = partial(check, spec, session.device, wide_cases(spec, smoke=session.smoke))
-        yield Cell(suite=SUITE, name=f"wide parity {spec.name}", work=work)
 
 
 def timing_cells(session: Session, contenders: tuple[str, ...]) -> Iterator[Cell]:
@@ -169,9 +147,8 @@ def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contende
 
 PARITY = Suite(name="kernels parity", cells=parity_cells, limit=90.0)
 BANDWIDTH = Suite(name="kernels bandwidth", cells=partial(timing_cells, contenders=CONTENDERS[:2]), limit=90.0)
-WIDE = Suite(name="kernels wide parity", cells=wide_cells, limit=60.0)
 COMPILED = Suite(name="kernels compiled", cells=partial(timing_cells, contenders=CONTENDERS[2:]), limit=120.0)
-SUITES = (PARITY, BANDWIDTH, WIDE, COMPILED)
+SUITES = (PARITY, BANDWIDTH, COMPILED)
 
 
 def pytest_generate_tests(metafunc: Any) -> None:

@@ -41,8 +41,6 @@ FULL_DEPTH = 0.5
 """Relative difference from P2 at full size: bfloat16 through 54 blocks is well below, and what has nothing to do with
 P2 is above 1."""
 ROUNDS = 12
-COMPILATION_SECONDS = {"forward": 60.0, "train": 180.0}
-"""Blocks share one compilation; with adapters and gradients the first and the last block need their own."""
 DTYPE = torch.bfloat16
 
 
@@ -140,12 +138,6 @@ class Model:
         elif not adapters and trainable_parameters(self.transformer):
             self.transformer.unload_lora()
         return self.transformer
-
-    def seconds(self, timed: Timed) -> float:
-        """A guess of what a cell takes."""
-        work = workload.forward_work(self.config, self.shapes[timed.shape]).times(*workload.STEP_WORK[timed.step])
-        compiling = COMPILATION_SECONDS[timed.step] if timed.contender == "P2c" and not self.session.smoke else 0.0
-        return self.session.guess(work.total) + compiling
 
     def switch(self, timed: Timed) -> AbstractContextManager[Velocity]:
         """The contender of a cell, to be switched on by `with`."""
@@ -298,7 +290,6 @@ def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Ce
             name=timed.name,
             work=partial(model.measure, timed),
             needs=(model.parity[timed.contender],),
-            seconds=model.seconds(timed),
         )
 
 

@@ -56,6 +56,7 @@ def load_run_config(
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import check_trust, load_config, named_code
     from sage_fast.config.presets import config_file
+    from sage_fast.run.directory import RunDirectory
 
     if not options.config:
         return load_config(None, overrides)
@@ -66,14 +67,14 @@ def load_run_config(
                 f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
             )
     first, more = Path(options.config[0]), options.config[1:]
-    if not os.path.isfile(first / "config.yaml"):  # False, not an error, for a word too long to be a path
+    if not RunDirectory(first).is_run:
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
                 f"{first} is a directory without config.yaml, so it is no run. Give a run, a YAML file or a preset."
             )
         return load_config(options.config, overrides)
     # The directory may have been moved since: its checkpoints are where it is now.
-    config = load_config([first / "config.yaml", *more], [f"--output_dir={first}", *overrides])
+    config = load_config([RunDirectory(first).config, *more], [f"--output_dir={first}", *overrides])
     if not options.trust_config:
         check_trust(config, first, named_code(more, overrides), rewards=builds_rewards)
     return config

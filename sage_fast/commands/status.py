@@ -59,11 +59,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         ConfigError: a path is neither.
     """
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.run_status import is_run
+    from sage_fast.run.directory import RunDirectory
 
     runs: list[Path] = []
     for path in paths:  # a shell's runs/* may match other things beside runs
-        runs += [path] if is_run(path) else sorted(child for child in path.glob("*/") if is_run(child))
+        runs += [path] if RunDirectory(path).is_run else sorted(p for p in path.glob("*/") if RunDirectory(p).is_run)
     if not runs:
         given = ", ".join(map(str, paths))
         raise ConfigError(f"{given}: there is no run directory (with a config.yaml), and none inside.")

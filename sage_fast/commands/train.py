@@ -27,7 +27,6 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
@@ -90,6 +89,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _start_processes(options.gpus, options.words)
 
     from sage_fast.planning.estimate import settle_memory
+    from sage_fast.run.directory import RunDirectory
     from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
     from sage_fast.tools.api import refuse_cpu
@@ -98,16 +98,15 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     result = train(settle_memory(config), allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0
-    folder = Path(config.output_dir)  # as it was given
-    page = folder / "index.html"
+    directory = RunDirectory(config.output_dir)  # as it was given
     if result.worse is not None:
         print(f"The model is {result.worse}.")
     if result.finished:
-        print(f"{'Done' if result.worse is None else 'Finished, but it got worse'}: look at {page}")
+        print(f"{'Done' if result.worse is None else 'Finished, but it got worse'}: look at {directory.page}")
     elif result.stop_reason is not None:
         print(
             f"Stopped after update {result.update}, as evaluation.stop_when_worse says. Go on with it false, or from "
-            f"an earlier checkpoint by --resume {folder / 'checkpoints/update-N'}. Look at {page}"
+            f"an earlier checkpoint by --resume {directory.checkpoints / 'update-N'}. Look at {directory.page}"
         )
     elif world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")

@@ -33,6 +33,7 @@ from sage_fast.config.sections import (
     TrainingConfig,
     VideoConfig,
     free,
+    marked_keys,
     require,
 )
 from sage_fast.objective import KLWeightConfig, ObjectiveConfig
@@ -240,3 +241,21 @@ def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: 
         else:
             result[key] = list(value) if isinstance(value, tuple) else value
     return result
+
+
+def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's configuration, as `to_dict` or its file has it, by dotted key.
+
+    Weights and options of rewards are one value each: there a missing entry is a difference.
+    """
+    return by_dotted_key(tree, whole=("reward.weights", "reward.options"))
+
+
+def tried_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that make an experiment another one: not its seed, nor what a resumed run may change.
+
+    Length, size and model are among those all the same: a run may go on with other ones, and then proves another thing.
+    """
+    told = {"rollout.batch_size", "training.num_updates", "training.update", "model.path"}
+    ignored = {*marked_keys(RunConfig, FREE), "seed"} - told
+    return {key: value for key, value in settings.items() if key not in ignored}

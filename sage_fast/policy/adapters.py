@@ -310,30 +310,24 @@ def load_adapter(transformer: Any, path: Path) -> None:
 # ------------------------------------------------------------------------------------------ the start of a run
 
 
-def add_initial_adapter(transformer: Any, model: ModelConfig, lora: LoraConfig) -> None:
-    """Add the adapter that a run starts from, trainable, unless it is there: a copy of `model.adapter`.
+def load_model(model: ModelConfig, lora: LoraConfig, *, read: bool = True) -> Components:
+    """The model that a run starts from: the weights of `model.path` in `model.dtype`, and `model.adapter`, trainable.
 
-    ValueError as `make_trainable` and `load_adapter`.
-    """
-    if model.adapter is not None and not has_adapter(transformer):
-        make_trainable(transformer, "lora", lora, seed=0)  # every value is replaced
-        load_adapter(transformer, Path(model.adapter))
+    Whatever uses a run's model loads it here, so that all of them mean the same one.
 
+    Args:
+        read: False may leave the transformer's weights on disk (`Components.weights`), for who puts them elsewhere than
+            into CPU memory, or wants a digest alone.
 
-def open_model(model: ModelConfig, lora: LoraConfig) -> Components:
-    """Open the model that a run starts from: the weights of `model.path` in `model.dtype`, and `model.adapter`.
-
-    Everything that uses a run's model opens it here. Raises as `open_components` and `add_initial_adapter`.
+    Raises:
+        As `open_components`, `make_trainable` and `load_adapter`.
     """
     components = open_components(model)
-    family_of(components.transformer).cast(components.transformer, getattr(torch, model.dtype))
-    add_initial_adapter(components.transformer, model, lora)
-    return components
-
-
-def load_model(model: ModelConfig, lora: LoraConfig) -> Components:
-    """As `open_model`, with all weights in CPU memory."""
-    components = open_model(model, lora)
-    if components.weights is not None:
-        components.weights.read_into(components.transformer)
+    transformer = components.transformer
+    family_of(transformer).cast(transformer, getattr(torch, model.dtype))
+    if model.adapter is not None:
+        make_trainable(transformer, "lora", lora, seed=0)  # every value is replaced
+        load_adapter(transformer, Path(model.adapter))
+    if read and components.weights is not None:
+        components.weights.read_into(transformer)
     return components

@@ -13,11 +13,11 @@ torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with 
 import os
 import signal
 import time
-from pathlib import Path
 from types import FrameType, TracebackType
 
+from sage_fast.run.directory import RunDirectory
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-STOP_FILE = "STOP"
 SAME_KEY_PRESS = 1.0
 """Seconds within which two SIGINTs are one: the terminal and the launcher may both pass on a single Ctrl-C."""
 
@@ -31,11 +31,11 @@ class GracefulStop:
         announce: say so on stderr; of many ranks one should.
     """
 
-    def __init__(self, run_directory: Path | None = None, announce: bool = True) -> None:
+    def __init__(self, run_directory: str | os.PathLike[str] | None = None, announce: bool = True) -> None:
         self._signalled: float | None = None
         self._announce = announce
         self._announced_file = False
-        self._file = None if run_directory is None else run_directory / STOP_FILE
+        self._file = None if run_directory is None else RunDirectory(run_directory).stop
         self._previous: dict[int, object] = {}
         self._terminals: list[int] = []
 

@@ -7,25 +7,22 @@ import platform
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import IO
 
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-
-FILE_NAME = "lease.txt"
-"""The locked file, which says who writes. It stays after the run: removing it would let two others lock two files."""
+from sage_fast.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
 
 
-def look_at(directory: Path) -> tuple[str, bool]:
+def look_at(directory: str | os.PathLike[str]) -> tuple[str, bool]:
     """The process that writes a run directory, or wrote it last, and True where it lives.
 
     A file system without locks tells of none; then nobody is said to live.
     """
     try:
-        with (directory / FILE_NAME).open("rb") as file:
+        with RunDirectory(directory).lease.open("rb") as file:
             return file.read().decode(errors="replace").strip(), not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
         return "", False
@@ -40,9 +37,10 @@ class Lease:
         ConfigError: the directory cannot be written.
     """
 
-    def __init__(self, directory: Path, world: World = SINGLE_PROCESS) -> None:
-        self.directory = directory
-        self.path = directory / FILE_NAME
+    def __init__(self, directory: str | os.PathLike[str], world: World = SINGLE_PROCESS) -> None:
+        self.directory = RunDirectory(directory)
+        # It stays after the run: removing it would let two others lock two files.
+        self.path = self.directory.lease
         self._world = world
         self._file: IO[bytes] | None = None
 
@@ -101,11 +99,11 @@ class Lease:
         if alive:
             raise RunDirectoryError(
                 f"output_dir {str(self.directory)!r} is being written by another run: {holder}. Wait for it, stop it "
-                f"(kill it, or touch {self.directory / 'STOP'}), or choose another output_dir."
+                f"(kill it, or touch {self.directory.stop}), or choose another output_dir."
             )
 
     def _take(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory.path.mkdir(parents=True, exist_ok=True)
         file = self.path.open("a+b")
         try:
             # `check` finds out where it was deleted meanwhile.
@@ -136,7 +134,7 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
     return True
 
 
-def unwritable(directory: Path, error: OSError) -> ConfigError:
+def unwritable(directory: RunDirectory, error: OSError) -> ConfigError:
     """The error of a run directory that cannot be written."""
     return ConfigError(
         f"output_dir {str(directory)!r} cannot be written: {error}. Choose a folder on a disk with free space and "

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from sage_fast.config.errors import ConfigError, RunDirectoryError
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
+from sage_fast.run.directory import RunDirectory, read_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-FILE_NAME = "metrics.jsonl"
 
 Scalar = int | float | bool | str | None
 Samples = Sequence[tuple[str, Path]]
@@ -34,8 +33,8 @@ logger = logging.getLogger(__name__)
 class TensorBoard:
     """Curves in ``<run_dir>/tensorboard``, with the settings as text and a contact sheet of each evaluation."""
 
-    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
-        self._folder = run_dir / "tensorboard"
+    def __init__(self, directory: RunDirectory, settings: Mapping[str, Any]) -> None:
+        self._folder = directory.tensorboard
         self._settings = settings
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
@@ -83,16 +82,18 @@ class WeightsAndBiases:
         ConfigError: wandb is not installed.
     """
 
-    def __init__(self, run_dir: Path, project: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, directory: RunDirectory, project: str, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(
                 f"logging.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or unset it."
             ) from error
-        id_file = run_dir / "wandb_run_id"
+        id_file = directory.wandb_id
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
-        self._run: Any = wandb.init(project=project, dir=str(run_dir), name=run_dir.name, id=run_id, resume="allow")
+        self._run: Any = wandb.init(
+            project=project, dir=str(directory), name=directory.path.name, id=run_id, resume="allow"
+        )
         # A resumed run may have other settings, and updates that W&B has seen: its own steps only rise.
         self._run.config.update(dict(settings), allow_val_change=True)
         self._run.define_metric("update")
@@ -159,15 +160,14 @@ class MetricsLogger:
         wandb_project: str | None = None,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.run_dir = Path(run_dir)
-        self.path = self.run_dir / FILE_NAME
+        directory, settings = RunDirectory(run_dir), settings or {}
+        self.path = directory.metrics
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
-        settings = settings or {}
         if tensorboard:
-            self._trackers.append(TensorBoard(self.run_dir, settings))
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+            self._trackers.append(TensorBoard(directory, settings))
+        directory.path.mkdir(parents=True, exist_ok=True)
         if wandb_project:
-            self._trackers.append(WeightsAndBiases(self.run_dir, wandb_project, settings))
+            self._trackers.append(WeightsAndBiases(directory, wandb_project, settings))
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._rewrite(read_metrics(self.path))
         self._file = self.path.open("ab", buffering=0)
@@ -231,38 +231,6 @@ class MetricsLogger:
             with suppress(OSError):  # the next start drops a line that was cut short
                 self._file.truncate(start)
             raise
-
-
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``, oldest first.
-
-    A last line that was cut short (the run was killed while it wrote) is left out with a warning.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        RunDirectoryError: a line before the last is not a record; the message starts with ``path:line``.
-    """
-    path = Path(path)
-    lines = path.read_bytes().split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("update"), int):
-                raise ValueError("it is not an object with a whole number 'update'")
-        except ValueError as error:
-            if number == len(lines):
-                logger.warning("%s:%d: dropped the last line, which was cut short", path, number)
-                break
-            raise RunDirectoryError(
-                f"{path}:{number}: not a metrics record ({error}); delete or mend that line."
-            ) from error
-        rows.append(row)
-    return rows
 
 
 def _scalar(key: str, value: Any) -> Scalar:

@@ -8,6 +8,7 @@ browser loads it again every minute.
 import json
 import logging
 import math
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,12 +27,10 @@ from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
-from sage_fast.run.metrics import FILE_NAME as METRICS
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
 from sage_fast.run.run_status import Status, format_seconds, read_status
 
-FILE_NAME = "index.html"
 REFRESH_SECONDS = 60
 SHOWN_VIDEOS = 4
 """Prompts whose videos show the largest gains, and the largest losses."""
@@ -128,31 +127,32 @@ class Compared:
     noises: int
 
 
-def write_run_page(directory: Path) -> None:
+def write_run_page(directory: str | os.PathLike[str]) -> None:
     """Write the page of the run in a directory. A failure is a warning: a run does not end for its page."""
+    page = RunDirectory(directory).page
     try:
-        write_text(directory / FILE_NAME, run_page(directory), lasting=False)
+        write_text(page, run_page(directory), lasting=False)
     except Exception as error:  # noqa: BLE001  it reads files that anybody may have changed
-        logger.warning("%s is not up to date: %s", directory / FILE_NAME, error)
+        logger.warning("%s is not up to date: %s", page, error)
 
 
-def run_page(directory: Path) -> str:
+def run_page(run: str | os.PathLike[str]) -> str:
     """The page as HTML. ValueError, OSError where a file of the run cannot be read."""
-    file = directory / METRICS
-    rows = sorted(read_metrics(file), key=lambda row: row["update"]) if file.exists() else []
+    directory = RunDirectory(run)
+    rows = sorted(read_metrics(directory.metrics), key=lambda row: row["update"]) if directory.metrics.exists() else []
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
-    name = directory.resolve().name
+    name = directory.path.resolve().name
     scored = list(compared.rows.values()) if compared is not None else []
     gained, lost = _extremes(scored, lambda row: row[2] - row[1], SHOWN_PROMPTS)
-    config, environment = directory / "config.yaml", directory / "environment.json"
-    pictures = ("reward.png", "before_after.png", "evaluation/result.json")
+    config, environment = directory.config, directory.environment
+    files = [directory.metrics, config, directory.reward_plot, directory.before_after, directory.result]
     return render(
         "run.html",
         f"{name}: a run of SAGE-Fast",
         refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
         name=name,
-        directory=shlex.quote(directory.as_posix()),
+        directory=shlex.quote(directory.path.as_posix()),
         status=status,
         facts=_facts(rows, status, compared),
         sections=[
@@ -160,20 +160,20 @@ def run_page(directory: Path) -> str:
             ("Training", _training_charts(rows)),
             ("Speed", _speed_charts(rows, status)),
         ],
-        grid="before_after.png" if (directory / "before_after.png").exists() else None,
+        grid=directory.before_after.name if directory.before_after.exists() else None,
         samples=_samples(directory, compared),
         evaluated=compared.update if compared is not None else 0,
         prompts=[("Prompts that gained most", gained), ("Prompts that lost most", lost)],
-        files=[name for name in (METRICS, "config.yaml", *pictures) if (directory / name).exists()],
+        files=[file.relative_to(directory).as_posix() for file in files if file.exists()],
         config=config.read_text("utf-8") if config.exists() else "",
         differences=_differences(config),
         environment=json.loads(environment.read_text("utf-8")) if environment.exists() else None,
     )
 
 
-def _compare(directory: Path, rows: Rows) -> Compared | None:
+def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:
     """The last evaluation that can be read, with that of update 0; None where there are no two."""
-    files = [directory / "evaluation" / f"update-{row['update']:06d}.json" for row in rows if "eval/reward_mean" in row]
+    files = [directory.evaluation(row["update"]) for row in rows if "eval/reward_mean" in row]
     if not files or files[0].stem != "update-000000" or files[-1] == files[0]:
         return None
     try:
@@ -276,9 +276,9 @@ def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
     return charts((title, [speed], zero), ("seconds by phase", phases, zero), ("peak memory, GiB", memory, zero))
 
 
-def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | None:
+def _samples(directory: RunDirectory, compared: Compared | None) -> dict[str, Any] | None:
     """Pairs of videos from update 0 and the last evaluation that has left some, and the updates that have videos."""
-    folders = sorted(folder for folder in (directory / "samples").glob("update-*") if folder.is_dir())
+    folders = sorted(folder for folder in directory.samples.glob("update-*") if folder.is_dir())
     if len(folders) < 2 or folders[0].name != "update-000000":
         return None
     last = folders[-1]
@@ -289,7 +289,7 @@ def _samples(directory: Path, compared: Compared | None) -> dict[str, Any] | Non
             # The file's name begins with the number of its prompt.
             row = scored.get(int(file.name.partition("-")[0]))
             prompt, gain = (row[0], row[2] - row[1]) if row is not None else (file.stem, None)
-            before, after = (f"samples/{folder.name}/{file.name}" for folder in (folders[0], last))
+            before, after = ((folder / file.name).relative_to(directory).as_posix() for folder in (folders[0], last))
             pairs.append((prompt, gain, before, after))
     if not pairs:
         return None

@@ -10,8 +10,7 @@ from typing import Any
 from sage_fast import __version__
 from sage_fast.config.files import write_text
 from sage_fast.distributed.failure import package_versions
-
-FILE_NAME = "environment.json"
+from sage_fast.run.directory import RunDirectory
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,10 +40,9 @@ def describe_environment() -> dict[str, Any]:
 def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
     """Write ``describe_environment()`` into the run's folder and return the path.
 
-    The file is ``environment.json``, or ``environment-update-000040.json`` for a run resumed after update 40: what the
-    first part was made with stays on record.
+    A run that was resumed has another file for what came after that update.
     """
-    path = Path(run_dir) / (f"environment-update-{update:06d}.json" if update else FILE_NAME)
+    path = RunDirectory(run_dir).environment_after(update)
     write_text(path, json.dumps(describe_environment(), indent=2) + "\n")
     return path
 

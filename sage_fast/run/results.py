@@ -31,8 +31,7 @@ from sage_fast.evaluation import (
 )
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.run.metrics import FILE_NAME as METRICS
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.run_status import WORSE
 from sage_fast.trainer import Trainer
 
@@ -42,13 +41,13 @@ MOST_SHOWN = 8
 logger = logging.getLogger(__name__)
 
 
-def decline(directory: Path, update: int) -> str | None:
+def decline(directory: RunDirectory, update: int) -> str | None:
     """One line where the last evaluation up to an update says that the run got worse than its start or its best."""
-    rows = [row for row in read_metrics(directory / METRICS) if "eval/paired_gain" in row and row["update"] <= update]
+    rows = [row for row in read_metrics(directory.metrics) if "eval/paired_gain" in row and row["update"] <= update]
     if not rows:
         return None
     gain, stderr = rows[-1]["eval/paired_gain"], rows[-1].get("eval/paired_gain_stderr", 0.0)
-    best = read_best(directory / "checkpoints")
+    best = read_best(directory.checkpoints)
     findings = []
     if gain < min(0.0, WORSE * stderr):
         findings.append("the model that the run starts from")
@@ -70,7 +69,7 @@ class RunEvaluation:
         directory: of the run.
     """
 
-    def __init__(self, trainer: Trainer, directory: Path) -> None:
+    def __init__(self, trainer: Trainer, directory: RunDirectory) -> None:
         self.trainer = trainer
         self.world = trainer.world
         self.directory = directory
@@ -92,11 +91,11 @@ class RunEvaluation:
             return
         self.baseline = Evaluation.from_dict(saved)
         if self.world.is_main and self.load(0) != self.baseline:
-            self.baseline.save(self._scores_file(0))
+            self.baseline.save(self.directory.evaluation(0))
 
     def load(self, update: int) -> Evaluation | None:
         """The scores of an update from their file; None, with a warning, where it cannot be used."""
-        file = self._scores_file(update)
+        file = self.directory.evaluation(update)
         if not file.exists():
             return None
         try:
@@ -127,17 +126,13 @@ class RunEvaluation:
         metrics = self.metrics(evaluation) | {"time/evaluation": seconds}
         if not self.world.is_main:
             return {}
-        evaluation.save(self._scores_file(update))
+        evaluation.save(self.directory.evaluation(update))
         for row, video in videos.items():
             write_video(self._video_file(update, row), video, trainer.config.video.fps)
         if videos:
             cells = [media.Cell(caption=prompt, videos=[videos[row]]) for row, prompt in self._shown_prompts()]
-            media.contact_sheet(self.sheet(update), cells, f"update {update}")
+            media.contact_sheet(self.directory.sheet(update), cells, f"update {update}")
         return metrics
-
-    def sheet(self, update: int) -> Path:
-        """The contact sheet of an evaluation."""
-        return self.directory / "samples" / f"update-{update:06d}.png"
 
     def samples(self, update: int) -> list[tuple[str, Path]]:
         """The prompts on the contact sheet of an evaluation, and the mp4 of each."""
@@ -185,7 +180,7 @@ class RunEvaluation:
             "scores": {name: asdict(score) for name, score in tests.items() if name != REWARD},
             "standard_errors": test.standard_errors,
         }
-        write_text(self.directory / "evaluation" / "result.json", json.dumps(result, indent=1))
+        write_text(self.directory.result, json.dumps(result, indent=1))
         self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
@@ -198,12 +193,8 @@ class RunEvaluation:
 
     # ------------------------------------------------------------------------------------------ files
 
-    def _scores_file(self, update: int) -> Path:
-        return self.directory / "evaluation" / f"update-{update:06d}.json"
-
     def _video_file(self, update: int, row: int) -> Path:
-        name = video_file_name(row, self.trainer.eval_prompts[row].text)
-        return self.directory / "samples" / f"update-{update:06d}" / name
+        return self.directory.sample_folder(update) / video_file_name(row, self.trainer.eval_prompts[row].text)
 
     def _before_after(self, update: int, after: Evaluation) -> None:
         """Write a grid of the samples of update 0 and of this one, as far as both are there."""
@@ -231,4 +222,4 @@ class RunEvaluation:
                 if after.noises > 1 and name is not None:
                     shares = [sum(e.scores[name]) / len(e.prompts) for e in (self.baseline, after)]
                     title += f" Over {after.noises} noises: {shares[0]:.0%} and then {shares[1]:.0%}."
-            media.contact_sheet(self.directory / "before_after.png", cells, title, grid=True)
+            media.contact_sheet(self.directory.before_after, cells, title, grid=True)

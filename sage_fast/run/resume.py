@@ -20,23 +20,13 @@ from typing import Any
 from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
 from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
 from sage_fast.distributed.start import restart_count
 from sage_fast.distributed.world import World
-from sage_fast.run.metrics import FILE_NAME as METRICS
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import RunDirectory, read_metrics
 
 logger = logging.getLogger(__name__)
-
-# Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts nothing.
-MOVED_ASIDE = (
-    *("checkpoints", METRICS, "evaluation", "samples", "tensorboard", "wandb_run_id", "config.yaml"),
-    *("environment*.json", "reward.png", "before_after.png", "index.html", "status.json"),
-)
-
-# Weights and options of rewards are one value each: there a missing entry is a difference.
-WHOLE = ("reward.weights", "reward.options")
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted key -> (value in the checkpoint, value now)."""
@@ -59,8 +49,8 @@ def find_start(
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
     check_allowed(allow_changes, config)
-    directory, resume = Path(config.output_dir), config.resume
-    checkpoints = directory / "checkpoints"
+    directory, resume = RunDirectory(config.output_dir), config.resume
+    checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
     has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
     if resume == "none" and has_run:
@@ -80,9 +70,8 @@ def find_start(
     return checkpoint, False, changes
 
 
-def _has_history(directory: Path) -> bool:
-    log = directory / METRICS
-    return log.exists() and log.stat().st_size > 0
+def _has_history(directory: RunDirectory) -> bool:
+    return directory.metrics.exists() and directory.metrics.stat().st_size > 0
 
 
 def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Checkpoint | None:
@@ -98,9 +87,9 @@ def _check_may_start_again(config: RunConfig) -> None:
 
     The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first.
     """
-    directory = Path(config.output_dir)
-    folders = list_checkpoints(directory / "checkpoints")
-    rows = read_metrics(directory / METRICS) if _has_history(directory) else []
+    directory = RunDirectory(config.output_dir)
+    folders = list_checkpoints(directory.checkpoints)
+    rows = read_metrics(directory.metrics) if _has_history(directory) else []
     reached = max((row["update"] for row in rows), default=0)
     if not folders and reached < 2 * config.checkpoint.every:
         logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
@@ -108,7 +97,7 @@ def _check_may_start_again(config: RunConfig) -> None:
     why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
     raise CheckpointError(
         f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
-        f"{directory / 'checkpoints'}, or start again from the first update by --resume restart, which keeps what is "
+        f"{directory.checkpoints}, or start again from the first update by --resume restart, which keeps what is "
         "there in a folder previous-N."
     )
 
@@ -118,7 +107,7 @@ def _check_may_start_again(config: RunConfig) -> None:
 
 def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
     """ConfigError unless each of these keys exists and may be changed."""
-    known, never = by_dotted_key(to_dict(config), whole=WHOLE), marked_keys(RunConfig, FIXED)
+    known, never = settings_of(to_dict(config)), marked_keys(RunConfig, FIXED)
     for key in allowed:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=2)
@@ -149,7 +138,7 @@ def check_same_run(
     Raises:
         ConfigError: they differ in another key.
     """
-    old, new = (by_dotted_key(tree, whole=WHOLE) for tree in (saved, present))
+    old, new = settings_of(saved), settings_of(present)
     free, never = marked_keys(RunConfig, FREE), marked_keys(RunConfig, FIXED)
     different = {
         key: (old[key], new[key])
@@ -172,16 +161,14 @@ def check_same_run(
 # ------------------------------------------------------------------------------------------ what is kept
 
 
-def move_aside(directory: Path) -> None:
+def move_aside(directory: RunDirectory) -> None:
     """Move what a run has left into a new folder previous-N of its directory."""
     number = 1
-    while (directory / f"previous-{number}").exists():
+    while (aside := directory.path / f"previous-{number}").exists():
         number += 1
-    aside = directory / f"previous-{number}"
     aside.mkdir()
-    for pattern in MOVED_ASIDE:
-        for path in sorted(directory.glob(pattern)):
-            path.rename(aside / path.name)
+    for path in directory.left_by_a_run():
+        path.rename(aside / path.name)
     logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
 
 

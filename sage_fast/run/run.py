@@ -30,23 +30,24 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads
+from sage_fast.config.sections import ModelConfig, check_heads
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
 from sage_fast.objective import kl_uses
-from sage_fast.policy.adapters import open_model
+from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import copy_lora
 from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
-from sage_fast.run.metrics import MetricsLogger, NoMetrics, read_metrics
+from sage_fast.run.metrics import MetricsLogger, NoMetrics
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
@@ -99,9 +100,9 @@ def build_trainer(
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
     if world.sp > 1:
-        _check_described_heads(config, world.sp)
+        _check_described_heads(config.model, world.sp)
     try:
-        components = open_model(config.model, config.lora)
+        components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
             config.reward,
             [p.text for p in used_prompts(config, prompts, eval_prompts, world.dp_degree, done)],
@@ -113,10 +114,10 @@ def build_trainer(
         raise ConfigError(str(error)) from error
 
 
-def _check_described_heads(config: RunConfig, sp: int) -> None:
+def _check_described_heads(model: ModelConfig, sp: int) -> None:
     """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
     try:
-        description = describe_model(config.model)
+        description = describe_model(model)
     except ConfigError:
         return  # nothing is known before it is loaded; then `shard_sequence` asks
     check_heads(sp, description.transformer["num_attention_heads"])
@@ -172,7 +173,8 @@ class Run:
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
         self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
-        self.checkpoints = self.directory / "checkpoints"
+        self.files = RunDirectory(self.directory)
+        self.checkpoints = self.files.checkpoints
         self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
@@ -191,7 +193,7 @@ class Run:
         digests = {"model.path": self.trainer.model_digest, "model.adapter": adapter, "prompts": self.prompts_digest}
         check_same_everywhere(digests)
         self._check_fit()
-        self.evaluation = RunEvaluation(self.trainer, self.directory)
+        self.evaluation = RunEvaluation(self.trainer, self.files)
         training = config.training
         self.progress = RunProgress(
             self.directory,
@@ -242,14 +244,17 @@ class Run:
                 self.progress.begin(resumed)
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                for row in read_metrics(self.directory / "metrics.jsonl"):
+                for row in read_metrics(self.files.metrics):
                     if checkpoint is not None and row["update"] <= resumed:
                         self.progress.learn(row)
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
-                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
+                self.checkpoints,
+                keep_last=saving.keep_last,
+                asynchronous=saving.asynchronous,
+                world=self.world,
             )
             self.writer = stack.enter_context(writer)
             self.trainer.progress = self._tell
@@ -348,7 +353,7 @@ class Run:
         """Hand the evaluation that has just been made to trackers and callbacks."""
         evaluation, update = self.evaluation, self.trainer.update
         if samples := evaluation.samples(update):
-            self.metrics.show(update, evaluation.sheet(update), samples)
+            self.metrics.show(update, self.files.sheet(update), samples)
         assert evaluation.latest is not None and evaluation.baseline is not None
         record = EvaluationRecord(
             update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
@@ -371,7 +376,7 @@ class Run:
 
     def _look(self) -> tuple[list[str], int]:
         """The traces in the directory that another run would change."""
-        log = self.directory / "metrics.jsonl"
+        log = self.files.metrics
         return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
@@ -419,15 +424,15 @@ class Run:
             )
         try:
             if self._sets_aside:
-                move_aside(self.directory)
+                move_aside(self.files)
             elif self.config.resume not in ("none", "auto"):
                 abandon_after(self.checkpoints, resumed)
             # A resumed config must not restart the run.
             resume = "auto" if self.config.resume == "restart" else self.config.resume
-            save_config(replace(self.config, resume=resume), self.directory / "config.yaml")
+            save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
-            raise unwritable(self.directory, error) from error
+            raise unwritable(self.files, error) from error
 
     def _measure_baseline(self) -> None:
         """Have the scores of update 0, and their record in the metrics, before the first update."""
@@ -461,7 +466,7 @@ class Run:
         """Look for a record of an update with these keys in the metrics. Collective."""
         found = False
         if self.world.is_main:
-            rows = read_metrics(self.directory / "metrics.jsonl")
+            rows = read_metrics(self.files.metrics)
             found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
 
@@ -506,9 +511,9 @@ class Run:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         update, test, worse = self.trainer.update, None, self.progress.status.worse
         if self.world.is_main:
-            rows = sorted(read_metrics(self.directory / "metrics.jsonl"), key=lambda row: row["update"])
+            rows = sorted(read_metrics(self.files.metrics), key=lambda row: row["update"])
             if rows:
-                with replacing(self.directory / "reward.png") as partial:
+                with replacing(self.files.reward_plot) as partial:
                     partial.write_bytes(to_png(reward_figure(rows)))
             test = self.evaluation.conclude(rows)
         return RunResult(

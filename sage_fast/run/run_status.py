@@ -8,6 +8,7 @@ whose process is gone without a last word, as after a `kill -9`.
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -23,10 +24,10 @@ from typing import Any, Literal
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.files import write_text
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
-
-FILE_NAME = "status.json"
 
 HEARTBEAT_SECONDS = 60.0
 """A log has a line at least so often."""
@@ -104,9 +105,9 @@ class RunProgress:
     """
 
     def __init__(
-        self, directory: Path, status: Status, *, step: int, evaluation_every: int, shown: bool = True
+        self, directory: str | os.PathLike[str], status: Status, *, step: int, evaluation_every: int, shown: bool = True
     ) -> None:
-        self.path = directory / FILE_NAME
+        self.path = RunDirectory(directory).status
         self.status, self.shown = status, shown
         self._step, self._evaluation_every = step, evaluation_every
         self._iterations: deque[float] = deque(maxlen=RECENT)
@@ -262,7 +263,7 @@ def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
     by = f"{gain / error:+.1f} standard errors" if error else "every prompt alike"
     return (
         f"worse than at update 0 since update {since}: paired gain {gain:+.3g} at update {order[-1]} ({by}); the best "
-        + (f"checkpoint is update-{best:06d}, {gains[best][0]:+.3g}" if gains[best][0] > 0 else "is update 0")
+        + (f"checkpoint is {checkpoint_name(best)}, {gains[best][0]:+.3g}" if gains[best][0] > 0 else "is update 0")
     )
 
 
@@ -308,11 +309,6 @@ class RunState:
         return None if self.status is None else self.status.worse
 
 
-def is_run(directory: Path) -> bool:
-    """A directory with a `config.yaml` is that of a run."""
-    return (directory / "config.yaml").is_file()
-
-
 def look_at_run(directory: Path, now: float | None = None) -> RunState:
     """Read what a run says of itself, and hold it against its lease.
 
@@ -341,9 +337,9 @@ def patience(status: Status) -> float:
     return max(least, QUIET_FACTOR * status.longest_seconds)
 
 
-def read_status(directory: Path) -> tuple[Status | None, float | None]:
+def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float | None]:
     """The status of a run and when it was written, in seconds since the epoch; None where there is none."""
-    path = directory / FILE_NAME
+    path = RunDirectory(directory).status
     try:
         with path.open(encoding="utf-8") as file:
             tree, written = json.load(file), path.stat().st_mtime

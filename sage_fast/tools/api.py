@@ -22,8 +22,6 @@ from typing import Any
 
 from torch import Tensor
 
-from sage_fast.checkpoint import list_checkpoints
-from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.errors import ConfigError, speaking_python
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import register, registered
@@ -39,9 +37,7 @@ from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score
 from sage_fast.run import run as training
 from sage_fast.run.callbacks import Callback
-from sage_fast.run.metrics import FILE_NAME as METRICS
-from sage_fast.run.metrics import read_metrics
-from sage_fast.run.page import FILE_NAME as PAGE
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run, split_keys
 from sage_fast.run.run_status import WORSE
@@ -83,8 +79,8 @@ class TrainedRun:
         if (test := self.test) is not None:
             gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
             gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
-        updates = f"update {self.update} of {self.config.training.num_updates}"
-        return f"TrainedRun in {self.output_dir}: {updates}, {end}\n{gain}\nlook at {self.output_dir / PAGE}"
+        directory, updates = RunDirectory(self.output_dir), self.config.training.num_updates
+        return f"TrainedRun in {directory}: update {self.update} of {updates}, {end}\n{gain}\nlook at {directory.page}"
 
     @property
     def output_dir(self) -> Path:
@@ -94,7 +90,7 @@ class TrainedRun:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
-        return read_metrics(self.output_dir / METRICS)
+        return read_metrics(RunDirectory(self.output_dir).metrics)
 
     @speaking_python
     def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
@@ -178,14 +174,13 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     Raises:
         ConfigError: the directory holds no run, or one that names code which is not trusted.
     """
-    directory = Path(directory)
-    if not (directory / "config.yaml").is_file():
-        raise ConfigError(f"{directory} holds no config.yaml: it is not a run directory.")
-    config = load_config(directory / "config.yaml", {"output_dir": str(directory)})
+    run = RunDirectory(directory)
+    if not run.is_run:
+        raise ConfigError(f"{run} holds no config.yaml: it is not a run directory.")
+    config = load_config(run.config, {"output_dir": str(run)})
     if not trust_config:
-        check_trust(config, directory, registered())
-    update = max(map(update_of, list_checkpoints(directory / "checkpoints")), default=0)
-    result = directory / "evaluation/result.json"
+        check_trust(config, run.path, registered())
+    update, result = run.newest_update(), run.result
     test = PairedTest(**json.loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
     return TrainedRun(config=config, update=update, finished=update >= config.training.num_updates, test=test)
 
@@ -221,7 +216,7 @@ def evaluate(
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
     config = _config_of(run)
-    output = Path(output or Path(config.output_dir) / "scores")
+    output = Path(output or RunDirectory(config.output_dir).scores)
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
     prompts = load_eval_prompts(config)
@@ -289,14 +284,14 @@ def generate(
     if chosen is not None:
         config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
     generator = load_generator(config, records)
-    name = initial_weights(config)
+    name = initial_weights(config.model)
     if chosen is not None:
         path, weights = chosen
         generator.use_trained(weights)
         name = f"{path} ({weights_digest(path)[:12]})"  # with a digest: other weights may lie at the same path
     return write_videos(
         generator,
-        Path(output or Path(config.output_dir) / "generated"),
+        Path(output or RunDirectory(config.output_dir).generated),
         weights=name,
         sampler=sampler,
         num_videos=num_videos,
@@ -309,7 +304,7 @@ def generate(
 
 def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
     """The configuration of a run, which may be given by its directory; else that of a preset or of files."""
-    if isinstance(run, str | Path) and (Path(run) / "config.yaml").is_file():
+    if isinstance(run, str | Path) and RunDirectory(run).is_run:
         run = open_run(run)
     if isinstance(run, TrainedRun):
         run = run.config
@@ -352,7 +347,7 @@ def _choose_weights(
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error
         return file, file
-    found = choose_checkpoint(checkpoint, Path(config.output_dir))
+    found = choose_checkpoint(checkpoint, RunDirectory(config.output_dir))
     if found is None:
         return None
     check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)

@@ -1,17 +1,17 @@
 """The checkpoint of a run that is meant by a word, and a warning where another one is better."""
 
 import logging
-from pathlib import Path
 
 from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, open_checkpoint
 from sage_fast.checkpoint.folder import read_best, update_of
 from sage_fast.config.errors import ConfigError
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.results import decline
 
 logger = logging.getLogger(__name__)
 
 
-def choose_checkpoint(chosen: str, directory: Path) -> Checkpoint | None:
+def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None:
     """The checkpoint of a run that is meant; None for `none`.
 
     Args:
@@ -22,7 +22,7 @@ def choose_checkpoint(chosen: str, directory: Path) -> Checkpoint | None:
     Raises:
         ConfigError: there is none. CheckpointError: it is damaged.
     """
-    root = directory / "checkpoints"
+    root = directory.checkpoints
     if chosen == "best":
         if (best := read_best(root)) is None:
             raise ConfigError(

@@ -8,7 +8,6 @@ FOLDER/
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,65 +16,12 @@ from typing import Any
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
-from sage_fast.config.load import read_config_file
-from sage_fast.config.schema import RunConfig, by_dotted_key
-from sage_fast.config.sections import FREE, marked_keys
+from sage_fast.config.schema import tried_settings
 from sage_fast.evaluation import REWARD, Evaluation, direction_label, scored_in_both, to_error
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.page import charts, render
 from sage_fast.run.plots import Line
 from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm
-
-WHOLE = ("reward.weights", "reward.options")
-TOLD = {"rollout.batch_size", "training.num_updates", "training.update", "model.path"}
-"""Keys that a resumed run may change, and that make another experiment all the same."""
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedRun:
-    """Content of a run directory. ConfigError and RunDirectoryError from its properties name a file that is missing."""
-
-    folder: Path
-
-    @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The configuration by dotted key."""
-        file = self.folder / "config.yaml"
-        if not file.is_file():
-            raise ConfigError(
-                f"{self.folder} has no config.yaml, so it is no run. Give directories of `sage-fast train`."
-            )
-        return by_dotted_key(read_config_file(file), whole=WHOLE)
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run."""
-        return int(self.settings["seed"])
-
-    @cached_property
-    def rows(self) -> list[dict[str, Any]]:
-        """Metrics, one record per update, oldest first."""
-        file = self.folder / "metrics.jsonl"
-        if not file.is_file():
-            raise ConfigError(f"{self.folder} has no metrics.jsonl: the run has not begun yet.")
-        merged: dict[int, dict[str, Any]] = {}
-        for row in read_metrics(file):
-            merged.setdefault(row["update"], {}).update(row)
-        return [merged[update] for update in sorted(merged)]
-
-    def curve(self, key: str) -> dict[int, float]:
-        """A metric by update, where it was logged."""
-        return {row["update"]: float(row[key]) for row in self.rows if isinstance(row.get(key), int | float)}
-
-    @cached_property
-    def evaluations(self) -> dict[int, Path]:
-        """Files of scores per prompt, by update."""
-        files = (self.folder / "evaluation").glob("update-*.json")
-        return {int(file.stem.removeprefix("update-")): file for file in sorted(files)}
-
-    def evaluation(self, update: int) -> Evaluation:
-        """Scores per prompt after an update. ValueError when the file is damaged."""
-        return Evaluation.load(self.evaluations[update])
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +32,7 @@ class Arm:
     """
 
     name: str
-    runs: Sequence[TrainedRun]
+    runs: Sequence[RunDirectory]
 
     @property
     def seeds(self) -> list[int]:
@@ -105,17 +51,16 @@ class Arm:
         return updates, means, spreads
 
 
-def group_into_arms(runs: Sequence[TrainedRun]) -> list[Arm]:
+def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
     """Arms in the order in which their first runs are given, named by what sets them apart.
 
     Raises:
         ConfigError: two runs of an arm have the same seed, so one of them is not needed or not what was meant.
     """
-    ignored = {*marked_keys(RunConfig, FREE), "seed"} - TOLD
-    groups: dict[str, list[TrainedRun]] = {}
+    groups: dict[str, list[RunDirectory]] = {}
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
-        kept = {key: value for key, value in run.settings.items() if key not in ignored}
+        kept = tried_settings(run.settings)
         identity = repr(sorted(kept.items()))
         groups.setdefault(identity, []).append(run)
         settings[identity] = kept
@@ -124,11 +69,11 @@ def group_into_arms(runs: Sequence[TrainedRun]) -> list[Arm]:
         for one, other in pairwise(group):
             if one.seed == other.seed:
                 raise ConfigError(
-                    f"{one.folder} and {other.folder} have the same configuration and seed {one.seed}: leave one out, "
+                    f"{one} and {other} have the same configuration and seed {one.settings['seed']}: leave one out, "
                     "or train another seed."
                 )
     if len(groups) == 1:
-        return [Arm(name=runs[0].folder.name, runs=sorted(runs, key=lambda run: run.seed))]
+        return [Arm(name=runs[0].path.name, runs=sorted(runs, key=lambda run: run.seed))]
     keys = sorted({key for tree in settings.values() for key in tree})
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in settings.values()}) > 1]
     leaves = [key.rpartition(".")[2] for key in differing]
@@ -142,7 +87,7 @@ def group_into_arms(runs: Sequence[TrainedRun]) -> list[Arm]:
     return arms
 
 
-def paired_runs(first: Arm, second: Arm) -> list[tuple[TrainedRun, TrainedRun]]:
+def paired_runs(first: Arm, second: Arm) -> list[tuple[RunDirectory, RunDirectory]]:
     """Runs of the seeds that both arms have. Where they share none, in order: such pairs gain no precision."""
     ours, theirs = ({run.seed: run for run in arm.runs} for arm in (first, second))
     shared = [seed for seed in ours if seed in theirs]
@@ -161,7 +106,7 @@ def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effec
     prompts: set[tuple[str, ...]] = set()
     try:
         for one, other in paired_runs(first, second):
-            before, after = scored_in_both(one.evaluation(update), other.evaluation(update))
+            before, after = scored_in_both(*(Evaluation.load(run.evaluation(update)) for run in (one, other)))
             prompts.add(tuple(before.prompts))
             pairs = zip(before.columns()[column], after.columns()[column], strict=True)
             rows.append([b - a for a, b in pairs])
@@ -226,16 +171,16 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     """
     if len(folders) < 2:
         raise ConfigError(f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare runs/one runs/other")
-    arms = group_into_arms([TrainedRun(folder) for folder in folders])
+    arms = group_into_arms([RunDirectory(folder) for folder in folders])
     # The base model, which is update 0, is the same in all of them.
-    evaluated = set.intersection(*(set(run.evaluations) for arm in arms for run in arm.runs)) - {0}
+    evaluated = set.intersection(*(set(run.evaluations()) for arm in arms for run in arm.runs)) - {0}
     update = max(evaluated, default=None)
     means: dict[str, dict[str, float]] = {}
     differences: list[Difference] = []
     lower: set[str] = set()
     if update is not None:
         for arm in arms:
-            evaluations = [run.evaluation(update) for run in arm.runs]
+            evaluations = [Evaluation.load(run.evaluation(update)) for run in arm.runs]
             lower.update(*(evaluation.lower_is_better for evaluation in evaluations))
             columns = [evaluation.columns() for evaluation in evaluations]
             shared = [name for name in columns[0] if all(name in other for other in columns)]
@@ -263,7 +208,7 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     notes = []
     if update is None:
         notes.append("The runs have no evaluation after update 0 in common, so their final scores are not compared.")
-    ends = {max(run.evaluations, default=0) for arm in arms for run in arm.runs}
+    ends = {max(run.evaluations(), default=0) for arm in arms for run in arm.runs}
     if update is not None and max(ends) > update:
         notes.append(f"Some runs were evaluated later than update {update}, the last one that all of them have.")
     for arm in arms[1:]:
@@ -282,7 +227,7 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     numbers = {
         "sage_fast": __version__,
         "update": comparison.update,
-        "arms": [{"name": arm.name, "runs": [str(run.folder) for run in arm.runs]} for arm in comparison.arms],
+        "arms": [{"name": arm.name, "runs": [str(run) for run in arm.runs]} for arm in comparison.arms],
         "means": comparison.means,
         "differences": [
             asdict(d) | {"low": d.effect.low, "high": d.effect.high, "detectable": d.effect.detectable}

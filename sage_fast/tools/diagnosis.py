@@ -21,6 +21,7 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import ModelConfig, RewardConfig
 from sage_fast.distributed.failure import version_of
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
@@ -34,6 +35,7 @@ from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.text import encoding_text
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
+from sage_fast.run.directory import RunDirectory
 from sage_fast.run.prompt_files import load_prompts
 
 Status = Literal["ok", "info", "warning", "missing", "failed"]
@@ -140,7 +142,11 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
     device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
     if config is not None:
-        device, dtype, wanted = _device(config) or device, getattr(torch, config.model.dtype), config.model.attention
+        device, dtype, wanted = (
+            _device(config.model) or device,
+            getattr(torch, config.model.dtype),
+            config.model.attention,
+        )
     for name, reason in backend_report(torch.device(device), dtype).items():
         if reason is not None and name != wanted:
             yield Check("attention", name, "info", reason)
@@ -152,17 +158,17 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
 # ------------------------------------------------------------------------------------------------------ configuration
 
 
-def _device(config: RunConfig) -> str | None:
+def _device(model: ModelConfig) -> str | None:
     """The device a run would use; None where torch cannot use the one that is named."""
     with suppress(ConfigError):
-        return str(rank_device(config.model.device))
+        return str(rank_device(model.device))
     return None
 
 
-def _description(config: RunConfig) -> ModelDescription | None:
+def _description(model: ModelConfig) -> ModelDescription | None:
     """The model before it is loaded; None where its family or its folder says nothing."""
     with suppress(ConfigError):
-        return describe_model(config.model)
+        return describe_model(model)
     return None
 
 
@@ -173,12 +179,12 @@ def _settings(config: RunConfig) -> Iterator[Check]:
     except ConfigError as error:
         yield Check(section, "model.device", "missing", str(error), fix="--model.device=auto")
     for name in config.reward.rewards:
-        yield _reward(config, name)
+        yield _reward(config.reward, config.video.fps, name)
     try:
         prompts, evaluated = load_prompts(config)
         yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
-        if (description := _description(config)) is not None:
-            device = choose_device(None, _device(config) or "auto", description.width)
+        if (description := _description(config.model)) is not None:
+            device = choose_device(None, _device(config.model) or "auto", description.width)
             gpus = least_gpus(config.distributed, config.rollout)
             if (encoding := plan_encoding(config, device, description, gpus)) is not None:
                 detail = f"{encoding_text(encoding)}; predicted for {device.name}"
@@ -196,47 +202,47 @@ def _settings(config: RunConfig) -> Iterator[Check]:
             yield Check(section, key, "missing", f"{package} is not installed", fix=fix)
     needed, here = least_gpus(config.distributed, config.rollout), torch.cuda.device_count()
     if needed > 1:
-        enough = _device(config) == "cpu" or here >= needed
+        enough = _device(config.model) == "cpu" or here >= needed
         detail = f"{needed}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
         yield judged(section, "processes", enough, detail, fix, "warning")
-    folder = Path(config.output_dir)
-    existing = _existing(folder)
+    folder = RunDirectory(config.output_dir)
+    existing = _existing(folder.path)
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         fix = "--output_dir=FOLDER on a disk that you may write to"
         yield Check(section, "output_dir", "missing", f"{existing} cannot be written to", fix=fix)
-    elif config.resume == "none" and ((folder / "metrics.jsonl").exists() or list_checkpoints(folder / "checkpoints")):
+    elif config.resume == "none" and (folder.metrics.exists() or list_checkpoints(folder.checkpoints)):
         fix = "--resume auto to go on with it, or another --output_dir"
         yield Check(section, "output_dir", "warning", f"{folder} already holds a run", fix=fix)
     else:
         yield Check(section, "output_dir", "ok", str(folder))
-    if (description := _description(config)) is not None:
+    if (description := _description(config.model)) is not None:
         size = count_weights(config, description.transformer).total
         if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
             fix = f"--optimizer.learning_rate={unusual[1]:g}"
             yield Check(section, "optimizer.learning_rate", "warning", unusual[0], fix=fix)
 
 
-def _reward(config: RunConfig, name: str) -> Check:
+def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
     """Check that a reward can be imported and takes the options it is given."""
-    section, key = "configuration", f"reward {name}"
-    if name in scored_elsewhere(config.reward):
-        python = config.reward.python
+    key = f"reward {name}"
+    if name in scored_elsewhere(section):
+        python = section.python
         there = python is None or shutil.which(Path(python).expanduser()) is not None
-        check = judged(section, key, there, f"scored by {python or config.reward.url}", "--reward.python=PATH")
+        check = judged("configuration", key, there, f"scored by {python or section.url}", "--reward.python=PATH")
         return replace(check, status="info") if there else check  # nobody has asked the server
     try:
         found = find_reward(name)
         if inspect.isclass(found):
-            options, takes = config.reward.options.get(name, {}), inspect.signature(found)
+            options, takes = section.options.get(name, {}), inspect.signature(found)
             takes.bind(**options)
-            fps = options.get("fps", config.video.fps)  # a run fills it in where it is left out
-            if "fps" in takes.parameters and fps != config.video.fps:
-                detail = f"fps is {fps}, but video.fps is {config.video.fps:g}; it decides which frames are scored"
-                return Check(section, key, "warning", detail, fix=f"--reward.options.{name}.fps={config.video.fps:g}")
+            fps = options.get("fps", video_fps)  # a run fills it in where it is left out
+            if "fps" in takes.parameters and fps != video_fps:
+                detail = f"fps is {fps}, but video.fps is {video_fps:g}; it decides which frames are scored"
+                return Check("configuration", key, "warning", detail, fix=f"--reward.options.{name}.fps={video_fps:g}")
     except (ConfigError, TypeError) as error:
-        return Check(section, key, "missing", str(error), fix=f"see reward.options.{name}")
-    return Check(section, key, "ok", REWARDS.get(name, name))
+        return Check("configuration", key, "missing", str(error), fix=f"see reward.options.{name}")
+    return Check("configuration", key, "ok", REWARDS.get(name, name))
 
 
 def _existing(path: Path) -> Path:
@@ -250,21 +256,21 @@ def _existing(path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ files, memory, disk
 
 
-def needed_files(config: RunConfig) -> list[Requirement]:
+def needed_files(model: ModelConfig, reward: RewardConfig) -> list[Requirement]:
     """The files of the model and of every reward; nothing for one that cannot be imported."""
     needed: list[Requirement] = []
     with suppress(ConfigError):
-        needed += model_family(config.model.family).requirements(config.model)
-    for name in config.reward.rewards:
-        if name not in scored_elsewhere(config.reward):
+        needed += model_family(model.family).requirements(model)
+    for name in reward.rewards:
+        if name not in scored_elsewhere(reward):
             with suppress(ConfigError):
-                needed += reward_requirements(name, config.reward.options.get(name, {}))
+                needed += reward_requirements(name, reward.options.get(name, {}))
     return needed
 
 
 def _files(config: RunConfig) -> Iterator[Check]:
     section = "files"
-    for requirement in needed_files(config):
+    for requirement in needed_files(config.model, config.reward):
         missing, detail = requirement.missing, requirement.where
         if missing:
             named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
@@ -296,7 +302,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 def _memory(config: RunConfig) -> Iterator[Check]:
     section = "memory"
-    description, device, host = _description(config), _device(config), host_memory()
+    description, device, host = _description(config.model), _device(config.model), host_memory()
     if description is None or device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
@@ -325,11 +331,11 @@ def _memory(config: RunConfig) -> Iterator[Check]:
 def _disk(config: RunConfig) -> Iterator[Check]:
     """Room on every disk for the downloads and checkpoints that go to it."""
     needed: dict[Path, float] = {}
-    for requirement in needed_files(config):
+    for requirement in needed_files(config.model, config.reward):
         if requirement.missing:
             folder = _existing(download_folder(requirement))
             needed[folder] = needed.get(folder, 0.0) + requirement.gigabytes * 1e9
-    if (description := _description(config)) is not None:
+    if (description := _description(config.model)) is not None:
         # One more than is kept: the new one is written before the oldest goes.
         count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
         folder = _existing(Path(config.output_dir))

@@ -36,14 +36,13 @@ from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_a
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.lora import described as described_adapter
 from sage_fast.policy.trained import use_weights
+from sage_fast.run.directory import RunDirectory
 from sage_fast.tools.checkpoints import choose_checkpoint
 
 Format = Literal["lora", "full"]
 
 RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
-PICTURES = {"reward.png": "Reward of the run", "before_after.png": "Same prompts and noise, before and after"}
-"""Files of a run that the card shows, where they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +104,8 @@ def export(
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
     source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
-    directory = source.folder.parent.parent
-    folder = Path(output or directory / "exported")
+    directory = RunDirectory(source.folder.parent.parent)
+    folder = Path(output or directory.exported)
     config = _config_of(source, overrides)
     if not trust_config:
         check_trust(config, source.folder, named_code([], overrides), rewards=False)
@@ -218,12 +217,12 @@ def _open(source: Path, chosen: str) -> Checkpoint:
         if chosen != "auto":
             raise ConfigError(f"{source} is a checkpoint, and --checkpoint {chosen} is for a run. Give one of the two.")
         return open_checkpoint(source)
-    if not (source / "checkpoints").is_dir():
+    if not RunDirectory(source).checkpoints.is_dir():
         raise ConfigError(
             f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/. Give a run, or one of "
             "the folders in its checkpoints/."
         )
-    found = choose_checkpoint(chosen, source)
+    found = choose_checkpoint(chosen, RunDirectory(source))
     if found is None:
         raise ConfigError(f"--checkpoint {chosen} exports nothing. Give auto, best or a checkpoint folder.")
     return found
@@ -258,17 +257,17 @@ def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
     return transformer
 
 
-def _write_card(result: Export, config: RunConfig, run: Path) -> None:
+def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     """Write README.md, config.yaml and the pictures of a run that the card shows."""
-    save_config(config, result.folder / "config.yaml")
-    pictures = {name: caption for name, caption in PICTURES.items() if (run / name).is_file()}
+    save_config(config, RunDirectory(result.folder).config)
+    shown = {run.reward_plot: "Reward of the run", run.before_after: "Same prompts and noise, before and after"}
+    pictures = {file.name: caption for file, caption in shown.items() if file.is_file()}
     for name in pictures:
         with replacing(result.folder / name) as partial:
-            shutil.copyfile(run / name, partial)
+            shutil.copyfile(run.path / name, partial)
     paired: dict[str, Any] = {}
-    evaluation = run / "evaluation" / "result.json"
-    if evaluation.is_file():
-        paired = json.loads(evaluation.read_text(encoding="utf-8"))
+    if run.result.is_file():
+        paired = json.loads(run.result.read_text(encoding="utf-8"))
         found = {"reward": paired["reward"], **paired["scores"]}
         paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
     lora, family = result.format == "lora", model_family(config.model.family)

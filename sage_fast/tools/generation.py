@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,17 @@ from torch import Tensor
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import EvaluationConfig
+from sage_fast.config.sections import EvaluationConfig, ModelConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models import video_files
 from sage_fast.models.family import VideoDecoder, family_of
 from sage_fast.models.transformer import FusedForward
-from sage_fast.policy.adapters import open_model, use_adapter
+from sage_fast.policy.adapters import load_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.trained import use_weights, weights_digest
-from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, noise_keys, noise_seed, policy_velocity, sample_trajectory
+from sage_fast.records import Prompt, PromptEmbeds
+from sage_fast.rollout import Sampler, evaluation_sampler, initial_latents, micro_batches, noise_seed
 from sage_fast.run import media
-from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,15 @@ SHEET_ROWS = 16
 class Generator:
     """A model that is ready to sample: the one that the run starts from, until `use_trained` is called.
 
-    embed: conditioning of one of the prompts, on `device`. latent_shape: (C, F, H, W).
+    prompts: those that it can be asked for. embed: conditioning of the text of one, on `device`. latent_shape:
+    (C, F, H, W).
     """
 
     config: RunConfig
     policy: GuidedPolicy
     decoder: VideoDecoder
     prompts: Sequence[Prompt]
-    embed: Callable[[Prompt], PromptEmbeds]
+    embed: Callable[[str], PromptEmbeds]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
     acceleration: FusedForward | None
@@ -67,10 +68,11 @@ class Generator:
         transformer.to(self.device)
         self.acceleration = family_of(transformer).choose_forward(transformer, self.config.model)
 
-    def table(self, sampler: str) -> TransitionTable:
-        """The steps of a sampler with the evaluation's number of steps and noise scale."""
-        sigmas = sigma_schedule(self.config.evaluation_steps, self.config.rollout.shift)
-        return transition_table(sampler, sigmas, self.config.rollout.eta)
+    def sampler(self, sde_type: str = "ode") -> Sampler:
+        """The evaluation's sampler, or another one with its number of steps and noise scale."""
+        initial = partial(initial_latents, shape=self.latent_shape, device=self.device)
+        sections = self.config.rollout, self.config.evaluation
+        return evaluation_sampler(*sections, self.policy, self.embed, initial, sde_type=sde_type)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -81,7 +83,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     """
     device = rank_device(config.model.device)
     try:
-        components = open_model(config.model, config.lora)
+        components = load_model(config.model, config.lora, read=False)
         components.check_guidance(config.rollout.guidance_scale)
         components.warn(config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps})
         video = config.evaluation_video
@@ -101,7 +103,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         policy=GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale),
         decoder=components.video_decoder,
         prompts=prompts,
-        embed=lambda prompt: encoder.encode([prompt.text])[0].to(device),
+        embed=lambda text: encoder.encode([text])[0].to(device),
         latent_shape=latent_shape,
         device=device,
         acceleration=acceleration,
@@ -137,7 +139,6 @@ def write_videos(
         OSError: the folder cannot be written.
     """
     config = generator.config
-    table = generator.table(sampler)
     plan = {
         video_files.video_file_name(position, prompt.text, member, num_videos): (prompt, member)
         for position, prompt in enumerate(generator.prompts)
@@ -157,19 +158,13 @@ def write_videos(
         logger.info(
             "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
         )
-    size = config.evaluation.batch_size
-    for first in range(0, len(remaining), size):
-        names = remaining[first : first + size]
-        batch = [
-            Sample(prompt=prompt, embeds=generator.embed(prompt), member=member)
-            for prompt, member in (plan[name] for name in names)
-        ]
-        keys = noise_keys(batch, config.evaluation.seed, update=0, usual=EvaluationConfig.seed)
-        initial = initial_latents(keys, generator.latent_shape, generator.device)
-        trajectory = sample_trajectory(policy_velocity(generator.policy, batch), batch, keys, table, initial)
-        for name, video in zip(names, generator.decoder.decode(trajectory.final), strict=True):
+    sample, done = generator.sampler(sampler), 0
+    for names in micro_batches(remaining, config.evaluation.batch_size):
+        latents = sample(sample.samples(plan[name] for name in names)).final
+        for name, video in zip(names, generator.decoder.decode(latents), strict=True):
             video_files.write_video(output / name, video.cpu(), config.video.fps)
-        logger.info("%d of %d videos, the last is %s", first + len(names), len(remaining), output / names[-1])
+        done += len(names)
+        logger.info("%d of %d videos, the last is %s", done, len(remaining), output / names[-1])
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
     cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
@@ -177,12 +172,12 @@ def write_videos(
     return paths
 
 
-def initial_weights(config: RunConfig) -> str:
+def initial_weights(model: ModelConfig) -> str:
     """Name of the weights that a run starts from, with a digest of its adapter. ConfigError where there is none."""
-    if config.model.adapter is None:
+    if model.adapter is None:
         return "base"
     try:
-        return f"{config.model.adapter} ({weights_digest(Path(config.model.adapter))[:12]})"
+        return f"{model.adapter} ({weights_digest(Path(model.adapter))[:12]})"
     except ValueError as error:
         raise ConfigError(f"model.adapter: {error}") from error
 

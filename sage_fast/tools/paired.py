@@ -28,7 +28,6 @@ from sage_fast.evaluation import (
     OVERALL,
     REWARD,
     Evaluation,
-    EvaluationSampling,
     PairedTest,
     direction_label,
     evaluate,
@@ -159,7 +158,7 @@ class PairedEvaluation:
         return result
 
     def _evaluate(self, model: str) -> Evaluation:
-        reward, generator, evaluation = self.reward, self.generator, self.config.evaluation
+        reward, generator = self.reward, self.generator
         if model == "trained":
             generator.use_trained(self.weights)
 
@@ -167,22 +166,12 @@ class PairedEvaluation:
             video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
             logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
 
-        sampling = EvaluationSampling(
-            policy=generator.policy,
-            embed=generator.embed,
-            table=generator.table("ode"),
-            latent_shape=generator.latent_shape,
-            seed=evaluation.seed,
-            batch_size=evaluation.batch_size,
-            noises=evaluation.noises,
-            device=generator.device,
-        )
         scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
-        return evaluate(sampling, scoring, generator.prompts, on_video=write)[0]
+        return evaluate(generator.sampler(), scoring, generator.prompts, self.config.evaluation, on_video=write)[0]
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
-        weights = initial_weights(self.config) if model == "base" else weights_digest(self.trained)
+        weights = initial_weights(self.config.model) if model == "base" else weights_digest(self.trained)
         settings = sampling_settings(self.config, "ode", weights) | {
             "noises": self.config.evaluation.noises,
             "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},

@@ -65,6 +65,4 @@ def gpu_result() -> dict[str, Any]:
     add("attention", "forward", "B", "cudnn", 0.017, rate=595.0, unit="TFLOP/s", share=0.75)
     add("attention", "backward", "B", "cudnn", 0.05, rate=516.0, unit="TFLOP/s", share=0.65)
     add("iteration", "2 videos of 4 steps", "B", "ours", 110.0, videos=2)
-    add("sharded", "LoRA gradient", "B", "ours", 5.5)
-    add("sharded", "LoRA gradient", "B", "unwrapped", 5.0)
     return {"environment": environment(), "smoke": False, "cells": cells}

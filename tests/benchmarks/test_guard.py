@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import __main__, budgets, guard
+from benchmarks import __main__, budgets, guard, results
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
@@ -26,8 +26,12 @@ from sage_fast.models.hunyuan15.block import LocalAttention, _Block
 from sage_fast.objectives.single_pass import SinglePass
 from sage_fast.objectives.two_phase import TwoPhase
 from sage_fast.optim import OptimizerSet
+from tests.benchmarks.made_up import gpu_result, quantiles, timed
 
 Patch = pytest.MonkeyPatch
+
+KERNELS = [("sde_step forward", "ours"), ("sde_step forward", "eager")]
+KERNELS += [("policy_loss backward", who) for who in ("ours", "eager")]
 
 BANDED = ("imports.seconds/", "imports.standard_modules/")
 """Budgets that do not count exactly, so their limits have room."""
@@ -217,9 +221,79 @@ def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(status: int, tmp
     done = subprocess.run(["bash", str(job)], env=environment, capture_output=True, text=True, check=False)
     device, kernels, last = done.stdout.splitlines()
     assert done.returncode == status and last.startswith("-m benchmarks guard "), done.stderr
-    assert device.endswith("--output out/gpu.json") and kernels.endswith("--benchmark-json out/kernels.json")
+    assert device.endswith("--output out/gpu.json") and kernels.endswith("--benchmark-autosave --benchmark-compare")
     parser_of("device", "").parse_args(device.split()[3:])
-    assert last.split()[3:] == ["--result", "out/gpu.json", "--kernels", "out/kernels.json"]
+    assert last.split()[3:] == ["--result", "out/gpu.json"]
+
+
+def gpu_limits() -> list[str]:
+    return [limit.name for limit in budgets.timing_limits("gpu")]
+
+
+def test_ratios_are_those_of_what_passed() -> None:
+    found = results.ratios(gpu_result())
+    assert found["transformer forward B / P2"] == pytest.approx(0.75)
+    # The single pass needs no rollout beside it; alone it stands beside the peers' training step.
+    assert found["transformer single_pass B / P2"] == pytest.approx(5.2 / 7.5)
+    assert found["iteration 2 videos of 4 steps B seconds per video"] == pytest.approx(55.0)
+    assert found["transformer train B GB of memory"] == 55.0
+    assert not any("P2c" in name or "wrong" in name or name.endswith("/ ours") for name in found)
+
+
+@pytest.mark.parametrize("fault", ["none", "slow", "red", "absent"])
+def test_a_timing_is_there_and_within_its_limit(
+    fault: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A figure that is too slow, has failed its parity or was not measured is named."""
+    run, name = gpu_result(), "transformer forward B ours"
+    run["cells"] |= {f"kernels {op} B {who}": timed("kernels", op, "B", who, 1e-5) for op, who in KERNELS}
+    if fault == "slow":
+        run["cells"][name]["rows"][0]["seconds"] = quantiles(1.1)
+    elif fault == "red":
+        run["cells"]["transformer parity ours"]["passed"] = False
+    elif fault == "absent":
+        del run["cells"][name]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    status = guard.main(["--only", "timings", "--result", str(tmp_path / "run.json")])
+    printed = capsys.readouterr().out
+    named = [limit for limit in gpu_limits() if printed.count(limit) > 1]
+    forward = ["transformer forward B / P2", "transformer forward B / P1"]
+    ours = [limit for limit in gpu_limits() if limit.startswith("transformer")]
+    assert named == {"none": [], "slow": forward[:1], "red": ours, "absent": forward}[fault]
+    assert status == (fault != "none")
+
+
+def test_a_run_that_is_not_a_full_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in (gpu_result() | {"smoke": True}, {}):
+        (tmp_path / "run.json").write_text(json.dumps(run))
+        assert guard.main(["--only", "timings", "--result", str(tmp_path / "run.json")]) == 1
+        assert "is not a full run" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the timings are those of a CPU")
+@pytest.mark.parametrize(("slow", "runs", "ok"), [(0, 1, True), (1, 2, True), (3, 3, False)])
+@pytest.mark.parametrize("step", ["forward", "train"])
+def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
+    step: str, slow: int, runs: int, ok: bool, monkeypatch: Patch
+) -> None:
+    """The limits lie 8 % above three runs, whose medians were these."""
+    measured: list[dict[str, Any]] = []
+
+    def measure() -> dict[str, Any]:
+        turns = {"forward": 0.826, "train": 0.949}
+        turns[step] *= 1.1 if len(measured) < slow else 1.0
+        run = {"environment": {"gpu": None}, "cells": {}}
+        for name, value in turns.items():
+            over = {"P2": quantiles(value)}
+            run["cells"][name] = timed("cpu", name, "small", "ours", 1.0, over=over)
+            run["cells"][f"{name} P2"] = timed("cpu", name, "small", "P2", 1.0)
+        measured.append(run)
+        return run
+
+    monkeypatch.setattr(guard, "measure", measure)
+    verdicts = guard.judge_timings(None)
+    assert len(measured) == runs and all(verdict.ok for verdict in verdicts) == ok
+    assert ok or [v.budget.name for v in verdicts if not v.ok] == [f"cpu {step} small / P2"]
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:

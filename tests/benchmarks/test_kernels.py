@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import baseline, results
+from benchmarks import results
 from benchmarks import session as sessions
 from benchmarks.suites import kernels
 from sage_kernels.registry import specs
@@ -37,7 +36,7 @@ def test_smoke_run_prints_ratios_of_what_passed_only(
 
 
 @pytest.mark.slow
-def test_pytest_benchmark_times_the_same_calls_and_the_guard_reads_them(tmp_path: Path) -> None:
+def test_pytest_benchmark_times_the_same_calls(tmp_path: Path) -> None:
     file = tmp_path / "kernels.json"
     names = ["benchmarks/suites/kernels.py", "-k", "gelu_tanh and forward and not compiled"]
     options = [f"--benchmark-json={file}", "--benchmark-timer=benchmarks.harness.device_clock", "-p", "no:xdist"]
@@ -45,5 +44,5 @@ def test_pytest_benchmark_times_the_same_calls_and_the_guard_reads_them(tmp_path
     command = [sys.executable, "-m", "pytest", *names, *options, "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:]
-    ((name, ratio),) = baseline.ratios(baseline.from_pytest_benchmark(file)).items()
-    assert re.fullmatch(r"kernels gelu_tanh forward odd\S* / eager", name) and ratio.value > 0
+    stats = {timed["name"].rpartition("-")[2]: timed["stats"] for timed in json.loads(file.read_text())["benchmarks"]}
+    assert stats.keys() == {"ours]", "eager]"} and all(found["median"] > 0 for found in stats.values())

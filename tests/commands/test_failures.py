@@ -18,8 +18,8 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, T
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
+from sage_fast.run.directory import read_metrics
 from sage_fast.run.lease import Lease
-from sage_fast.run.metrics import read_metrics
 from sage_fast.run.run import Run, build_trainer
 
 MakeRun = Callable[..., RunConfig]

@@ -46,7 +46,7 @@ def test_all_ranks_say_what_all_of_them_meet(
 def test_what_does_not_fit_is_found_before_the_model_is_loaded(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "open_model", lambda *_: pytest.fail("loading"))
+    monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("loading"))
     with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
         run.build_trainer(tiny_run(), World(size=3, sp=3))
     with pytest.raises(ConfigError, match="= 3 videos"):

@@ -19,7 +19,7 @@ from sage_fast.commands import cli
 from sage_fast.distributed import failure
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import read_metrics
 from sage_fast.trainer import Trainer
 from tests.distributed.ranks import try_ranks, write_run
 from tests.made_runs import numbers

@@ -57,7 +57,7 @@ def train(file: Path, *words: str) -> dict[str, Any]:
 
     from sage_fast.config.load import load_config, to_dict
     from sage_fast.distributed.start import rank_device, start_world
-    from sage_fast.run.metrics import read_metrics
+    from sage_fast.run.directory import read_metrics
     from sage_fast.run.run import Run
 
     config = load_config(file, words)
@@ -209,10 +209,9 @@ def commands(folder: Path) -> dict[str, Any]:
 
 
 def benchmarks(folder: Path) -> dict[str, Any]:
-    """Cells of a smoke run, without the two GPUs that need NCCL throughout and have a test on the CPU."""
+    """Cells of a smoke run."""
     from benchmarks import device
 
-    device.SUITES = tuple(suite for suite in device.SUITES if suite.name != "two_ranks")
     device.main(["--smoke", "--output", str(folder / "smoke.json")])
     return json.loads((folder / "smoke.json").read_text())["cells"]
 

@@ -85,8 +85,7 @@ def test_the_commands_on_a_tiny_real_model(run: Any) -> None:
 
 
 def test_the_benchmarks_measure_everything(run: Any) -> None:
-    """Red where NCCL is wanted, and nowhere else."""
     cells = run("benchmarks")["found"]
     red = {name: cell for name, cell in cells.items() if not cell["status"].startswith(("done", "absent"))}
     red |= {name: cell for name, cell in cells.items() if cell.get("passed") is False}
-    assert red.keys() <= {"sharded setup"} and "transformer train B P2c" in cells, red
+    assert not red and "transformer train B P2c" in cells, red

@@ -11,7 +11,7 @@ from sage_fast.checkpoint import list_checkpoints
 from sage_fast.config.errors import CallbackError
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.callbacks import Callback, StopRun
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import read_metrics
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 

@@ -13,7 +13,7 @@ import pytest
 
 from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run.lease import FILE_NAME, Lease, look_at
+from sage_fast.run.lease import Lease, look_at
 from sage_fast.run.run import Run
 from tests.run.test_resume import contents
 
@@ -42,7 +42,7 @@ def test_a_run_that_was_loading_meanwhile_changes_nothing(tiny_run: MakeRun) -> 
     before = contents(log.parent)
     with pytest.raises(RunDirectoryError, match="while this one was being loaded"):
         late.train()
-    assert contents(log.parent) | {FILE_NAME: before[FILE_NAME]} == before
+    assert contents(log.parent) | {"lease.txt": before["lease.txt"]} == before
 
 
 HOLD = """
@@ -65,7 +65,7 @@ def test_a_holder_is_named_as_long_as_it_lives(tmp_path: Path) -> None:
     assert look_at(tmp_path) == (holder, False)
     with Lease(tmp_path) as lease:
         lease.check()
-        assert (tmp_path / FILE_NAME).read_text().startswith(f"process {os.getpid()} on ")
+        assert (tmp_path / "lease.txt").read_text().startswith(f"process {os.getpid()} on ")
         assert look_at(tmp_path)[1]
     assert not look_at(tmp_path)[1]
 

@@ -16,7 +16,8 @@ from PIL import Image
 
 from sage_fast.config.errors import ConfigError, RunDirectoryError
 from sage_fast.models.video_files import write_video
-from sage_fast.run.metrics import FILE_NAME, MetricsLogger, read_metrics
+from sage_fast.run.directory import read_metrics
+from sage_fast.run.metrics import MetricsLogger
 
 
 def test_lines_hold_numbers_of_any_kind_in_full_precision_and_ordered_keys(tmp_path):
@@ -26,7 +27,7 @@ def test_lines_hold_numbers_of_any_kind_in_full_precision_and_ordered_keys(tmp_p
     numbers = {"a": torch.tensor([0.5]), "b": np.float32(0.25), "c": torch.tensor(True)}
     logger.log({"update": np.int64(2), "reward/mean": None, **numbers})
     logger.close()
-    lines = (tmp_path / "run" / FILE_NAME).read_text("utf-8").splitlines()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
     assert list(json.loads(lines[0])) == ["update", "kl/position", "note", "reward/mean", "time/rollout"]
     first, second = read_metrics(logger.path)
     assert first == {"update": 1, "note": "第一", **values}
@@ -43,7 +44,7 @@ def test_non_finite_values_are_refused_with_their_key(tmp_path, bad):
 
 
 def test_a_bad_line_before_the_last_is_an_error(tmp_path):
-    path = tmp_path / FILE_NAME
+    path = tmp_path / "metrics.jsonl"
     path.write_text('{"update": 1}\nnot json\n{"update": 2}\n', "utf-8")
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
         read_metrics(path)
@@ -53,10 +54,10 @@ def test_a_bad_line_before_the_last_is_an_error(tmp_path):
     ("tail", "kept"), [('{"update": 2, "a"', [1]), ('{"update": 2}', [1, 2])], ids=["cut", "whole"]
 )
 def test_logging_continues_after_a_line_without_its_end(tmp_path, caplog, tail, kept):
-    (tmp_path / FILE_NAME).write_text('{"update": 1}\n' + tail, "utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1}\n' + tail, "utf-8")
     with caplog.at_level(logging.WARNING):
         logger = MetricsLogger(tmp_path)
-    assert (f"{FILE_NAME}:2: dropped" in caplog.text) == (kept == [1])
+    assert ("metrics.jsonl:2: dropped" in caplog.text) == (kept == [1])
     logger.log({"update": 3})
     logger.close()
     assert [row["update"] for row in read_metrics(logger.path)] == [*kept, 3]

@@ -15,7 +15,7 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import read_metrics
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 

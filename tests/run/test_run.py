@@ -21,7 +21,8 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import effective_resume
 from sage_fast.models.toy.components import WEIGHTS_NAME
 from sage_fast.run.callbacks import Callback
-from sage_fast.run.metrics import MetricsLogger, read_metrics
+from sage_fast.run.directory import read_metrics
+from sage_fast.run.metrics import MetricsLogger
 from sage_fast.run.run import Run
 from sage_fast.tools.api import train
 from tests.made_runs import draw_nothing, numbers

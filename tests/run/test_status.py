@@ -22,7 +22,6 @@ from sage_fast.run.lease import Lease
 from sage_fast.run.page import write_run_page
 from sage_fast.run.run import Run
 from sage_fast.run.run_status import (
-    FILE_NAME,
     RunProgress,
     Status,
     describe_worse,
@@ -41,7 +40,7 @@ def make_run(directory: Path, status: Status | None) -> Path:
     directory.mkdir()
     (directory / "config.yaml").write_text("{}\n")
     if status is not None:
-        (directory / FILE_NAME).write_text(json.dumps(asdict(status)))
+        (directory / "status.json").write_text(json.dumps(asdict(status)))
     return directory
 
 
@@ -56,7 +55,7 @@ def runs(tmp_path: Path) -> Path:
     make_run(folder / "goes", GOING)
     hanging = make_run(folder / "hangs", GOING)
     long_ago = time.time() - 100
-    os.utime(hanging / FILE_NAME, (long_ago, long_ago))
+    os.utime(hanging / "status.json", (long_ago, long_ago))
     return folder
 
 
@@ -156,7 +155,7 @@ def test_a_log_has_lines_a_terminal_a_bar_and_other_ranks_nothing(
             progress.finished({"update": 4, "reward/mean": 0.5})
             progress.end("finished")
         texts.append(capsys.readouterr().err)
-        assert (tmp_path / FILE_NAME).exists() == shown
+        assert (tmp_path / "status.json").exists() == shown
     nothing, log, bar = texts
     heartbeat, *others, last = log.splitlines()
     assert nothing == "" and heartbeat == "update 4/60  rollout 1/4  1.9 h left"

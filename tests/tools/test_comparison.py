@@ -8,7 +8,8 @@ import pytest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD
-from sage_fast.tools.comparison import TrainedRun, compare_runs, group_into_arms, to_text
+from sage_fast.run.directory import RunDirectory
+from sage_fast.tools.comparison import compare_runs, group_into_arms, to_text
 from tests.browser import Page
 from tests.made_runs import make_run
 
@@ -28,7 +29,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
-    arms = group_into_arms([TrainedRun(folder) for folder in runs])
+    arms = group_into_arms([RunDirectory(folder) for folder in runs])
     assert [arm.name for arm in arms] == ["sde_type=sage_grpo", "sde_type=cps"]
     assert [arm.seeds for arm in arms] == [[0, 1], [0, 1]]
     updates, means, spreads = arms[0].band("reward/mean")
@@ -37,7 +38,7 @@ def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) 
 
 def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "--rollout.batch_size=64", seed=1)]
-    arms = group_into_arms([TrainedRun(folder) for folder in folders])
+    arms = group_into_arms([RunDirectory(folder) for folder in folders])
     assert [(arm.name, arm.seeds) for arm in arms] == [("batch_size=128", [0]), ("batch_size=64", [1])]
 
 

@@ -129,7 +129,8 @@ def test_missing_weights_come_with_their_commands(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
     words = ["--reward.rewards=[videoalign, clip_score, pick_score]", "--reward.options.clip_score.path=models/clip"]
-    needed = doctor.needed_files(load_config(PRESET, words))
+    config = load_config(PRESET, words)
+    needed = doctor.needed_files(config.model, config.reward)
     for requirement in needed:
         assert requirement.missing
         check_command(requirement.fetch)

@@ -14,7 +14,7 @@ from diffusers import HunyuanVideo15Pipeline
 
 from sage_fast.checkpoint import open_checkpoint
 from sage_fast.commands.cli import main
-from sage_fast.run.metrics import read_metrics
+from sage_fast.run.directory import read_metrics
 from tests.tiny.checkpoints import save_diffusers_layout
 from tests.tiny.clip import build_tiny_clip
 from tests.tiny.videoalign import build_tiny_videoalign

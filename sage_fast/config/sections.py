@@ -442,7 +442,7 @@ class TrainingConfig(Section, key="training"):
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
     the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
     adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
-    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic. `forward_process` is
+    targets. It pays with objective.kl_mode none and stepwise; docs/memory.md has the arithmetic. `forward_process` is
     another objective (section `forward_process`): DiffusionNFT's and AWM's, at noised videos instead of the sampler's
     steps. It samples by ODE, and is the cheapest of the three."""
     guidance: Literal["paired", "split"] = free("paired", REMEDY)

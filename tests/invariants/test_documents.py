@@ -199,7 +199,7 @@ def test_the_check_of_the_english(text: str, count: int) -> None:
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
     for name, page in (
-        ("presets", "docs/performance.md"),
+        ("presets", "docs/how_to/which_card.md"),
         ("cards", "README.md"),
     ):  # planned in tests/config/test_presets.py
         there = PAGES[page].split(f"<!-- benchmark {name}: begin -->\n")[1].split("<!--")[0]

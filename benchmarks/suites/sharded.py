@@ -54,7 +54,7 @@ MODEL = ModelConfig(dtype="bfloat16", checkpointing="selective")
 
 @contextmanager
 def one_rank(device: torch.device) -> Iterator[World]:
-    """A process group of this process alone, as a launched run has it, gone after the `with`."""
+    """A process group of this process alone, as in a launched run, gone after the `with`."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:

@@ -1,6 +1,6 @@
 """MkDocs hook: pages made from the source, and links to files of the repository.
 
-The documents link to files as they lie in the repository, which is what a reader of a checkout wants. The site has a
+The documents link to files as they lie in the repository, for readers of a checkout. The site has a
 page for each of these files, so it needs neither the repository nor a network.
 """
 

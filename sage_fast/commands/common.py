@@ -69,7 +69,7 @@ def load_run_config(
     if not os.path.isfile(first / "config.yaml"):  # False, not an error, for a word too long to be a path
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
-                f"{first} is a directory without config.yaml, so it is no run. Give a run, a YAML file or a preset."
+                f"{first} is a directory without config.yaml, so it is not a run. Give a run, a YAML file or a preset."
             )
         return load_config(options.config, overrides)
     # The directory may have been moved since: its checkpoints are where it is now.

@@ -72,8 +72,8 @@ def rank_device(name: str) -> "torch.device":
         device = torch.device("cuda", 0 if bound else local)
     if device.index >= count:
         raise ConfigError(
-            f"{os.uname().nodename} has {count} GPU(s) to give, but {device} was asked for: every process needs one "
-            f"of its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
+            f"{os.uname().nodename} has {count} GPU(s) to give, but {device} was asked for: every process needs "
+            f"its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
             "to cpu."
         )
     torch.cuda.set_device(device)

@@ -27,7 +27,7 @@ Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
 
 
 class FusedForward:
-    """The handle of a transformer that runs a fused forward in place of the stock one."""
+    """The handle of a transformer that runs a fused forward instead of the stock one."""
 
     transformer: Any
     adaln: str
@@ -84,7 +84,7 @@ def backbone(transformer: nn.Module | None = None, *, name: str | None = None) -
     """
     names = [name or next(iter(TRANSFORMERS))]
     if transformer is not None:
-        # FSDP2 puts a subclass in place of the class.
+        # FSDP2 puts a subclass instead of the class.
         names = [kind.__name__ for kind in type(transformer).__mro__]
     known = next((name for name in names if name in TRANSFORMERS), None)
     if known is None:

@@ -234,7 +234,7 @@ def _scale(
 
 @torch.no_grad()
 def use_adapter(transformer: HunyuanVideo15Transformer3DModel, path: Path) -> None:
-    """Take over a LoRA adapter in float32, as it was trained, in place of the one that is there. Nothing is trainable.
+    """Take over a LoRA adapter in float32, as it was trained, instead of the one that is there. Nothing is trainable.
 
     Args:
         path: its folder or its file, see `read_adapter`.

@@ -165,7 +165,7 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
         if not _visible(text):
             raise ValueError("a prompt is empty; write one or leave it out")
         if _NO_TEXT.search(text):
-            raise ValueError(f"the prompt {text!r} is no UTF-8; check the encoding of the terminal or script")
+            raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
     _note_texts("the list of prompts", tuple(texts))
     return [Prompt(text=_visible(text), index=number) for number, text in enumerate(texts)]
 

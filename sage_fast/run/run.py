@@ -151,7 +151,7 @@ def train(
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankFailure(
             f"A collective failed: {first} Another rank has died, failed or hung; its own message or the stacks of its "
-            "threads say where. What was saved is intact: start the same command again with --resume auto, or let "
+            "threads say where. Its checkpoints are intact: start the same command again with --resume auto, or let "
             "torchrun do so (--max-restarts)."
         ) from error
 

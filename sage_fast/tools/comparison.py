@@ -43,7 +43,7 @@ class TrainedRun:
         file = self.folder / "config.yaml"
         if not file.is_file():
             raise ConfigError(
-                f"{self.folder} has no config.yaml, so it is no run. Give directories of `sage-fast train`."
+                f"{self.folder} has no config.yaml, so it is not a run. Give directories of `sage-fast train`."
             )
         return by_dotted_key(read_config_file(file), whole=WHOLE)
 

@@ -481,7 +481,7 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints() -> None:
-    """Without weights on this machine, whose sizes would take the place of the published ones. The page leaves out time
+    """Without weights on this machine, whose sizes would replace the published ones. The page leaves out time
     and assumptions, whose lines are too long for it."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("\n```")[0]

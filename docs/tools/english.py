@@ -42,7 +42,7 @@ PHRASES = {
     r"\btakes? the place of\b": "`replaces`",
     r"\bin place of\b": "`instead of`",
     r"\bwould not do\b": "name the lack: `is not enough`, `does not work`",
-    r"\b(?:forward|pass|prompt|update|video|GPU) (?:more|less)(?=[.,;:)]|$| (?:and|or|from|than|where|when|if)\b)": (
+    r"(?<!\bone[ \n])\b(?:forward|pass|prompt|update|GPU) (?:more|less)(?=[.,;:)]|$| (?:and|or|from|where|when|if)\b)": (
         "`one more X`, `one X less`"
     ),
     r"\bfor the (?:greater|most|whole) part\b": "`mostly`",
@@ -98,9 +98,10 @@ def long_sentences(page: str) -> Iterator[tuple[int, str]]:
     text = re.sub(r"<!--.*?-->|<img[^>]*>", "", prose_of_page(page))
     text = re.sub(r"`[^`\n]*`", "x", re.sub(r"\]\([^)\n]*\)", "", text))
     for match in re.finditer(r"(?:[^.?!|\n]|(?<=\w)[.?!](?=\w)|\n(?!\n|[#*|>]|\d\.))+", text):
-        if (count := len(match[0].split())) > MAX_WORDS:
-            first = " ".join(match[0].split()[:4])
-            yield 1 + text.count("\n", 0, match.start()), f"{count} words in `{first} ...`: at most {MAX_WORDS}"
+        found = re.findall(r"\S*\w\S*", match[0])
+        if len(found) > MAX_WORDS:
+            line = 1 + text.count("\n", 0, match.end() - len(match[0].lstrip()))
+            yield line, f"{len(found)} words in `{' '.join(found[:4])} ...`: at most {MAX_WORDS}"
 
 
 def wide_lines(page: str) -> Iterator[tuple[int, str]]:

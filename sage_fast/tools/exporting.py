@@ -222,8 +222,8 @@ def _open(source: Path, chosen: str) -> Checkpoint:
         return open_checkpoint(source)
     if not (source / "checkpoints").is_dir():
         raise ConfigError(
-            f"{source} is neither a checkpoint nor a run: it has neither state.json nor checkpoints/. Give a run, or one "
-            "of the folders in its checkpoints/."
+            f"{source} is neither a checkpoint nor a run: it has neither state.json nor checkpoints/. Give a run, or "
+            "one of the folders in its checkpoints/."
         )
     found = choose_checkpoint(chosen, source)
     if found is None:

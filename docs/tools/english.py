@@ -42,7 +42,7 @@ PHRASES = {
     r"\btakes? the place of\b": "`replaces`",
     r"\bin place of\b": "`instead of`",
     r"\bwould not do\b": "name the lack: `is not enough`, `does not work`",
-    r"(?<!\bone[ \n])\b(?:forward|pass|prompt|update|GPU) (?:more|less)(?=[.,;:)]|$| (?:and|or|from|where|when|if)\b)": (
+    r"(?<!\bone[ \n])\b(?:forward|pass|prompt|GPU) (?:more|less)(?=[.,;:)]|$| (?:and|or|from|where|when|if)\b)": (
         "`one more X`, `one X less`"
     ),
     r"\bfor the (?:greater|most|whole) part\b": "`mostly`",

@@ -144,7 +144,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     parser.add_argument(
         "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"
     )
-    parser.add_argument("--overwrite", action="store_true", help="make again what is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace results that are there already")
 
 
 def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":

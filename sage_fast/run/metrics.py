@@ -259,7 +259,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 logger.warning("%s:%d: dropped the last line, which was cut short", path, number)
                 break
             raise RunDirectoryError(
-                f"{path}:{number}: not a metrics record ({error}); delete or mend that line."
+                f"{path}:{number}: not a metrics record ({error}); delete or fix that line."
             ) from error
         rows.append(row)
     return rows

@@ -293,7 +293,7 @@ def _seed(value: object, where: str) -> int | None:
         return None
     if (seed := _whole(value)) is None:
         raise ValueError(
-            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
+            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; fix it or leave it out"
         )
     return seed
 

@@ -415,7 +415,7 @@ class Run:
         if self._look() != self._contents:
             raise RunDirectoryError(
                 f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
-                "again, with --resume auto to go on from what it has left."
+                "again, with --resume auto to continue that run."
             )
         try:
             if self._sets_aside:

@@ -353,7 +353,7 @@ class EvaluationConfig(Section, key="evaluation"):
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
     stop_when_worse: bool = free(False, PACE)
-    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It goes on from
+    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It continues from
     there only with false, or from an earlier checkpoint."""
 
     def __post_init__(self) -> None:

@@ -25,11 +25,11 @@ from benchmarks.results import Record, Result
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.estimate import make_plan
+from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.layout import least_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
+DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
 HEADLINES = ("transformer forward B / P1", "transformer forward B / P2", "transformer train B / P2")
 GPU_TABLES = {
@@ -162,23 +162,27 @@ def headline_block(found: Results) -> str:
 
 def presets_block(found: Results) -> str:
     """The plan of every preset of the real model on H100s, without weights on this machine."""
-    phases = ("rollout", "anchor", "update")
-    rows = []
-    for name in (name for name in preset_names() if name.startswith("hv15_")):
-        config = load_config(name)
-        plan = make_plan(config, DEVICES["h100"], gpus=least_gpus(config.distributed, config.rollout), sizes={})
-        seconds = {phase.name: phase.predicted for phase in plan.phases}
-        row = [
-            f"[`{name}`](../configs/{name}.yaml)",
-            f"{plan.layout.replicate} x {plan.layout.shard} x {plan.layout.sp}",
-            *(f"{seconds[phase]:.1f}" for phase in phases),
-            f"{plan.seconds_per_video:.1f}",
-            f"{plan.videos_per_gpu_hour:.1f}",
-            f"{plan.memory.peak / 1e9:.1f}, {plan.memory.peak_phase}",
-        ]
-        rows.append(row)
-    head = ("preset", "replicas x shards x sp", *phases, "s per video", "videos per GPU-hour", "peak GB")
-    return markdown(head, rows)
+    names = (name for name in preset_names() if name.startswith("hv15_"))
+    rows = [[f"[`{name}`](../../configs/{name}.yaml)", *cells_of_plan(plan_of(name))] for name in names]
+    return markdown(("preset", "peak, GB", "update"), rows)
+
+
+def plan_of(preset: str, device: str = "h100", memory: float | None = None) -> Plan:
+    """The plan of a preset on the fewest GPUs that its degrees fit; `memory` in 1e9 bytes, by default the device's."""
+    config = load_config(preset)
+    gpus = least_gpus(config.distributed, config.rollout)
+    return make_plan(config, DEVICES[device], gpus=gpus, memory_gb=memory, sizes={})
+
+
+def cells_of_plan(plan: Plan) -> list[str]:
+    """Peak in GB, and the videos of a rollout with its minutes."""
+    video, updates = plan.config.video, plan.config.training.updates_per_rollout
+    videos = plan.config.rollout.batch_size * plan.layout.data_parallel
+    if plan.config.training.update == "forward_process":  # each update trains a part of the videos
+        videos //= updates
+    frames = f"{video.num_frames} frames of {video.height}x{video.width}"
+    minutes = plan.seconds_per_rollout / updates / 60
+    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes:.1f} min"]
 
 
 CARDS = (
@@ -195,15 +199,11 @@ def cards_block(found: Results) -> str:
     """Presets that fit some cards, by the plan."""
     rows = []
     for memory, device, limit, preset in CARDS:
-        config = load_config(preset)
-        gpus = least_gpus(config.distributed, config.rollout)
-        plan = make_plan(config, DEVICES[device], gpus=gpus, memory_gb=limit, sizes={})
+        plan = plan_of(preset, device, limit)
         assert plan.fits, preset
-        videos, minutes = config.rollout.batch_size * plan.layout.data_parallel, plan.seconds_per_rollout / 60
-        frames = f"{config.video.num_frames} frames of {config.video.height}x{config.video.width}"
+        peak, update = cells_of_plan(plan)
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
-        row = [f"{memory} ({card})", f"`{preset}`", f"{plan.memory.peak / 1e9:.1f} GB"]
-        rows.append([*row, f"{videos} videos, {frames}: {minutes:.1f} min"])
+        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update])
     return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)"), rows)
 
 

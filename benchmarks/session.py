@@ -252,7 +252,7 @@ def timing(
     note: str | None = None,
     **more: Any,
 ) -> Record:
-    """A row; what is None is left out."""
+    """A row, without what is None."""
     known = {"flop": flop, "bytes": nbytes, "peak_memory_gb": peak_memory_gb, "note": note}
     row = {"step": step, "shape": shape, "contender": contender, "seconds": asdict(seconds)}
     return row | {name: value for name, value in known.items() if value is not None} | more

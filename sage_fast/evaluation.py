@@ -18,7 +18,7 @@ from sage_fast.rewards.base import describe_batch
 from sage_fast.rollout import Sampler, VideoScoring, micro_batches
 
 REWARD = "Reward"
-"""Name in tables of the weighted sum of the scores, which is what was trained on."""
+"""Name in tables of the weighted sum of the scores, which was trained on."""
 
 OVERALL = "Overall (VQ + MQ + TA)"
 """Name in tables of the plain sum of these three, which papers report whatever was trained on."""
@@ -77,7 +77,7 @@ class Evaluation:
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
-            raise ValueError(f"{path} is no complete evaluation: {error}") from error
+            raise ValueError(f"{path} is not a complete evaluation: {error}") from error
 
     def columns(self) -> dict[str, list[float]]:
         """Columns of tables: the reward, the overall where its three scores are there, and every score."""
@@ -293,7 +293,7 @@ def evaluate(
     Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
-        scoring: fresh, with the ranks in `world`; its `progress` hears of every batch of this rank. Its `on_failure`
+        scoring: fresh, with the ranks in `world`; its `progress` sees every batch of this rank. Its `on_failure`
             says whether a prompt that a reward fails on ends the evaluation or is left out.
         prompts: S of them.
         return_videos: numbers of the prompts whose videos are returned.

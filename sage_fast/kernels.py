@@ -203,7 +203,7 @@ def select_kernels(choice: Choice, device: torch.device, dtype: torch.dtype = to
 
 
 def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
-    """Calls of a block, which differentiates by itself: launchers in place of operators, whose argument checks and
+    """Calls of a block, which differentiates by itself: launchers instead of operators, whose argument checks and
     dispatch take more of the host's time than a launch. On the meta device it is operators that are counted.
     """
     if kernels is REFERENCE or device.type == "meta":

@@ -85,7 +85,7 @@ def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
 def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: str) -> None:
     file = tmp_path / "update-000000.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"update-000000\.json is no complete evaluation"):
+    with pytest.raises(ValueError, match=r"update-000000\.json is not a complete evaluation"):
         Evaluation.load(file)
 
 

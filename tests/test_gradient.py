@@ -214,7 +214,7 @@ class Estimates:
         self.num_steps = len(self.drawn)
 
     def scored(self, factors: Sequence[float] | None = None) -> ScoredRollout:
-        """The rollout, always the same, with a draw of positions for the KL; None is all."""
+        """The rollout, always the same, with a draw of positions for the KL; None means all."""
         trainer = self.trainer
         trainer.objective.begin(0, 0)
         trainer.objective.kl_factors = factors or [1.0] * self.num_steps
@@ -326,7 +326,7 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
 def test_the_anchor_is_measured_where_the_kl_counts(
     update: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 videos of 4 steps, one at a time: 4 forwards of the anchor in place of 16, and 4 second backward passes."""
+    """4 videos of 4 steps, one at a time: 4 forwards of the anchor instead of 16, and 4 second backward passes."""
     config = tiny_run(
         "--rollout.micro_batch_size=1", f"--training.update={update}", "--objective.kl_position_fraction=0.25"
     )

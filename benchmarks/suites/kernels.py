@@ -99,7 +99,7 @@ def chosen_ops(session: Session) -> list[OpSpec]:
     every = specs()
     unknown = set(session.ops) - every.keys()
     if unknown:
-        raise ValueError(f"--op {', '.join(sorted(unknown))} is no op; there are {', '.join(every)}")
+        raise ValueError(f"--op {', '.join(sorted(unknown))} is not an op; there are {', '.join(every)}")
     return [every[name] for name in session.ops or every]
 
 

@@ -1,9 +1,10 @@
 """MkDocs hook: pages made from the source, and links to files of the repository.
 
-The documents link to files as they lie in the repository, which is what a reader of a checkout wants. The site has a
+The documents link to files as they lie in the repository, for readers of a checkout. The site has a
 page for each of these files, so it needs neither the repository nor a network.
 """
 
+import json
 import posixpath
 import re
 import sys
@@ -27,7 +28,10 @@ DOCUMENTS = {
 }
 """Documents outside docs/, and their pages."""
 
-LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\"))(?!https?:|mailto:|#)([^)\"#\s]+)")
+NOTEBOOKS = {"docs/tutorials/notebook.ipynb": "tutorials/notebook.md"}
+"""Notebooks, and the pages that show them with their outputs."""
+
+LINK = re.compile(r"(?:(?<=\]\()|(?<=<img src=\"))(?!https?:|mailto:|data:|#)([^)\"#\s]+)")
 """Target of a link or picture, without its anchor."""
 
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sh": "bash", ".sbatch": "bash"}
@@ -37,6 +41,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the documents outside docs/, the reference pages, and every other file that a document links to."""
     pages = {page: (ROOT / path).read_text("utf-8") for path, page in DOCUMENTS.items()}
     pages |= {"reference/commands.md": reference.commands(), "reference/configuration.md": reference.configuration()}
+    pages |= {page: _notebook_page(ROOT / path) for path, page in NOTEBOOKS.items()}
     for page, text in pages.items():
         files.append(File.generated(config, page, content=text))
     texts = {file.src_uri: file.content_string for file in files.documentation_pages()}
@@ -71,8 +76,8 @@ def _target(page: str, link: str) -> str:
 
 def _place(path: str) -> str:
     """Where a file of the repository is on the site."""
-    if path in DOCUMENTS:
-        return DOCUMENTS[path]
+    if place := (DOCUMENTS | NOTEBOOKS).get(path):
+        return place
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"source/{path}" if path.endswith(".png") else f"source/{path}.md"
@@ -82,6 +87,21 @@ def _outside(page: str, text: str) -> set[str]:
     """Files of the repository that a page links to and that are not documents."""
     found = {_target(page, link) for link in LINK.findall(text)}
     return {path for path in found if path not in DOCUMENTS and not path.startswith("docs/")}
+
+
+def _notebook_page(path: Path) -> str:
+    """A notebook as Markdown: its texts, its code, and the texts and pictures that the code has printed."""
+    parts = []
+    for cell in json.loads(path.read_text("utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if picture := data.get("image/png"):
+                parts.append(f"![Output](data:image/png;base64,{''.join(picture).strip()})")
+            elif text := output.get("text") or data.get("text/plain"):
+                parts.append(f"```text\n{''.join(text).rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def _source_page(path: Path) -> str:

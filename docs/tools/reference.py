@@ -55,7 +55,7 @@ def configuration() -> str:
     intro = (
         "A YAML file sets these keys, and `--section.key=value` overrides one on the command line. The last column "
         "says what a\nresumed run may do with a key: change it freely, change it if `--allow-changes` names it, or not "
-        "at all\n([why](../reliability.md#going-on)).\n"
+        "at all\n([why](../reliability.md#continue-a-run)).\n"
     )
     parts = ["# Configuration keys\n", GENERATED, intro, *_section(RunConfig, "", "")]
     return "\n".join(parts) + "\n"

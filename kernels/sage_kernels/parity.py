@@ -89,7 +89,7 @@ def compare(
         device: where the op runs; the oracle runs there too.
         seed: of inputs and cotangents.
         layout: see `Layout`.
-        op: what to judge in place of `spec.op`, for instance the compiled op.
+        op: what to judge instead of `spec.op`, for instance the compiled op.
 
     Returns:
         One comparison per output and per gradient.

@@ -7,8 +7,8 @@ Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC
     words (w, w') -> (r cos angle, r sin angle),  r = sqrt(-2 ln(w 2^-32 + 2^-33)),  angle = 2 pi w' 2^-32
 
 A number depends on (key, step, stream, e) alone: not on the launch geometry or the batch that asks for it.
-The integer words are those of the reference bit for bit; the numbers agree to about 1e-6, which is what the float32
-logarithms and sines of different processors differ by.
+The integer words are those of the reference bit for bit; the numbers agree to about 1e-6, by which float32 logarithms
+and sines of different processors differ.
 
 Shapes: B rows, N elements of a row, K blocks of four numbers.
 """

@@ -202,7 +202,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Reads the description of the shards. A pickle that names anything else ends with an UnpicklingError."""
 
     def find_class(self, module: str, name: str) -> Any:
-        module = {"pathlib._local": "pathlib"}.get(module, module)  # as Python 3.13 has it
+        module = {"pathlib._local": "pathlib"}.get(module, module)  # the name of Python 3.13
         if (module, name) in _RECORDS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):

@@ -319,7 +319,7 @@ class CheckpointWriter:
             outcome = step()
         except CheckpointException as error:  # no Exception; it holds what went wrong on which rank
             failure = error.failures.get(self.world.rank, (None, None))[0]
-        except Exception as error:  # noqa: BLE001  the other ranks wait to hear of it, whatever it is
+        except Exception as error:  # noqa: BLE001  the other ranks wait for word of it
             # torch.save and safetensors raise their own types for a full disk; all mean the same to the user.
             failure = error
         reason = None

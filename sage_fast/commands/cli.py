@@ -33,7 +33,7 @@ from sage_fast.distributed.start import configure_logging, end_process, report_e
 
 GROUPS = {
     "train": (train, status),
-    "look": (generate, evaluate, compare, export),
+    "results": (generate, evaluate, compare, export),
     "prepare": (configs, doctor, plan, profile),
 }
 COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
@@ -182,9 +182,9 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 HOW_TO_GO_ON = {
-    "train": "--resume auto goes on from the last checkpoint.",
-    "generate": "The same command goes on with the videos that are not there yet.",
-    "evaluate": "The same command goes on with the model that was not finished.",
+    "train": "--resume auto continues from the last checkpoint.",
+    "generate": "The same command continues with the missing videos.",
+    "evaluate": "The same command continues with the unfinished model.",
 }
 
 

@@ -70,7 +70,7 @@ def load_run_config(
     if not RunDirectory(first).is_run:
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
-                f"{first} is a directory without config.yaml, so it is no run. Give a run, a YAML file or a preset."
+                f"{first} is a directory without config.yaml, so it is not a run. Give a run, a YAML file or a preset."
             )
         return load_config(options.config, overrides)
     # The directory may have been moved since: its checkpoints are where it is now.
@@ -145,7 +145,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     parser.add_argument(
         "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"
     )
-    parser.add_argument("--overwrite", action="store_true", help="make again what is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace results that are there already")
 
 
 def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":

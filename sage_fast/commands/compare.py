@@ -4,7 +4,7 @@ examples:
   sage-fast compare runs/sage_grpo runs/sage_exact
   sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output runs/study/compared
 
-The first run's arm is what the others are compared with. --output gets comparison.html (everything, in one file) and
+The other arms are compared with that of the first run. --output gets comparison.html (everything, in one file) and
 comparison.json. Runs that are still training can be compared, too.
 """
 

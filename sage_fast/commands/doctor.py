@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deep",
         action="store_true",
-        help="load everything and hold each part against another way to the same numbers; ends with one small update",
+        help="load everything and compute each part in two ways; ends with one small update",
     )
     parser.add_argument(
         "--scores",

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rewards",
         metavar="NAME,NAME",
-        help="rewards to measure besides those of the configuration; they have no part in the reward",
+        help="more rewards to measure; they do not count in the reward",
     )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
 

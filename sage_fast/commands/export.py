@@ -7,7 +7,7 @@ examples:
   sage-fast export runs/mine --output official --layout official         for `generate.py --lora_path official`
   sage-fast export runs/mine --output best --checkpoint best             of the run's best evaluation
 
-An adapter is for one layout of names, and most programs ignore another one silently:
+An adapter has the layout of one program, and most programs ignore any other layout silently:
   diffusers   diffusers                             comfyui   ComfyUI, diffusion-pipe
   official    Tencent's generate.py, LightX2V       musubi    musubi-tuner
   peft        peft, vLLM-Omni

@@ -9,7 +9,7 @@ examples:
                                                                         what the exploration of the training looks like
 
 --output gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
-A video that is in --output already, made with the same settings, is kept, so the same command goes on after an
+A video that is in --output already, made with the same settings, is kept, so the same command continues after an
 interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
 size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
 """

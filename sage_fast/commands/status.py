@@ -1,4 +1,4 @@
-"""Tell how runs are doing: alive, phase, update, reward, time left.
+"""Show the state of runs: alive, phase, update, reward, time left.
 
 examples:
   sage-fast status runs                     every run in a folder
@@ -7,17 +7,17 @@ examples:
   watch -n 10 sage-fast status runs
 
 state     running   it makes progress
-          hangs     its process is alive, but has made no progress for a minute, and for four times as long as ever
-                    before in this run; until the first update is done, for half an hour
-          killed    its process ended without writing why
+          hangs     its process is alive but has made no progress for at least a minute and for four times its longest
+                    previous pause; until the first update is done, for half an hour
+          killed    its process is gone and left no error
           failed    an error has ended it, which is below the table
-          stopped   on request; --resume auto goes on
+          stopped   on request; --resume auto continues
           finished
           unknown   it has no status, or none that can be read
           ..., worse  the last paired evaluation is more than 3 standard errors below update 0; since when, and which
                     checkpoint is the best, is below the table
 
-Exit status: 1 where a run hangs, was killed, has failed or got worse, else 0. Nothing is written.
+Exit status: 1 if a run hangs, was killed, has failed or got worse, else 0. Nothing is written.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def _note(state: "RunState") -> str:
         return f"{state.run}: {(state.status.error or '').splitlines()[0] if state.status.error else 'failed'}"
     if state.condition == "killed":
         return (
-            f"{state.run}: the process is gone without a last word; sage-fast train {state.run} --resume auto goes on"
+            f"{state.run}: the process is gone and left no error; sage-fast train {state.run} --resume auto continues"
         )
     if state.condition == "hangs":
         return f"{state.run}: no progress, but alive: {state.holder or 'its process'}"

@@ -1,4 +1,4 @@
-"""Train, or go on with a run.
+"""Train, or continue a run.
 
 examples:
   sage-fast train toy_cpu
@@ -12,7 +12,7 @@ examples:
 
 keys that most people set:
   --output-dir FOLDER                 where the run goes
-  --resume auto                       go on with the run that is there
+  --resume auto                       continue the run that is there
   --data.prompts FILE                 training prompts: .csv, .jsonl or .txt
   --reward.rewards=[NAME, ...]        rewards, also package.module:function of your own
   --rollout.sde_type NAME             sage_grpo, sage_exact, dance_grpo, flow_grpo or cps
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY,KEY",
-        help="configuration keys that may differ from those of the checkpoint which --resume goes on from; what has "
+        help="configuration keys that may differ from those of the checkpoint from which --resume continues; what has "
         "changed is recorded in metrics.jsonl",
     )
     parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help="list configuration keys and exit")

@@ -87,7 +87,7 @@ _OPTION = re.compile(
 
 
 def in_python(text: str) -> str:
-    """A message with the arguments of Python's functions in place of the options of the commands.
+    """A message with the arguments of Python's functions instead of the options of the commands.
 
     Example: `in_python("Go on by --resume auto.")` is `Go on by resume="auto".`
     """

@@ -27,7 +27,7 @@ MAX_DOCUMENT_BYTES = 2**20
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``, which takes the place of ``path`` when the block has succeeded.
+    """Yield a temporary path beside ``path``, which replaces ``path`` when the block has succeeded.
 
     Missing parent folders are created. After an error the old
     file, if any, is untouched and the temporary one is gone. The file has the permissions that the umask allows,

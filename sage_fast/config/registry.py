@@ -68,7 +68,7 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
     module_name, separator, attribute = target.partition(":")
     if not separator:
         raise ConfigError(
-            f"{key} is {name!r}, which is none of {sorted(table)}. Use one of them, or package.module:attribute."
+            f"{key} is {name!r}, which is not one of {sorted(table)}. Use one of them, or package.module:attribute."
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)

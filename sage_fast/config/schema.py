@@ -58,8 +58,8 @@ class RunConfig:
     seed: int = 0
     """Every random number of the run is a function of it."""
     resume: str = free("none", PACE)
-    """`none` starts a new run, `auto` goes on from the newest complete checkpoint of output_dir (or starts one),
-    a path goes on from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
+    """`none` starts a new run, `auto` continues from the newest complete checkpoint of output_dir (or starts one),
+    a path continues from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model."""
     video: VideoConfig = field(default_factory=VideoConfig, metadata={FIXED: PAIRS})

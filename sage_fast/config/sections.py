@@ -342,7 +342,7 @@ class EvaluationConfig(Section, key="evaluation"):
     num_samples: Natural = free(4, PACE)
     """Videos written to samples/ at every evaluation (mp4 and a contact sheet)."""
     stop_when_worse: bool = free(False, PACE)
-    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It goes on from
+    """End the run, with a checkpoint, when the paired gain is more than 3 standard errors below 0. It continues from
     there only with false, or from an earlier checkpoint."""
 
     def __post_init__(self) -> None:
@@ -429,14 +429,14 @@ class TrainingConfig(Section, key="training"):
     float32, or in distributed.param_dtype where FSDP2 gathers them."""
     update: Literal["two_phase", "single_pass", "forward_process"] = "two_phase"
     """`two_phase` rolls out first and runs the model again for the gradient. `single_pass` takes the gradient during
-    the rollout and weighs it when the rewards arrive: the same gradient, a forward less. It keeps a copy of the
+    the rollout and weighs it when the rewards arrive: the same gradient with one forward less. It keeps a copy of the
     adapters per video of the rollout, and one per group where a KL acts: 225 MB each at lora.rank 32 with the default
-    targets. It pays with objective.kl_mode none and stepwise; docs/policy.md has the arithmetic. `forward_process` is
+    targets. It pays with objective.kl_mode none and stepwise; docs/memory.md has the arithmetic. `forward_process` is
     another objective (section `forward_process`): DiffusionNFT's and AWM's, at noised videos instead of the sampler's
     steps. It samples by ODE, and is the cheapest of the three."""
     guidance: Literal["paired", "split"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory; it takes a forward more from the second update of a rollout on, and in
+    one after the other, with half the memory; it takes one more forward from the second update of a rollout on, and in
     a single pass where the KL to the anchor is measured."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches, and with

@@ -72,8 +72,8 @@ def rank_device(name: str) -> "torch.device":
         device = torch.device("cuda", 0 if bound else local)
     if device.index >= count:
         raise ConfigError(
-            f"{os.uname().nodename} has {count} GPU(s) to give, but {device} was asked for: every process needs one "
-            f"of its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
+            f"{os.uname().nodename} has {count} usable GPU(s), but {device} was asked for: every process needs "
+            f"its own. Start at most {count} per node, as by torchrun --nproc_per_node={count}, or set model.device "
             "to cpu."
         )
     torch.cuda.set_device(device)
@@ -107,7 +107,7 @@ def check_restartable(environment: Mapping[str, str] = os.environ) -> None:
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
             f"torchrun was started with --max-restarts={restarts}, but restarted "
-            "processes would wait for ever in the store of those before. Set the environment variable "
+            "processes would wait forever in the store of those before. Set the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun, as configs/launch/torchrun.sh does, or leave "
             "--max-restarts out."
         )

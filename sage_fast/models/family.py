@@ -406,8 +406,8 @@ def model_family(name: str) -> ModelFamily:
         return family
     if not callable(found) or isinstance(found, type):
         raise ConfigError(
-            f"model.family is {name!r}, which is no ModelFamily (sage_fast/models/family.py) and no function that "
-            "returns Components."
+            f"model.family is {name!r}, which is neither a ModelFamily (sage_fast/models/family.py) nor a function "
+            "that returns Components."
         )
     return _LoadFunction(found)
 

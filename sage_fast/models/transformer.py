@@ -18,7 +18,7 @@ Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
 
 
 class FusedForward:
-    """The handle of a transformer that runs a fused forward in place of the stock one."""
+    """The handle of a transformer that runs a fused forward instead of the stock one."""
 
     transformer: Any
     adaln: str

@@ -107,7 +107,7 @@ def read_video_and_rate(path: str | os.PathLike[str]) -> tuple[Tensor, float]:
             ]
             fps = float(stream.average_rate or 0)
     except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
-        raise OSError(f"{path} is no video that can be read ({error}). Delete it, so that it is made again.") from error
+        raise OSError(f"{path} is not a readable video ({error}). Delete it, so that it is made again.") from error
     if not frames:
         raise OSError(f"{path} holds no frames. Delete it, so that it is made again.")
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2), fps

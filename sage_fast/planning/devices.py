@@ -1,7 +1,7 @@
 """Ceilings of a device, and seconds from a cost.
 
-The H100's are measured or published; of the other GPUs the vendor's figures are known, and they are taken to reach the
-share of them that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
+The H100's are measured or published. Other GPUs are assumed to reach the share of their vendor's figures that the H100
+reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
 """
 
 import math
@@ -19,14 +19,14 @@ SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU by default."""
 
 LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE, CONVOLUTION_SHARE = 0.9, 0.9, 0.8, 0.5
-"""Share of each ceiling that a run is taken to reach."""
+"""Share of each ceiling that a run is assumed to reach."""
 
 LINK_SHARE = 0.8
-"""Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are taken to reach."""
+"""Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are assumed to reach."""
 
 ADAPTER = 46.0
 """GB/s of a network adapter of 400 Gbit/s, one per GPU: NCCL's developers say to expect 46 to 48 (NVIDIA/nccl-tests,
-issue 290). Those of an A100 are taken to have 200 Gbit/s."""
+issue 290). Those of an A100 are assumed to have 200 Gbit/s."""
 
 _PRODUCT, _BANDWIDTH = 798 / 989, 3.0 / 3.35
 _BACKWARD = 0.866

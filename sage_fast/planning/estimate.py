@@ -164,10 +164,10 @@ def make_memory_plan(
 
     Args:
         memory_gb: 1e9 bytes that the device has; it decides whether gathered weights stay.
-        limit_gb: 1e9 bytes that may be used; None is all of them.
+        limit_gb: 1e9 bytes that may be used; None means all of them.
 
     Returns:
-        The plan. Its `config` has what fits in place of `auto` for `model.checkpointing` and
+        The plan. Its `config` has what fits instead of `auto` for `model.checkpointing` and
         `rollout.micro_batch_size`, and a number for `model.decode_memory_gib: auto` where a whole video fits.
 
     Raises:
@@ -249,7 +249,7 @@ def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
 
 
 def settle_memory(config: RunConfig) -> RunConfig:
-    """With what the plan has room for on this process's GPU in place of `auto`: what blocks keep, how to decode, how
+    """With what the plan has room for on this process's GPU instead of `auto`: what blocks keep, how to decode, how
     many videos at once.
 
     It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
@@ -288,8 +288,8 @@ def make_plan(
     Args:
         device: its ceilings.
         gpus: processes, one per GPU, as the config's `distributed` section divides them.
-        memory_gb: 1e9 bytes that may be used; None is all of the device.
-        runtime: bytes of the process before anything is loaded; None is a CUDA context's, or this process's.
+        memory_gb: 1e9 bytes that may be used; None means all of the device.
+        runtime: bytes of the process before anything is loaded; None means a CUDA context's, or this process's.
         description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their files.
 

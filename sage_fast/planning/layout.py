@@ -18,7 +18,7 @@ NODE_SIZE = 8
 CHANNELS, NETWORK_CHANNELS = 32, 2
 """Channels of a communicator, and of an exchange with a rank of another node. NCCL takes two per NVLink as a power of
 two: 32 were seen between each two of eight H100s (NVIDIA/nccl, issue 1685); two per peer is its default over a network.
-Other GPUs are taken to have as many."""
+Other GPUs are assumed to have as many."""
 
 CONNECTION = 12 * 2**20
 """Bytes of GPU memory for one peer and channel, to receive and to send: the 10 MiB and 2 MiB that the issue lists. The

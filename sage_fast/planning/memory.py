@@ -42,7 +42,7 @@ PROCESS = 2.5 * GB
 """CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and what is being read; assumed."""
 
 FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
-"""Share of what comes and goes that the allocator is taken to lose: a GPU's caching one, and the C library's, which
+"""Share of what comes and goes that the allocator is assumed to lose: a GPU's caching one, and the C library's, which
 keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
 
 

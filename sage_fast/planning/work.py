@@ -144,7 +144,7 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     """Calls of the model per video.
 
     Args:
-        ranks: that have different videos; None is the mean of any number.
+        ranks: that have different videos; None means the mean of any number.
     """
     training, rollout = config.training, config.rollout
     # At every position of the SDE window.
@@ -169,7 +169,7 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
 
 
 def policy_moves(training: TrainingConfig) -> bool:
-    """True if an update cannot take the rollout's velocities for its own, so that split guidance makes a forward more.
+    """True if an update cannot take the rollout's velocities for its own, so split guidance needs one more forward.
 
     The forward process is at states that the sampler has not been to. Of several optimizer updates only the later ones
     need that forward; it is counted in all of them.

@@ -43,7 +43,7 @@ def model_velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, promp
 class GuidedPolicy:
     """The policy of a run: the transformer's guided velocity as a function of its trained weights.
 
-    It stays in eval mode throughout. Rollout and update then compute the very same function, which is what makes the
+    It stays in eval mode throughout. Rollout and update then compute the very same function, which makes the
     ratio of the first update exactly 1.
 
     Args:

@@ -124,7 +124,7 @@ class Callbacks:
         name, error = self._failure
         raise CallbackError(
             f"Callback {name} raised {describe(error)}. The run in {directory} was ended after update {update} and "
-            "nothing of it is lost: mend or leave out the callback, and go on with resume set to auto."
+            "nothing of it is lost: fix or remove the callback, and continue with resume set to auto."
         ) from error
 
     def tell(self, event: str, record: object) -> None:

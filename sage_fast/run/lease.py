@@ -76,8 +76,8 @@ class Lease:
         if self._world.is_main and not self.is_own():
             raise RunDirectoryError(
                 f"output_dir {str(self.directory)!r} was deleted or moved while the run was writing to it ({self.path} "
-                "is gone), so the run has stopped. Put the directory back and go on by --resume auto, or start a new "
-                "run."
+                "is gone), so the run has stopped. Put the directory back and continue by --resume auto, or start a "
+                "new run."
             )
 
     def _on_main(self, step: Callable[[], None]) -> None:

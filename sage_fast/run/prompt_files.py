@@ -165,7 +165,7 @@ def text_prompts(texts: Sequence[str]) -> list[Prompt]:
         if not _visible(text):
             raise ValueError("a prompt is empty; write one or leave it out")
         if _NO_TEXT.search(text):
-            raise ValueError(f"the prompt {text!r} is no UTF-8; check the encoding of the terminal or script")
+            raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
     _note_texts("the list of prompts", tuple(texts))
     return [Prompt(text=_visible(text), index=number) for number, text in enumerate(texts)]
 
@@ -293,7 +293,7 @@ def _seed(value: object, where: str) -> int | None:
         return None
     if (seed := _whole(value)) is None:
         raise ValueError(
-            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; mend it or leave it out"
+            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; fix it or leave it out"
         )
     return seed
 

@@ -210,7 +210,7 @@ class RunEvaluation:
             try:
                 videos = [read_video(self._video_file(at, row)) for at in (0, update)]
             except OSError as error:
-                logger.warning("before_after.png has a prompt less: %s", error)
+                logger.warning("before_after.png lacks a prompt: %s", error)
                 continue
             caption = self.trainer.eval_prompts[row].text
             cells.append(media.Cell(caption=caption, videos=videos, marks=marks))

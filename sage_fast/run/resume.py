@@ -55,8 +55,8 @@ def find_start(
     has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
     if resume == "none" and has_run:
         raise ConfigError(
-            f"output_dir {str(directory)!r} already holds a run. Go on with it by --resume auto, move it aside and "
-            "start anew by --resume restart, or choose another output_dir."
+            f"output_dir {str(directory)!r} already holds a run. Continue it by --resume auto, move it aside and "
+            "start again by --resume restart, or choose another output_dir."
         )
     if resume == "restart":
         return None, has_run, {}

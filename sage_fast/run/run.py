@@ -152,7 +152,7 @@ def train(
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankFailure(
             f"A collective failed: {first} Another rank has died, failed or hung; its own message or the stacks of its "
-            "threads say where. What was saved is intact: start the same command again with --resume auto, or let "
+            "threads say where. Its checkpoints are intact: start the same command again with --resume auto, or let "
             "torchrun do so (--max-restarts)."
         ) from error
 
@@ -420,7 +420,7 @@ class Run:
         if self._look() != self._contents:
             raise RunDirectoryError(
                 f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
-                "again, with --resume auto to go on from what it has left."
+                "again, with --resume auto to continue that run."
             )
         try:
             if self._sets_aside:

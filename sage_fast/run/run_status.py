@@ -2,7 +2,7 @@
 
 The run writes the file when a phase begins and every few seconds within one; it appears whole. With the lease somebody
 else can then tell apart a run that goes on, one that makes no progress any more although its process lives, and one
-whose process is gone without a last word, as after a `kill -9`.
+whose process is gone and left no error, as after a `kill -9`.
 """
 
 import json
@@ -207,7 +207,7 @@ class RunProgress:
             self._bar.set_postfix_str(self._summary)
 
     def end(self, state: State, error: BaseException | None = None) -> None:
-        """Write the last word of the run."""
+        """Write how the run ended."""
         text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
         left = 0.0 if state == "finished" else None
         self.status = replace(self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text)

@@ -126,8 +126,8 @@ def train(
 
     Args:
         config: a configuration, a preset, a YAML file or several, or a run.
-        prompts: a text, or several, that take the place of `data.prompts`.
-        reward: takes the place of `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
+        prompts: one or more texts, used instead of `data.prompts`.
+        reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
             uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
             `score`; or a name as in `reward.rewards`; or a list of these. Higher is better.
         reward_weights: score name -> weight. None: the score of a function is named after it (`lambda` without a name)
@@ -201,7 +201,7 @@ def evaluate(
     The base model is the one that the run starts from: `model.adapter` is part of it.
 
     Args:
-        output: a folder; None is `scores` in the run's directory.
+        output: a folder; None means `scores` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a checkpoint folder. lora: an adapter
             instead.
         num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
@@ -256,7 +256,7 @@ def generate(
 
     Args:
         prompts: one text or several; None takes the run's evaluation prompts.
-        output: a folder; None is `generated` in the run's directory.
+        output: a folder; None means `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the model that the run starts
             from) or a checkpoint folder. lora: an adapter instead, also of `model.adapter`.
         sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
@@ -357,7 +357,7 @@ def _choose_weights(
 def _with_reward(
     config: RunConfig, given: RewardLike | Sequence[RewardLike], weights: Mapping[str, float] | None
 ) -> RunConfig:
-    """The configuration with rewards of this process's, or some by name, in place of those that it names."""
+    """The configuration with rewards of this process's, or some by name, instead of those that it names."""
     rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     names, own = [], {}
     for reward in rewards:

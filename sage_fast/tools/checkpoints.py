@@ -33,7 +33,7 @@ def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None
     found = find_checkpoint(chosen, root)
     if found is None and chosen == "auto":
         raise ConfigError(
-            f"{root} holds no complete checkpoint. Train on, or give --checkpoint FOLDER, or for `generate` "
+            f"{root} holds no complete checkpoint. Continue training, or give --checkpoint FOLDER, or for `generate` "
             "--checkpoint none, the model that the run starts from."
         )
     if found is not None and chosen == "auto" and (text := decline(directory, update_of(found.folder))) is not None:

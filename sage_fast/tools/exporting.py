@@ -89,11 +89,11 @@ def export(
 
     Args:
         run: a run, or a checkpoint folder.
-        output: folder to write to; new, empty, or an earlier export alike, whose files are removed. None is `exported`
-            in the run's directory.
+        output: folder to write to; new, empty, or an earlier export alike, whose files are removed. None means
+            `exported` in the run's directory.
         checkpoint: of a run: `auto` (the newest complete one), `best` (by its evaluations) or a folder.
-        format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None is `lora` for a
-            run that trained adapters, and `full` for one that trained every weight.
+        format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None means `lora` for
+            a run that trained adapters, and `full` for one that trained every weight.
         layout: the program that it is for; a whole transformer is for diffusers.
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
@@ -219,8 +219,8 @@ def _open(source: Path, chosen: str) -> Checkpoint:
         return open_checkpoint(source)
     if not RunDirectory(source).checkpoints.is_dir():
         raise ConfigError(
-            f"{source} is no checkpoint and no run: it has neither state.json nor checkpoints/. Give a run, or one of "
-            "the folders in its checkpoints/."
+            f"{source} is neither a checkpoint nor a run: it has neither state.json nor checkpoints/. Give a run, or "
+            "one of the folders in its checkpoints/."
         )
     found = choose_checkpoint(chosen, RunDirectory(source))
     if found is None:
@@ -237,7 +237,7 @@ def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
 
 
 def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
-    """The base transformer with the trained weights: in place of the base ones, or an adapter merged into them."""
+    """The base transformer with the trained weights: instead of the base ones, or an adapter merged into them."""
     dtype = getattr(torch, config.model.dtype)
     try:
         # The checkpoint has what became of `model.adapter`, which may be gone.

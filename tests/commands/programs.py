@@ -55,7 +55,7 @@ def check_command(command: str) -> None:
         case "tensorboard" | "git" | "source" | "ulimit" | "touch":
             pass
         case _:
-            raise AssertionError(f"{program} is no program of this project")
+            raise AssertionError(f"{program} is not a program of this project")
 
 
 def check_extras(text: str) -> None:

@@ -68,7 +68,7 @@ REQUESTS = {
     "same-run": ("compare RUN RUN", "same configuration and seed"),
     "key-for-no-key": ("compare RUN RUN --seed=1", "takes no keys"),
     "nothing-to-go-deep": ("doctor --deep", "--deep needs a configuration"),
-    "missing": ("export nowhere --output=o", "no checkpoint and no run"),
+    "missing": ("export nowhere --output=o", "neither a checkpoint nor a run"),
     "whole-official": ("export RUN --output=o --format full --layout official", "--layout official is for adapters"),
     "preset-name": ("configs show kl_none", "Did you mean ablations/kl_none?"),
     "no-config": ("train", "which run?"),

@@ -68,7 +68,7 @@ def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
     (folder / "both.csv").touch()
     assert prompts("both.csv") == str(folder / "both.csv")
     assert prompts("x.csv", "--data.prompts=both.csv") == str(tmp_path / "both.csv")
-    # A file of the same name in the working directory does not take the place of a preset's.
+    # A file of the same name in the working directory does not replace a preset's.
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts/toy_train.csv").touch()
     assert load_config("toy_cpu").data.prompts == str(shipped)

@@ -192,7 +192,7 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
 @pytest.mark.slow
 def test_the_documented_table_of_plans_is_what_the_planner_finds() -> None:
     """After the plans, whose traces it shares where one process makes both."""
-    assert report.presets_block([]) in (ROOT / "docs/performance.md").read_text("utf-8")
+    assert report.presets_block([]) in (ROOT / "docs/how_to/which_card.md").read_text("utf-8")
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def save(root: str, degrees: dict[str, int], asynchronous: bool) -> list[bool]:
 
 
 def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
-    """Every tensor whole, as this rank has it after reading its part."""
+    """Every tensor whole, on this rank after reading its part."""
     world = join(**degrees)
     checkpoint = find_checkpoint("auto", Path(root), world)
     assert checkpoint is not None and checkpoint.state == {"update": 40, "ranks": 4}

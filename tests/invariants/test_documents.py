@@ -189,6 +189,12 @@ def test_every_test_that_a_page_names_is_there() -> None:
         ("x = 1  # it is no file; besides, this is to change", 3),
         ('def f():\n    """Return x. What has no name\n    was told anew of its own."""', 4),
         ('"""True if there is no file, which is no longer than 3; that is not code: `told`, "anew"."""', 0),
+        ('"""The weights as diffusers has it, in place of None is all; a forward more, which would not do."""', 5),
+        ('"""Diffusers has it; one forward more than before, as many as in the code."""', 0),
+        ('raise ValueError(f"{path} is no run")', 1),
+        ('logger.warning("which is what hears of it %s", 3)', 2),
+        ('parser.add_argument("--x", help="besides" " this")', 1),
+        ('call("is no run", name="besides")', 0),
     ],
 )
 def test_the_check_of_the_english(text: str, count: int) -> None:
@@ -196,10 +202,24 @@ def test_the_check_of_the_english(text: str, count: int) -> None:
     assert len([c for _, part, opening in parts for c in english.complaints(part, opening=opening)]) == count
 
 
+def test_a_long_sentence_is_found_and_a_short_one_is_not() -> None:
+    words = "word " * english.MAX_WORDS
+    page = f"# Title\n\n{words}. [{words}](x.md). `a b` v1.5 {words}\n\n| {words}| {words}|\n\n    {words}{words}\n"
+    assert [line for line, _ in english.long_sentences(page)] == [3]
+    assert not list(english.long_sentences(f"{words}\n\n{words}\n* {words}\n* {words}"))
+    assert [line for line, _ in english.long_sentences(f"One.\nTwo {words[:60]}\n{words}")] == [2]
+
+
+def test_a_wide_line_of_code_is_found() -> None:
+    wide = "x" * (english.MAX_COLUMNS + 1)
+    page = f"{wide}\n\n    {wide}\n\n```python\n{wide}\n```\n{wide}\n```mermaid\n{wide}\n```\n    {wide[5:]}\n"
+    assert [line for line, _ in english.wide_lines(page)] == [3, 6]
+
+
 def test_documents_are_what_the_committed_results_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks report --write` mends this one."""
     for name, page in (
-        ("presets", "docs/performance.md"),
+        ("presets", "docs/how_to/which_card.md"),
         ("cards", "README.md"),
     ):  # planned in tests/config/test_presets.py
         there = PAGES[page].split(f"<!-- benchmark {name}: begin -->\n")[1].split("<!--")[0]

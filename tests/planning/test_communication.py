@@ -153,7 +153,7 @@ def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
 
 @pytest.mark.slow
 def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -> None:
-    """Both branches of guidance in one pull, which is what is special of it: gradients are summed once."""
+    """Both branches of guidance in one pull: gradients are summed once."""
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
     tree["rollout"] |= {"num_generations": 4, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
     tree |= {

@@ -482,22 +482,13 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_shows_what_the_command_prints() -> None:
-    """Without weights on this machine, whose sizes would take the place of the published ones."""
+    """Without weights on this machine, whose sizes would replace the published ones. The page leaves out time
+    and assumptions, whose lines are too long for it."""
     page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     example = page.split("```text\n")[1].split("\n```")[0]
     found = plan("--training.guidance=paired", memory_gb=48)
-    assert to_text(found, find_options(found)) == example
-
-
-@pytest.mark.slow
-def test_the_readme_states_the_memory_and_the_time_that_the_plan_finds() -> None:
-    readme = (ROOT / "README.md").read_text("utf-8")
-    for preset, gpus in (("hv15_quick_lora_1gpu", 1), ("hv15_480p_lora_8gpu_fast", 8)):
-        found = plan(file=f"configs/{preset}.yaml", gpus=gpus)
-        videos = found.config.rollout.batch_size * gpus
-        assert f"`{preset}`" in readme and found.fits
-        assert f"(predicted: {found.memory.peak / 1e9:.0f} GB)" in readme
-        assert f"{found.seconds_per_rollout / 60:.1f} min per update of {videos} videos" in readme
+    parts = to_text(found, find_options(found)).split("\n\n")
+    assert example.split("\n\n") == [*parts[:2], parts[3], parts[5]]
 
 
 @pytest.mark.parametrize(

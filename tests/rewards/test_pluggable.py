@@ -61,7 +61,7 @@ def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(tmp_path
     assert plan["phases"]["reward"]["seconds"] == pytest.approx(7.0)
     assert (file().status, file().fix) == ("missing", "hf download judges/strict")
     assert file(path=folder).fix == f"hf download judges/strict --local-dir {folder}"
-    # The files that are here count in place of the published ones.
+    # The files that are here count instead of the published ones.
     (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
     assert planned(path=folder)["memory"]["rollout"]["reward models"] == 1000
     assert file(path=folder).status == "ok"

@@ -1,4 +1,4 @@
-"""A smooth velocity field in float64 in place of the transformer.
+"""A smooth velocity field in float64 instead of the transformer.
 
 diffusers' model passes through float32 inside (rotary embedding, RMS norm), whatever its weights are, so two exact ways
 to a gradient agree to 1e-7 there. With this field they must agree to rounding in float64.

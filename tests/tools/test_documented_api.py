@@ -63,6 +63,19 @@ def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.slow
+def test_the_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its settings but for the size of a rollout and the noises of an evaluation."""
+    monkeypatch.chdir(tmp_path)
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert code.count('"num_prompts": 6}') == 1
+    code = code.replace('"num_prompts": 6}', '"num_prompts": 6, "noises": 2}, "rollout": {"batch_size": 32}')
+    exec(code, {"__name__": "documented"})
+    assert (tmp_path / "exported/adapter_model.safetensors").exists() or list(
+        (tmp_path / "exported").glob("*.safetensors")
+    )
+
+
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its settings but for the numbers of updates and noises."""
     monkeypatch.chdir(tmp_path)

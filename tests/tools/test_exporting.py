@@ -294,7 +294,7 @@ def loaded_by_comfyui(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
 
 
 def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path) -> None:
-    """W + lora_B lora_A, which is what ComfyUI computes, makes the merged model of its weights."""
+    """W + lora_B lora_A, as ComfyUI computes it, makes the merged model of its weights."""
     export(public_run.directory, tmp_path / "o", layout="comfyui")
     export(public_run.directory, tmp_path / "full", format="full")
     weights = loaded_by_comfyui(public_transformer(public_run))

@@ -217,7 +217,7 @@ def test_before_is_the_model_that_the_run_started_from(
     assert (report.base, report.trained) == (before, after) and before != after
     alone = replace(config, model=replace(config.model, adapter=None))
     assert evaluate(alone, tmp_path / "alone", resamples=100, num_videos=0).base.reward != before.reward
-    # `--lora` takes the place of the run's adapter, and `none` leaves it.
+    # `--lora` replaces the run's adapter, and `none` leaves it.
     lora = tmp_path / "run/checkpoints/update-000002/lora"
     again = evaluate(config, tmp_path / "scores", lora=lora, resamples=100, num_videos=0)
     assert again.base == before and again.trained.reward == pytest.approx(after.reward, abs=1e-5)

@@ -175,8 +175,8 @@ class Acceleration(FusedForward):
         if self.adaln in ("table", "offload") and not can_tabulate(self.transformer):
             raise ValueError(
                 f"adaln is {self.adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
-                "norm1_context.linear) are trained, sharded, or carry an adapter, so their output is no table. Freeze "
-                "them first, or choose auto."
+                "norm1_context.linear) are trained, sharded, or carry an adapter, so a table cannot replace them. "
+                "Freeze them first, or choose auto."
             )
         if self.adaln == "offload":
             self.table = ModulationTable(self.transformer, self.embed_time, offload=True)
@@ -530,7 +530,7 @@ def _fused_forward(
     *,
     prompts: Sequence[PromptEmbeds] | None = None,
 ) -> Any:
-    """Forward of an accelerated transformer: diffusers' arguments, or `prompts` in place of the conditions."""
+    """Forward of an accelerated transformer: diffusers' arguments, or `prompts` instead of the conditions."""
     acceleration: Acceleration = self._acceleration
     if timestep_r is not None:
         raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")

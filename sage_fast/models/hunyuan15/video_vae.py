@@ -75,8 +75,8 @@ class VAEDecoder:
     def decode(self, latents: Tensor) -> Tensor:
         """Videos uint8 (B, 4F-3, 3, 16H, 16W) RGB on the CPU, of latents (B, C, F, H, W) on any device.
 
-        Pixels p in [-1, 1] become round(255 clamp(p / 2 + 1/2, 0, 1)) in float32, ties to even, which is what the stock
-        pipeline's images are. Each sample is decoded independently.
+        Pixels p in [-1, 1] become round(255 clamp(p / 2 + 1/2, 0, 1)) in float32, ties to even, as the images of
+        the stock pipeline. Each sample is decoded independently.
 
         Raises:
             DecodeError: a latent or a decoded pixel is not finite.

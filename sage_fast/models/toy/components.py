@@ -120,7 +120,7 @@ def load_components(model: ModelConfig) -> Components:
 
     Args:
         model: its `path` is a folder with `config.json` and `weights.safetensors`, as
-            `python -m experiments.pretrain` writes it; None is the base model that ships with the project.
+            `python -m experiments.pretrain` writes it; None means the base model that ships with the project.
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 

@@ -86,7 +86,7 @@ class VideoAlignReward:
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         path = str(options.get("path", DEFAULT_FOLDER))
-        # It is read from a folder only: the id of a repository would not do.
+        # It is read from a folder only: the id of a repository does not work.
         missing = missing_files(Path(path).expanduser(), ["model_config.json", "checkpoint-*/model.pth"])
         own = Requirement(
             name="VideoAlign",

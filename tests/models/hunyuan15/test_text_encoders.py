@@ -100,7 +100,7 @@ def test_what_is_not_seen_is_said_of_new_and_of_cached_prompts(
         assert "'long aaa" in cut and " has 100" in cut
         assert glyphs.startswith("1 of 6 prompts are cut off after 256 tokens, of which the glyph encoder")
         assert "'a sign with" in glyphs and " has 31" in glyphs
-        assert quoted.startswith("2 of 6 prompts are for the greater part in quotation marks") and whole in quoted
+        assert quoted.startswith("2 of 6 prompts are mostly in quotation marks") and whole in quoted
         caplog.clear()
     encoder.prepare(["", fitting, QUOTING])
     assert not [r for r in caplog.records if "cut off" in r.getMessage() or "quotation" in r.getMessage()]

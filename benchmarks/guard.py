@@ -86,7 +86,7 @@ def compare(given: Path | None, kernels: Path | None) -> Comparison:
         now: Result = json.loads(given.read_text("utf-8"))
     elif torch.cuda.is_available():
         raise ValueError(
-            "The guard compares a run of this GPU: python -m benchmarks device --output RUN.json, --result."
+            "The guard compares a run of this GPU: python -m benchmarks device --output_file RUN.json, --result."
         )
     else:
         now = measure(["cpu"])

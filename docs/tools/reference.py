@@ -33,7 +33,7 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"\n## {parser.prog}\n"
     yield f"{parser.description or ''}\n"
     yield f"```text\n{parser.format_usage().removeprefix('usage: ').rstrip()}\n```\n"
-    rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help is not None]
+    rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help not in (None, argparse.SUPPRESS)]
     if rows:
         yield "| option | meaning |\n|---|---|"
         yield from rows

@@ -1,4 +1,4 @@
-"""Tell how runs are doing: alive, phase, update, reward, time left.
+"""Show whether runs are alive, with their update, reward and time left.
 
 examples:
   sage-fast status runs                     every run in a folder

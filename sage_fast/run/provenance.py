@@ -9,7 +9,6 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
-from sage_fast.distributed.failure import package_versions
 
 FILE_NAME = "environment.json"
 
@@ -25,7 +24,10 @@ def describe_environment() -> dict[str, Any]:
         "gpu": {"name": "NVIDIA H100 80GB HBM3", "count": 8, "capability": "9.0", "memory_gib": 79.1,
         "cuda": "13.0"}}``; ``commit`` and ``gpu`` are None where there is none.
     """
+    # Here, because `sage-fast --version` imports this file for the commit.
     import torch
+
+    from sage_fast.distributed.failure import package_versions
 
     return {
         "sage_fast": __version__,

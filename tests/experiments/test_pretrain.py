@@ -78,7 +78,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "experiments.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
     )
-    main(["--steps", "7,3,2", "--seed", "5", "--output", str(tmp_path)])
+    main(["--steps", "7,3,2", "--seed", "5", "--output_dir", str(tmp_path)])
     phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
     assert calls == [(PretrainConfig(phases=phases, seed=5), str(tmp_path))]
 

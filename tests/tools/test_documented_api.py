@@ -105,8 +105,8 @@ def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
     ]
     commands = [
         ["train", "toy_cpu", *small],
-        ["evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200"],
-        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos"],
+        ["evaluate", "runs/toy_cpu", "--output_dir=scores", "--resamples=200"],
+        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output_dir=videos"],
     ]
     code = (
         "import sage_fast, sage_kernels\nfrom sage_fast.commands.cli import main\n"

@@ -170,7 +170,7 @@ def configure_logging() -> None:
     The environment variable LOGLEVEL is the level of every rank, and also that of torch.
 
     Raises:
-        ConfigError: LOGLEVEL is no level.
+        ConfigError: LOGLEVEL is not a level.
     """
     level, who = ("INFO", "") if rank() == 0 else ("WARNING", f"[rank {rank()}] ")
     level = os.environ.get("LOGLEVEL") or level

@@ -48,8 +48,8 @@ def test_the_shipped_checkpoint_loads():
 def test_the_shipped_checkpoint_says_how_it_was_made():
     with safe_open(ASSETS / WEIGHTS_NAME, framework="pt") as file:
         metadata = file.metadata()
-    program, _, command = metadata["command"].removesuffix("DIR").partition(" --")
-    assert program == "python -m sage_fast.models.toy.pretrain", "the module's name when they were made"
+    program, _, command = metadata["command"].removesuffix(" --output DIR").partition(" --")
+    assert program == "python -m sage_fast.models.toy.pretrain", "the names when they were made"
     assert f"{MODULE_COMMAND} --{command}" in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
     for name, value in asdict(PretrainConfig()).items():
         assert metadata[name] == str(value), name

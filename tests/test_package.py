@@ -48,8 +48,8 @@ def test_every_folder_of_the_kernels_is_packaged():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)  # 40 seconds of one core
-def test_kernels_and_trainer_install_alone_and_side_by_side(tmp_path):
+@pytest.mark.timeout(900)  # a minute of one core
+def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empty_folder(tmp_path):
     """Both wheels hold sage_kernels: either serves it, the later one wins, and pip removes it with either."""
     tree, venv, away = tmp_path / "tree", tmp_path / "venv", tmp_path / "away"
     tree.mkdir()
@@ -88,8 +88,20 @@ def test_kernels_and_trainer_install_alone_and_side_by_side(tmp_path):
     assert re.search(r"\(x: Any, .*eps: (builtins\.)?float", seen), seen
 
     run(*install, trainer)
-    run(python, "-c", where + f"from sage_fast import kernels; assert kernels.__file__.startswith({str(site)!r})")
-    assert "toy_cpu" in run(venv / "bin/sage-fast", "configs")
+    shipped = [path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*")]
+    assert not [path for path in shipped if not (site / "sage_fast/configs" / path).exists()]
+    shutil.rmtree(tree)
+    shown = run(venv / "bin/sage-fast", "configs", "show", "toy_cpu")
+    assert shown == (ROOT / "configs/toy_cpu.yaml").read_text("utf-8")
+    small = ["training.num_updates=1", "rollout.batch_size=32", "evaluation.num_prompts=4", "evaluation.noises=2"]
+    commands = [
+        ["train", "toy_cpu", *small],
+        ["evaluate", "runs/toy_cpu", "--output_dir=scores", "--resamples=200"],
+        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output_dir=videos"],
+    ]
+    used = f"import sage_fast; assert sage_fast.__file__.startswith({str(site)!r})\n"
+    run(python, "-c", f"{where}{used}from sage_fast.commands.cli import main\nassert not any(map(main, {commands}))")
+    assert (away / "videos/00-a-red-circle-moving-left.mp4").exists() and (away / "scores/evaluation.html").exists()
     run(*into, "uninstall", "-y", "sage-kernels")
     assert "No module named 'sage_kernels'" in run(python, "-c", "import sage_kernels", ok=False)
     run(*install, "--force-reinstall", trainer)

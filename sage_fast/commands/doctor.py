@@ -3,7 +3,7 @@
 examples:
   sage-fast doctor                               the machine alone
   sage-fast doctor hv15_352x624_lora_1gpu        files, memory and disk for this configuration
-  sage-fast doctor hv15_480p_lora_8gpu --gpus 8  the same for a run of eight processes
+  sage-fast doctor hv15_480p_lora_8gpu --gpus 8   for a run of eight processes
   sage-fast doctor hv15_352x624_lora_1gpu --deep --scores scores.json
                                                  once on the real weights: load and compare all
 

@@ -101,6 +101,7 @@ setup(
             "run/templates/*",
         ],
         "sage_fast.configs": ["*.yaml", "*/*"],
+        "sage_kernels": ["py.typed"],
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

@@ -77,7 +77,7 @@ def judge_timings(given: Path | None) -> list[Verdict]:
     """
     if given is None and torch.cuda.is_available():
         raise ValueError(
-            "The guard is given the run of a GPU: python -m benchmarks device --output RUN.json, --result."
+            "The guard is given the run of a GPU: python -m benchmarks device --output_file RUN.json, --result."
         )
     verdicts: list[Verdict] = []
     for _ in range(ATTEMPTS if given is None else 1):

@@ -39,6 +39,7 @@ import benchmarks  # first, because it decides where kernels run
 from benchmarks import harness, results
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record, Result
+from sage_fast.commands.common import RenamedOption
 
 BUDGET = 510.0
 """Seconds of a whole run."""
@@ -293,7 +294,8 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and few rounds; runs without a GPU")
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
-    parser.add_argument("--output", type=Path, help="JSON file; default benchmarks/results/<device>/<date>-<commit>...")
+    parser.add_argument("--output_file", type=Path, help="JSON; default benchmarks/results/<device>/<date>-<commit>...")
+    parser.add_argument("--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS)
     parser.add_argument("--op", action="append", default=[], help="of the kernels, this op only; may be repeated")
     parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
     # `supervise` gives its processes the time at which it began.
@@ -357,7 +359,7 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         raise ValueError("There is no CUDA device here: run with --smoke, or on a machine with a GPU.")
     logging.disable(logging.INFO)
     environment = harness.environment()
-    path = options.output
+    path = options.output_file
     if path is None and not options.smoke:
         path = harness.result_file(environment, suffix=suffix)
     result: Result = {"environment": environment, "smoke": options.smoke, "cells": {}}
@@ -389,7 +391,7 @@ def _earlier_result(path: Path, own: Result) -> Result:
     if found.get("smoke") != own["smoke"] or "cells" not in found:
         wrong.append("it is not a result of this command")
     if wrong:
-        raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output.")
+        raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
     return found
 
 

@@ -9,7 +9,7 @@ examples:
   python -m experiments --tier quick --publish docs      and write them into the page, figures and results of docs/
   python -m experiments --tier full --commands --config hv15_480p_lora_1gpu
 
-Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output gets
+Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output_dir gets
 results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
 """
 
@@ -25,7 +25,7 @@ from experiments.document import IMAGES, PUBLISHED_RESULTS, fill_tables, render
 from experiments.drawings import draw_experiment
 from experiments.findings import Findings, read_findings, write_findings
 from experiments.runner import Study
-from sage_fast.commands.common import split_words
+from sage_fast.commands.common import RenamedOption, add_output_argument, split_words
 from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.files import write_text
 from sage_fast.run.plots import save_figure
@@ -61,9 +61,8 @@ def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         metavar="CONFIG",
         help=f"configuration that all trainings share; default {' '.join(DEFAULT_CONFIG)}",
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("runs/reproduction"), help="folder; default runs/reproduction"
-    )
+    add_output_argument(parser, Path("runs/reproduction"))
+    parser.add_argument("--output", action=RenamedOption, const="--output_dir", help=argparse.SUPPRESS)
     parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
     parser.add_argument("--commands", action="store_true", help="print the commands of what is missing; run nothing")
     parser.add_argument(
@@ -90,7 +89,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.processes < 1:
         raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
     experiments = chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
-    study = Study(options.output, options.config or DEFAULT_CONFIG, overrides)
+    study = Study(options.output_dir, options.config or DEFAULT_CONFIG, overrides)
     if options.commands:
         for training in study.missing_trainings(experiments):
             print(shlex.join(["sage-fast", "train", *study.words(training)]))
@@ -110,7 +109,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.publish is not None:
         _publish(options.publish, findings)
     _print_verdicts(experiments, findings)
-    print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output}/")
+    print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output_dir}/")
     if failed or stopped:
         print(f"Not finished. Go on with:\n  {shlex.join(['python', '-m', 'experiments', *sys.argv[1:]])}")
     return 1 if failed else 0

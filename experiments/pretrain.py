@@ -1,6 +1,6 @@
 """Make the base model of the toy world: a model that draws well, and often not what was asked for.
 
-    python -m experiments.pretrain --output DIR
+    python -m experiments.pretrain --output_dir DIR
 
 Real base models are like this because their captions are. Here too: of the videos of a caption, a stated share shows
 another colour, shape or motion. The prediction of a perfect model, the velocity E[z - x0 | x, caption], has
@@ -137,7 +137,7 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
         torch.set_num_threads(threads)
     recent = losses[-50:]
     metadata = {
-        "command": f"{MODULE_COMMAND} --steps {_steps(config.phases)} --seed {config.seed} --output DIR",
+        "command": f"{MODULE_COMMAND} --steps {_steps(config.phases)} --seed {config.seed} --output_dir DIR",
         **{name: str(value) for name, value in asdict(config).items()},
         "torch_version": torch.__version__,
         "loss_last_50_steps": f"{sum(recent) / len(recent):.5f}",
@@ -309,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", default=_steps(PHASES), help="optimizer steps of each phase")
     parser.add_argument("--seed", type=int, default=PretrainConfig.seed, help="seed of the weights and every draw")
-    parser.add_argument("--output", required=True, help="folder to write config.json and weights.safetensors into")
+    parser.add_argument("--output_dir", required=True, help="folder to write config.json and weights.safetensors into")
     given = parser.parse_args(arguments)
     try:
         counts = given.steps.split(",")
@@ -319,8 +319,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = PretrainConfig(phases=phases, seed=given.seed)
     except ValueError as error:
         parser.error(str(error))
-    losses = pretrain(config, given.output)
-    print(f"Wrote {given.output}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps.")
+    losses = pretrain(config, given.output_dir)
+    print(f"Wrote {given.output_dir}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps.")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Study:
             write_text(file, json.dumps({"base": base}))
         elif not file.is_file() or json.loads(file.read_text("utf-8"))["base"] != base:
             raise ConfigError(
-                f"{self.folder} holds results of another base model. Choose another --output, or move it away."
+                f"{self.folder} holds results of another base model. Choose another --output_dir, or move it away."
             )
 
     def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Tell) -> list[str]:
@@ -171,7 +171,7 @@ class Study:
         file = self._result(name)
         rows = read_findings(file).rows if file.is_file() else []
         if rows and rows[0].settings != settings_digest(settings_of(to_dict(self.config))):
-            raise ConfigError(f"{file} is of another configuration. Choose another --output, or move it away.")
+            raise ConfigError(f"{file} is of another configuration. Choose another --output_dir, or move it away.")
         return rows
 
     def _result(self, name: str) -> Path:
@@ -208,7 +208,7 @@ class Study:
             if key in run.settings and run.settings[key] != value:
                 raise ConfigError(
                     f"{run} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
-                    "Choose another --output, or move that folder away."
+                    "Choose another --output_dir, or move that folder away."
                 )
         return (
             run.result.is_file() and json.loads(run.result.read_text("utf-8"))["after"] >= config.training.num_updates

@@ -7,11 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 import sage_fast
+import sage_kernels
 from sage_fast.run.provenance import describe_environment, git_commit, write_environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +33,7 @@ def test_the_version_is_written_once_and_cited():
     assert sage_fast.__version__ not in (ROOT / "setup.py").read_text("utf-8")
     assert f"## {sage_fast.__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")
     assert f"version: {sage_fast.__version__}" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert sage_kernels.__version__ == sage_fast.__version__
 
 
 def test_every_folder_of_the_kernels_is_packaged():
@@ -37,6 +42,80 @@ def test_every_folder_of_the_kernels_is_packaged():
     folders = sorted(path.parent for path in (ROOT / "kernels").rglob("__init__.py"))
     assert sorted(ROOT / folder for folder in mapped.values()) == folders
     assert all(package.replace(".", "/") == folder.removeprefix("kernels/") for package, folder in mapped.items())
+    alone = tomllib.loads((ROOT / "kernels/pyproject.toml").read_text("utf-8"))
+    assert alone["tool"]["setuptools"]["packages"] == [*mapped]
+    assert all(requirement in text for requirement in alone["project"]["dependencies"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # a minute of one core
+def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empty_folder(tmp_path):
+    """Both wheels hold sage_kernels: either serves it, the later one wins, and pip removes it with either."""
+    tree, venv, away = tmp_path / "tree", tmp_path / "venv", tmp_path / "away"
+    tree.mkdir()
+    away.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "NOTICE", "sage_fast", "kernels", "configs"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, tree / name)
+
+    def run(*words: object, ok: bool = True, **more: str) -> str:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
+        done = subprocess.run(
+            [*map(str, words)], cwd=away, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (done.returncode == 0) is ok, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "wheel", "--no-deps", "--no-index", "--no-build-isolation", "-w", tmp_path, tree, tree / "kernels")
+    kernels, trainer = (next(tmp_path.glob(f"sage_{name}-*.whl")) for name in ("kernels", "fast"))
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    python, site = venv / "bin/python", next(venv.glob("lib/python*/site-packages"))
+    # What the packages require is borrowed from the environment of the tests.
+    (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    into = [*pip, "--python", python]
+    install = [*into, "install", "--no-deps", "--no-index"]
+
+    where = f"import sage_kernels; assert sage_kernels.__file__.startswith({str(site)!r}); "
+    parity = [python, "-m", "sage_kernels.parity", "--op", "gelu_tanh"]
+    run(*install, kernels)
+    run(python, "-c", where + "import sys; assert not any(name.startswith('sage_fast') for name in sys.modules)")
+    assert re.search(r"gelu_tanh +(\d+) of \1 tensors", run(*parity, TRITON_INTERPRET="1"))
+    (away / "typed.py").write_text("from sage_kernels import adaln\nreveal_type(adaln)\n")
+    (away / "mypy.ini").write_text(
+        "[mypy]\n[mypy-torch.*,triton.*]\nfollow_imports = skip\nignore_missing_imports = True\n"
+    )
+    seen = run(sys.executable, "-m", "mypy", "--python-executable", python, "typed.py")
+    assert re.search(r"\(x: Any, .*eps: (builtins\.)?float", seen), seen
+
+    run(*install, trainer)
+    shipped = [path.relative_to(ROOT / "configs") for path in (ROOT / "configs").rglob("*")]
+    assert not [path for path in shipped if not (site / "sage_fast/configs" / path).exists()]
+    shutil.rmtree(tree)
+    shown = run(venv / "bin/sage-fast", "configs", "show", "toy_cpu")
+    assert shown == (ROOT / "configs/toy_cpu.yaml").read_text("utf-8")
+    small = ["training.num_updates=1", "rollout.batch_size=32", "evaluation.num_prompts=4", "evaluation.noises=2"]
+    commands = [
+        ["train", "toy_cpu", *small],
+        ["evaluate", "runs/toy_cpu", "--output_dir=scores", "--resamples=200"],
+        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output_dir=videos"],
+    ]
+    used = f"import sage_fast; assert sage_fast.__file__.startswith({str(site)!r})\n"
+    run(python, "-c", f"{where}{used}from sage_fast.commands.cli import main\nassert not any(map(main, {commands}))")
+    assert (away / "videos/00-a-red-circle-moving-left.mp4").exists() and (away / "scores/evaluation.html").exists()
+    run(*into, "uninstall", "-y", "sage-kernels")
+    assert "No module named 'sage_kernels'" in run(python, "-c", "import sage_kernels", ok=False)
+    run(*install, "--force-reinstall", trainer)
+    run(python, "-c", where)
+
+
+def test_the_workflow_runs_the_steps_of_ci_run_on_the_oldest_and_newest_python():
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"]["make"]
+    text, cells = (ROOT / ".ci/run").read_text("utf-8"), steps["strategy"]["matrix"]["include"]
+    ours = ["test", *re.findall(r"^for step in (.*); do", text, re.M)[0].split()]
+    assert sorted({step for cell in cells for step in cell["steps"].split()}) == sorted(ours)
+    assert [cell["python"] for cell in cells if cell["steps"] == "test"] == ["3.11", "3.13"]
+    (guard,) = re.findall(r'GUARD_ARGS="[^"]*"', text)
+    assert guard in steps["steps"][-1]["run"] and "3.13" in text and "3.11" in text
 
 
 def test_environment_file_is_complete_and_names_no_host(tmp_path):

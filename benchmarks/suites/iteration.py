@@ -28,6 +28,7 @@ from sage_fast.objectives.grpo import RATIO_TOLERANCE
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.records import Prompt, PromptEmbeds
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.trainer import Trainer
 
 SUITE = "iteration"
 RECIPE = "hv15_480p_lora_1gpu"

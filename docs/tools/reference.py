@@ -33,7 +33,8 @@ def _command(parser: argparse.ArgumentParser) -> Iterator[str]:
     yield f"\n## {parser.prog}\n"
     yield f"{parser.description or ''}\n"
     yield f"```text\n{parser.format_usage().removeprefix('usage: ').rstrip()}\n```\n"
-    rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help is not None]
+    hidden = (None, argparse.SUPPRESS)
+    rows = [_option(action) for action in parser._actions if action.dest != "help" and action.help not in hidden]
     if rows:
         yield "| option | meaning |\n|---|---|"
         yield from rows

@@ -9,6 +9,8 @@ import importlib.util
 from sage_kernels.reference import gaussian_log_prob
 from sage_kernels.reference.policy_loss import LossSettings, PolicyTerms, StepColumns
 
+__version__ = "0.1.0"
+
 __all__ = ["LossSettings", "PolicyTerms", "StepColumns", "gaussian_log_prob"]
 
 if importlib.util.find_spec("triton") is not None:

@@ -3,8 +3,14 @@
 The oracle is the reference run on the same (rounded) inputs in float64. An op in a 16-bit type may be k times as far
 from it as the reference in that type, an op in float32 may differ by a fixed share of the oracle's root mean square;
 both bounds hold for the outputs and for the gradient of every differentiable input.
+
+    python -m sage_kernels.parity                     every op on the GPU
+    TRITON_INTERPRET=1 python -m sage_kernels.parity    the same without a GPU, in Triton's interpreter: minutes
 """
 
+import argparse
+import itertools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -13,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from sage_kernels.registry import Case, Inputs, OpSpec
+from sage_kernels import common
+from sage_kernels.registry import OPS, Case, Inputs, OpSpec, specs
 
 Layout = Literal["as built", "gaps", "permuted"]
 """`gaps` re-lays inputs and cotangents so that every other element is skipped, `permuted` so that they are dense with
@@ -203,3 +210,26 @@ def _errors(given: Tensor, exact: Tensor) -> tuple[float, float]:
     scale = float(exact.square().mean().sqrt()) or 1.0
     difference = given.double() - exact
     return float(difference.square().mean().sqrt()) / scale, float(difference.abs().max()) / scale
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m sage_kernels.parity", description=__doc__.split("\n")[0])
+    parser.add_argument("--op", action="append", choices=OPS, help="this op only; may be repeated")
+    chosen = parser.parse_args(argv).op or OPS
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not common.INTERPRETED:
+        parser.error("there is no GPU, so the kernels run with TRITON_INTERPRET=1 alone: set it")
+    status = 0
+    for name, spec in specs().items():
+        if name in chosen:
+            cases = itertools.product(spec.test_cases, spec.dtypes)
+            found = [comparison for case, dtype in cases for comparison in compare(spec, case, dtype, device)]
+            wrong = failures(found)
+            print("\n".join([f"{name:<21} {len(found) - len(wrong)} of {len(found)} tensors within bounds", *wrong]))
+            status |= bool(wrong)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -27,20 +27,21 @@ from sage_fast.commands import (
     status,
     train,
 )
-from sage_fast.commands.common import split_words
+from sage_fast.commands.common import RenamedOption, split_words
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError, SageError
-from sage_fast.distributed.start import configure_logging, end_process, report_error, world_size
+from sage_fast.distributed.start import configure_logging, end_process, rank, report_error, world_size
 
 GROUPS = {
-    "train": (train, status),
-    "results": (generate, evaluate, compare, export),
-    "prepare": (configs, doctor, plan, profile),
+    "before training": (configs, doctor, plan, profile),
+    "training": (train, status),
+    "after training": (generate, evaluate, compare, export),
 }
 COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
 WITHOUT_KEYS = ("status", "compare", "configs")
 
 COMPLETION = """
 
+`sage-fast COMMAND --help` explains a command.
 shell completion: pip install argcomplete, and in ~/.bashrc: eval "$(register-python-argcomplete sage-fast)"
 """
 
@@ -59,14 +60,28 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(**(layout | kwargs | {"allow_abbrev": False}))
 
     def error(self, message: str) -> NoReturn:
-        report_error(f"{self.format_usage()}{self.prog}: error: {message}")
+        usage = self.format_usage() if rank() == 0 else ""  # every rank was started with the same words
+        report_error(f"{usage}{self.prog}: error: {message}")
         self.exit(2)
+
+
+class _Version(argparse.Action):
+    """Prints the release, the commit of a checkout, and the release of torch, which is not imported."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        from sage_fast.run.provenance import SOURCE_ROOT, git_commit
+
+        commit = git_commit(SOURCE_ROOT)
+        print(f"sage-fast {__version__} ({f'commit {commit}, ' if commit else ''}torch {version('torch')})")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="sage-fast",
-        usage="sage-fast COMMAND [words]     sage-fast COMMAND --help",
+        usage="sage-fast COMMAND [options]",
         description="GRPO post-training of text-to-video flow models.",
         epilog="\n\n".join(
             "\n".join(
@@ -76,8 +91,10 @@ def _parser() -> argparse.ArgumentParser:
         )
         + COMPLETION,
     )
-    parser.add_argument("--version", action="version", version=f"sage-fast {__version__}")
-    add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS))
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
+    # Without `prog` a command's errors would begin with the whole usage.
+    hidden = {"metavar": "COMMAND", "help": argparse.SUPPRESS}
+    add_commands(parser.add_subparsers(prog="sage-fast", dest="command", required=True, **hidden))
     return parser
 
 
@@ -92,12 +109,13 @@ def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:
         usage = f"sage-fast {name} {getattr(module, 'USAGE', USAGE)}"
         parser = parsers.add_parser(name, usage=usage, description=summary, epilog=more)
         module.add_arguments(parser)
+        parser.add_argument("--output", action=RenamedOption, const="--output_dir", help=argparse.SUPPRESS)
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     """The options of a command, with all its files in `config`, and the `--section.key=value` overrides.
 
-    Options are written with hyphens or underscores, and so are keys without a section, such as --output-dir.
+    Options are written with hyphens or underscores, and so are keys without a section, such as --output_dir.
     """
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     parser = _parser()
@@ -168,6 +186,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
             f"same. Start it without torchrun: sage-fast {command} ..."
         )
+    if (gpus := getattr(options, "gpus", None)) is not None and gpus < 1:
+        raise ConfigError(f"--gpus is {gpus}; it must be at least 1.")
     if overrides and command in WITHOUT_KEYS:
         raise ConfigError(f"{command} takes no keys of a configuration, such as {overrides[0]}.")
     return COMMANDS[command].run(options, overrides)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import RunConfig
@@ -109,6 +109,29 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+class RenamedOption(argparse.Action):
+    """An option's former name: an error that names the present one, which is `const`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        """Refuse it."""
+        parser.error(f"{self.option_strings[0]} is called {self.const} now")
+
+
+def add_output_argument(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """The option --output_dir; without a default it is required."""
+    named = f"; default {default}" if default else ""
+    words = ("--output_dir", "--output-dir")
+    parser.add_argument(
+        *words, type=Path, required=not default, default=default, metavar="FOLDER", help=f"folder to write to{named}"
+    )
+
+
+def add_gpus_argument(parser: argparse.ArgumentParser) -> None:
+    """The option --gpus of commands that look ahead; `train --gpus` starts the processes."""
+    meaning = "processes, one per GPU; default: the fewest that the `distributed` section fits"
+    parser.add_argument("--gpus", type=int, metavar="N", help=meaning)
+
+
 def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     """The option --allow-cpu."""
     parser.add_argument(
@@ -123,7 +146,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     number counts.
     """
     add_config_argument(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    add_output_argument(parser)
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument(
         "--checkpoint",

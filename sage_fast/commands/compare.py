@@ -1,10 +1,10 @@
-"""Compare runs: curves and final scores, with seed bands and a paired test.
+"""Compare the curves and final scores of several runs, with seed bands and a paired test.
 
 examples:
   sage-fast compare runs/sage_grpo runs/sage_exact
-  sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output runs/study/compared
+  sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output_dir runs/study/compared
 
-The other arms are compared with that of the first run. --output gets comparison.html (everything, in one file) and
+The other arms are compared with that of the first run. --output_dir gets comparison.html (everything, in one file) and
 comparison.json. Runs that are still training can be compared, too.
 """
 
@@ -12,15 +12,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-USAGE = "RUN RUN [RUN ...] [--output FOLDER] [--json]"
+from sage_fast.commands.common import add_output_argument
+
+USAGE = "RUN RUN [RUN ...] [--output_dir FOLDER] [--json]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directories")
-    parser.add_argument(
-        "--output", type=Path, default=Path("comparison"), help="folder to write to; default comparison"
-    )
+    add_output_argument(parser, Path("comparison"))
     parser.add_argument("--json", action="store_true", help="print comparison.json")
 
 
@@ -29,10 +29,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.comparison import compare_runs, to_text, write_comparison
 
     comparison = compare_runs([Path(folder) for folder in options.config])
-    write_comparison(options.output, comparison)
+    write_comparison(options.output_dir, comparison)
     if options.json:
-        print((options.output / "comparison.json").read_text("utf-8"), end="")
+        print((options.output_dir / "comparison.json").read_text("utf-8"), end="")
         return 0
     print(to_text(comparison))
-    print(f"Wrote comparison.html and comparison.json to {options.output}/")
+    print(f"Wrote comparison.html and comparison.json to {options.output_dir}/")
     return 0

@@ -1,4 +1,4 @@
-"""List the presets that ship, or show one.
+"""List the presets, or print one.
 
 examples:
   sage-fast configs                          every preset with one line

@@ -1,8 +1,9 @@
-"""Check the machine, and whether a configuration could run on it.
+"""Check this machine, and whether it can run a configuration.
 
 examples:
   sage-fast doctor                               the machine alone
   sage-fast doctor hv15_352x624_lora_1gpu        files, memory and disk for this configuration
+  sage-fast doctor hv15_480p_lora_8gpu --gpus 8   for a run of eight processes
   sage-fast doctor hv15_352x624_lora_1gpu --deep --scores scores.json
                                                  once on the real weights: load and compare all
 
@@ -15,14 +16,15 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_fast.commands.common import add_config_argument, load_run_config
+from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
 
-USAGE = "[CONFIG [MORE.yaml ...]] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
+USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
+    add_gpus_argument(parser)
     parser.add_argument(
         "--deep",
         action="store_true",
@@ -43,7 +45,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.diagnosis import can_run, examine, to_json, to_text
 
     config = load_run_config(options, overrides) if options.config or overrides else None
-    checks = examine(config)
+    checks = examine(config, options.gpus)
     if options.deep or options.scores:
         if config is None or not options.deep:
             raise ConfigError("--deep needs a configuration, and --scores belongs to --deep.")

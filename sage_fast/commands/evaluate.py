@@ -1,13 +1,13 @@
-r"""Score a trained model against its base model, in pairs, and write a report.
+r"""Score a trained model against its base model, on the same prompts and noise, and write a report.
 
 examples:
-  sage-fast evaluate runs/mine --output runs/mine/scores
-  sage-fast evaluate runs/mine --output scores --prompts held_out.csv --rewards clip_score,pick_score \
+  sage-fast evaluate runs/mine --output_dir runs/mine/scores
+  sage-fast evaluate runs/mine --output_dir scores --prompts held_out.csv --rewards clip_score,pick_score \
       --reward.options.clip_score.path=models/clip-vit-large-patch14
-  sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output scores
-  sage-fast evaluate runs/mine --output larger --evaluation.height=480 --evaluation.width=864
+  sage-fast evaluate hv15_480p_lora_1gpu --lora exported --output_dir scores
+  sage-fast evaluate runs/mine --output_dir larger --evaluation.height=480 --evaluation.width=864
 
---output gets evaluation.{json,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
+--output_dir gets evaluation.{json,html}, contact_sheet.png, every video (base/, trained/) and the scores per prompt
 (before.json, after.json). A model that has been evaluated there with the same settings is not evaluated again.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
 
-USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
+USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
     report = evaluate(
         config,
-        options.output,
+        options.output_dir,
         checkpoint=options.checkpoint,
         lora=options.lora,
         num_videos=options.num_videos,
@@ -47,5 +47,5 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         allow_cpu=options.allow_cpu,
     )
     print(f"{len(report.base.prompts)} prompts, {report.base.noise}\n{report}")
-    print(f"Wrote evaluation.html and .json, a contact sheet, scores and videos to {options.output}/")
+    print(f"Wrote evaluation.html and .json, a contact sheet, scores and videos to {options.output_dir}/")
     return 0

@@ -1,11 +1,11 @@
-"""Write the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or peft.
+"""Export the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or peft.
 
 examples:
-  sage-fast export runs/mine --output exported                           the adapter of the newest checkpoint
-  sage-fast export runs/mine/checkpoints/update-000040 --output exported
-  sage-fast export runs/mine --output merged --format full               the whole transformer, adapter merged
-  sage-fast export runs/mine --output official --layout official         for `generate.py --lora_path official`
-  sage-fast export runs/mine --output best --checkpoint best             of the run's best evaluation
+  sage-fast export runs/mine --output_dir exported                           the adapter of the newest checkpoint
+  sage-fast export runs/mine/checkpoints/update-000040 --output_dir exported
+  sage-fast export runs/mine --output_dir merged --format full               the whole transformer, adapter merged
+  sage-fast export runs/mine --output_dir official --layout official         for `generate.py --lora_path official`
+  sage-fast export runs/mine --output_dir best --checkpoint best             of the run's best evaluation
 
 An adapter has the layout of one program, and most programs ignore any other layout silently:
   diffusers   diffusers                             comfyui   ComfyUI, diffusion-pipe
@@ -20,16 +20,16 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from sage_fast.commands.common import add_trust_argument
+from sage_fast.commands.common import add_output_argument, add_trust_argument
 
-USAGE = "CHECKPOINT_OR_RUN --output FOLDER [options] [--section.key=value ...]"
+USAGE = "CHECKPOINT_OR_RUN --output_dir FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
     add_trust_argument(parser)
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    add_output_argument(parser)
     parser.add_argument(
         "--format",
         choices=["lora", "full"],
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(f"export takes one checkpoint or run, and got {len(options.config)}: {options.config}.")
     result = export(
         Path(options.config[0]),
-        options.output,
+        options.output_dir,
         checkpoint=options.checkpoint,
         format=options.format,
         layout=options.layout,

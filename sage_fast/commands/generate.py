@@ -1,15 +1,15 @@
-"""Write videos for prompts, with the base model, a checkpoint or an adapter.
+"""Generate videos with the base model, a checkpoint or an adapter.
 
 examples:
-  sage-fast generate runs/mine --prompt "a red fox in the snow" --prompt "a kite at sea" --seed 3 --output videos
-  sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output videos
-  sage-fast generate runs/mine --prompts my.txt --output videos         newest checkpoint of a run
-  sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output videos
-  sage-fast generate runs/mine --output noisy --sampler sage_grpo --num-videos 4
+  sage-fast generate runs/mine --prompt "a red fox in the snow" --prompt "a kite at sea" --seed 3 --output_dir videos
+  sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output_dir videos
+  sage-fast generate runs/mine --prompts my.txt --output_dir videos         newest checkpoint of a run
+  sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output_dir videos
+  sage-fast generate runs/mine --output_dir noisy --sampler sage_grpo --num-videos 4
                                                                         what the exploration of the training looks like
 
---output gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
-A video that is in --output already, made with the same settings, is kept, so the same command continues after an
+--output_dir gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
+A video that is in --output_dir already, made with the same settings, is kept, so the same command continues after an
 interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
 size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
 
-USAGE = "CONFIG [MORE.yaml ...] --output FOLDER [options] [--section.key=value ...]"
+USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +47,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if options.prompt and options.prompts:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
-    there = set() if options.overwrite else set(options.output.glob("*.mp4"))
+    there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
         options.prompt or None,
-        options.output,
+        options.output_dir,
         checkpoint=options.checkpoint,
         lora=options.lora,
         sampler=options.sampler,
@@ -62,6 +62,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     kept = len(there.intersection(paths))
     print(
         f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they and contact_sheet.png are in "
-        f"{options.output}/"
+        f"{options.output_dir}/"
     )
     return 0

@@ -1,4 +1,4 @@
-"""Predict memory, work and time of a configuration, and the changes that make it fit.
+"""Predict the memory and time of a configuration, and suggest changes that make it fit.
 
 examples:
   sage-fast plan hv15_480p_lora_1gpu
@@ -15,7 +15,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from sage_fast.commands.common import add_config_argument, load_run_config
+from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
 
 DEVICES = ("h100", "h200", "a100", "b200", "rtx4090", "rtx5090", "l40s", "cpu")
 
@@ -27,12 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=DEVICES, help="default: h100, or cpu for a small model and with model.device cpu"
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="1e9 bytes that may be used; default: the device's")
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="processes, one per GPU; default: the fewest that the `distributed` section fits",
-    )
+    add_gpus_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 
@@ -45,8 +40,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.text import to_json, to_text
 
-    if options.gpus is not None and options.gpus < 1:
-        raise ConfigError(f"--gpus is {options.gpus}; it must be at least 1.")
     if options.memory is not None and options.memory <= 0:
         raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
     config = load_run_config(options, overrides)

@@ -1,4 +1,4 @@
-"""Show the state of runs: alive, phase, update, reward, time left.
+"""Show whether runs are alive, with their update, reward and time left.
 
 examples:
   sage-fast status runs                     every run in a folder

@@ -1,17 +1,17 @@
-"""Train, or continue a run.
+"""Train a model, or resume a run.
 
 examples:
   sage-fast train toy_cpu
-  sage-fast train toy_cpu --output-dir runs/dance --rollout.sde_type=dance_grpo --resume auto
+  sage-fast train toy_cpu --output_dir runs/dance --rollout.sde_type=dance_grpo --resume auto
   sage-fast train runs/dance --resume auto --optimizer.learning_rate=5e-6 --allow-changes optimizer.learning_rate
-  sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output-dir runs/setting_b
+  sage-fast train hv15_352x624_lora_1gpu ablations/setting_b --output_dir runs/setting_b
   sage-fast train hv15_352x624_lora_8gpu --gpus 8      one process per GPU of this node, by torchrun
   sage-fast train toy_cpu --dry-run                    check files, memory and disk, as doctor does; train nothing
   sage-fast train toy_cpu --print-config               the resolved configuration, as YAML
   sage-fast train --keys kl                            keys with `kl` in them; without a word, every key
 
 keys that most people set:
-  --output-dir FOLDER                 where the run goes
+  --output_dir FOLDER                 where the run goes
   --resume auto                       continue the run that is there
   --data.prompts FILE                 training prompts: .csv, .jsonl or .txt
   --reward.rewards=[NAME, ...]        rewards, also package.module:function of your own
@@ -53,10 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
     """Become a torchrun that starts this command once per GPU."""
-    from sage_fast.config.errors import ConfigError
-
-    if count < 1:
-        raise ConfigError(f"--gpus is {count}; it must be at least 1.")
     at = next(i for i, word in enumerate(words) if word.startswith("--gpus"))
     rest = [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
@@ -82,7 +78,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.dry_run:
         from sage_fast.tools.diagnosis import can_run, examine, to_text
 
-        checks = examine(config)
+        checks = examine(config, options.gpus)
         print(to_text(checks, config_given=True))
         return 0 if can_run(checks) else 1
     if options.gpus is not None and world_size() == 1:

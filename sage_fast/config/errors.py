@@ -81,7 +81,7 @@ class UnreadableCheckpointError(CheckpointError):
 # A command in backquotes stays as it is, and so do the options of other programs, such as torchrun's.
 _OPTION = re.compile(
     r"`[^`]*`|--(?P<flag>overwrite|trust-config|allow-cpu)\b"
-    r"|--(?P<key>(?:\w+\.)+\w+|output[-_]dir|resume|seed|checkpoint|lora|sampler|num-videos|resamples|output|layout|format"
+    r"|--(?P<key>(?:\w+\.)+\w+|output[-_]dir|resume|seed|checkpoint|lora|sampler|num-videos|resamples|layout|format"
     r"|allow-changes)(?:[= ](?P<value>auto|none|restart|best|full|diffusers|[A-Z]{4,}|(?<=changes )[\w.,]*\w))?"
 )
 

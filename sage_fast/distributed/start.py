@@ -165,9 +165,19 @@ def start_world(
 
 
 def configure_logging() -> None:
-    """Log to stderr: everything from rank 0; warnings and errors from the others, with their rank before them."""
-    level, who = (logging.INFO, "") if rank() == 0 else (logging.WARNING, f"[rank {rank()}] ")
-    logging.basicConfig(level=level, format=f"{who}%(levelname)s %(message)s", stream=sys.stderr)
+    """Log to stderr, with the time: rank 0 from INFO on, the others warnings and errors, with their rank.
+
+    The environment variable LOGLEVEL is the level of every rank, and also that of torch.
+
+    Raises:
+        ConfigError: LOGLEVEL is not a level.
+    """
+    level, who = ("INFO", "") if rank() == 0 else ("WARNING", f"[rank {rank()}] ")
+    level = os.environ.get("LOGLEVEL") or level
+    if level not in logging.getLevelNamesMapping():
+        raise ConfigError(f"LOGLEVEL is {level!r}. Use DEBUG, INFO, WARNING or ERROR.")
+    layout = f"%(asctime)s {who}%(levelname)s %(message)s"
+    logging.basicConfig(level=level, format=layout, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr)
 
 
 def report_error(message: str) -> None:

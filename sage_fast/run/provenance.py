@@ -24,6 +24,7 @@ def describe_environment() -> dict[str, Any]:
         "gpu": {"name": "NVIDIA H100 80GB HBM3", "count": 8, "capability": "9.0", "memory_gib": 79.1,
         "cuda": "13.0"}}``; ``commit`` and ``gpu`` are None where there is none.
     """
+    # Here, because `sage-fast --version` imports this file for the commit.
     import torch
 
     return {

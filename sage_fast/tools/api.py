@@ -93,19 +93,21 @@ class TrainedRun:
         return read_metrics(RunDirectory(self.output_dir).metrics)
 
     @speaking_python
-    def evaluate(self, output: str | Path | None = None, **options: Any) -> Report:
+    def evaluate(self, output_dir: str | Path | None = None, **options: Any) -> Report:
         """Compare the trained model with its base model; see `evaluate`."""
-        return evaluate(self, output, **options)
+        return evaluate(self, output_dir, **options)
 
     @speaking_python
-    def generate(self, prompts: str | Sequence[str], output: str | Path | None = None, **options: Any) -> list[Path]:
+    def generate(
+        self, prompts: str | Sequence[str], output_dir: str | Path | None = None, **options: Any
+    ) -> list[Path]:
         """Write videos of prompts with the trained model, and return their files; see `generate`."""
-        return generate(self, prompts, output, **options)
+        return generate(self, prompts, output_dir, **options)
 
     @speaking_python
-    def export(self, output: str | Path | None = None, **options: Any) -> Export:
+    def export(self, output_dir: str | Path | None = None, **options: Any) -> Export:
         """Write the trained weights for other programs; see `export`."""
-        return export(self, output, **options)
+        return export(self, output_dir, **options)
 
 
 RunLike = TrainedRun | RunConfig | str | Path
@@ -187,7 +189,7 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
 
 def evaluate(
     run: RunLike,
-    output: str | Path | None = None,
+    output_dir: str | Path | None = None,
     *,
     checkpoint: str = "auto",
     lora: str | Path | None = None,
@@ -196,16 +198,16 @@ def evaluate(
     overwrite: bool = False,
     allow_cpu: bool = False,
 ) -> Report:
-    """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report into `output`.
+    """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report.
 
     The base model is the one that the run starts from: `model.adapter` is part of it.
 
     Args:
-        output: a folder; None means `scores` in the run's directory.
+        output_dir: a folder; None means `scores` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a checkpoint folder. lora: an adapter
             instead.
         num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
-        overwrite: evaluate again what has been evaluated in `output`.
+        overwrite: evaluate again what has been evaluated in `output_dir`.
 
     Raises:
         ConfigError, CheckpointError, RewardError, OSError: each says what to do; a model that was finished stays so.
@@ -216,7 +218,7 @@ def evaluate(
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
     config = _config_of(run)
-    output = Path(output or RunDirectory(config.output_dir).scores)
+    output_dir = Path(output_dir or RunDirectory(config.output_dir).scores)
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
     prompts = load_eval_prompts(config)
@@ -230,17 +232,17 @@ def evaluate(
         )
     trained, weights = chosen
     evaluation = PairedEvaluation(
-        config=config, prompts=prompts, folder=output, trained=trained, weights=weights, overwrite=overwrite
+        config=config, prompts=prompts, folder=output_dir, trained=trained, weights=weights, overwrite=overwrite
     )
     report = evaluation.report(num_videos=num_videos, resamples=resamples)
-    write_report(output, report)
+    write_report(output_dir, report)
     return report
 
 
 def generate(
     run: RunLike,
     prompts: str | Sequence[str] | None,
-    output: str | Path | None = None,
+    output_dir: str | Path | None = None,
     *,
     checkpoint: str = "auto",
     lora: str | Path | None = None,
@@ -250,13 +252,13 @@ def generate(
     overwrite: bool = False,
     allow_cpu: bool = False,
 ) -> list[Path]:
-    """Write videos and a contact sheet into `output`, and return the files of the videos.
+    """Write videos and a contact sheet into `output_dir`, and return the files of the videos.
 
     A video that is there already, made alike, is kept.
 
     Args:
         prompts: one text or several; None takes the run's evaluation prompts.
-        output: a folder; None means `generated` in the run's directory.
+        output_dir: a folder; None means `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the model that the run starts
             from) or a checkpoint folder. lora: an adapter instead, also of `model.adapter`.
         sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
@@ -291,7 +293,7 @@ def generate(
         name = f"{path} ({weights_digest(path)[:12]})"  # with a digest: other weights may lie at the same path
     return write_videos(
         generator,
-        Path(output or RunDirectory(config.output_dir).generated),
+        Path(output_dir or RunDirectory(config.output_dir).generated),
         weights=name,
         sampler=sampler,
         num_videos=num_videos,

@@ -62,11 +62,15 @@ def judged(section: str, name: str, passes: bool, detail: str, fix: str, otherwi
     return Check(section, name, "ok", detail) if passes else Check(section, name, otherwise, detail, fix)
 
 
-def examine(config: RunConfig | None) -> list[Check]:
-    """All checks: those of the machine, and those of a configuration when one is given."""
+def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
+    """All checks: those of the machine, and those of a configuration when one is given.
+
+    gpus: processes of the run; None is the fewest that the configuration fits.
+    """
     checks = [*software(), *hardware(), *_attention(config)]
     if config is not None:
-        checks += [*_settings(config), *_files(config), *_memory(config), *_disk(config)]
+        gpus = gpus or least_gpus(config.distributed, config.rollout)
+        checks += [*_settings(config, gpus), *_files(config), *_memory(config, gpus), *_disk(config)]
     return checks
 
 
@@ -172,7 +176,7 @@ def _description(model: ModelConfig) -> ModelDescription | None:
     return None
 
 
-def _settings(config: RunConfig) -> Iterator[Check]:
+def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "configuration"
     try:
         yield Check(section, "model.device", "ok", str(rank_device(config.model.device)))
@@ -185,7 +189,6 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
         if (description := _description(config.model)) is not None:
             device = choose_device(None, _device(config.model) or "auto", description.width)
-            gpus = least_gpus(config.distributed, config.rollout)
             if (encoding := plan_encoding(config, device, description, gpus)) is not None:
                 detail = f"{encoding_text(encoding)}; predicted for {device.name}"
                 yield Check(section, "encoding of prompts", "info", detail)
@@ -200,10 +203,10 @@ def _settings(config: RunConfig) -> Iterator[Check]:
         if value and version_of(package) is None:
             fix = f"pip install {package}, or leave {key} out"
             yield Check(section, key, "missing", f"{package} is not installed", fix=fix)
-    needed, here = least_gpus(config.distributed, config.rollout), torch.cuda.device_count()
-    if needed > 1:
-        enough = _device(config.model) == "cpu" or here >= needed
-        detail = f"{needed}, started by torchrun or SLURM; this machine has {here} GPU(s)"
+    here = torch.cuda.device_count()
+    if gpus > 1:
+        enough = _device(config.model) == "cpu" or here >= gpus
+        detail = f"{gpus}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
         yield judged(section, "processes", enough, detail, fix, "warning")
     folder = RunDirectory(config.output_dir)
@@ -300,7 +303,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         yield Check(section, key, "warning", text, fix=f"--{key}={facts.least_steps}")
 
 
-def _memory(config: RunConfig) -> Iterator[Check]:
+def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "memory"
     description, device, host = _description(config.model), _device(config.model), host_memory()
     if description is None or device is None or host is None:
@@ -311,7 +314,6 @@ def _memory(config: RunConfig) -> Iterator[Check]:
     on_gpu = device.startswith("cuda")
     available = gpu_memory_gb(device) if on_gpu else host / 1e9
     try:
-        gpus = least_gpus(config.distributed, config.rollout)
         plan = make_memory_plan(config, on_gpu=on_gpu, gpus=gpus, memory_gb=available, description=description)
     except ConfigError as error:
         yield Check(section, "training", "missing", str(error), fix="see the message")

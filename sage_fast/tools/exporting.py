@@ -76,7 +76,7 @@ class _InDirectory(Protocol):
 
 def export(
     run: _InDirectory | str | Path,
-    output: str | Path | None = None,
+    output_dir: str | Path | None = None,
     *,
     checkpoint: str = "auto",
     format: Format | None = None,
@@ -89,7 +89,7 @@ def export(
 
     Args:
         run: a run, or a checkpoint folder.
-        output: folder to write to; new, empty, or an earlier export alike, whose files are removed. None means
+        output_dir: folder to write to; new, empty, or an earlier export alike, whose files are removed. None means
             `exported` in the run's directory.
         checkpoint: of a run: `auto` (the newest complete one), `best` (by its evaluations) or a folder.
         format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None means `lora` for
@@ -97,7 +97,7 @@ def export(
         layout: the program that it is for; a whole transformer is for diffusers.
         overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
         trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
-        overwrite: replace an export of another run, format or layout in `output`.
+        overwrite: replace an export of another run, format or layout in `output_dir`.
 
     Raises:
         ConfigError: a format or layout that the run does not have, or a folder with other files.
@@ -105,7 +105,7 @@ def export(
     """
     source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
     directory = RunDirectory(source.folder.parent.parent)
-    folder = Path(output or directory.exported)
+    folder = Path(output_dir or directory.exported)
     config = _config_of(source, overrides)
     if not trust_config:
         check_trust(config, source.folder, named_code([], overrides), rewards=False)
@@ -178,7 +178,7 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
     run: where its checkpoints are.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder} is a file. Give a folder.")
+        raise ConfigError(f"--output_dir {folder} is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     files, earlier = {RECORD}, dict[str, Any]()
@@ -188,23 +188,25 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
             files |= set(earlier["files"])
             exported = Path(earlier["checkpoint"]) if "checkpoint" in earlier else None
         except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"{record} is not the record of an export ({error}). Give another --output.") from error
+            raise ConfigError(
+                f"{record} is not the record of an export ({error}). Give another --output_dir."
+            ) from error
         if run is not None and exported is not None and exported.parent.resolve() != run.resolve():
             raise ConfigError(
-                f"--output {folder} holds the export of {exported}, which is another run's. Give another folder, or "
-                "--overwrite to replace it."
+                f"--output_dir {folder} holds the export of {exported}, which is another run's. Give another folder, "
+                "or --overwrite to replace it."
             )
     others = sorted(path.name for path in folder.iterdir() if path.name not in files)
     if others:
         raise ConfigError(
-            f"--output {folder} holds other files, such as {others[0]}. Give a new folder, or one with nothing but an "
-            "earlier export."
+            f"--output_dir {folder} holds other files, such as {others[0]}. Give a new folder, or one with nothing but "
+            "an earlier export."
         )
     kinds = earlier.get("format", format), earlier.get("layout", layout)
     if run is not None and kinds != (format, layout):
         raise ConfigError(
-            f"--output {folder} holds an export by --format {kinds[0]} --layout {kinds[1]}, which this one by --format "
-            f"{format} --layout {layout} would remove. Give another folder, or --overwrite to replace it."
+            f"--output_dir {folder} holds an export by --format {kinds[0]} --layout {kinds[1]}, which this one by "
+            f"--format {format} --layout {layout} would remove. Give another folder, or --overwrite to replace it."
         )
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):

@@ -209,7 +209,7 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
         try:
             known = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"{file} is not JSON ({error}); delete it, or give another --output.") from error
+            raise ConfigError(f"{file} is not JSON ({error}); delete it, or give another --output_dir.") from error
     present = {name for name in records if (output / name).exists()} if not overwrite else set()
     for name in sorted(present):
         old = known.get(name)
@@ -218,7 +218,7 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
             what = ", ".join(f"{k}: {old.get(k)!r} there, {records[name][k]!r} now" for k in different) if old else ""
             raise ConfigError(
                 f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
-                "another --output, or --overwrite to make it again."
+                "another --output_dir, or --overwrite to make it again."
             )
     write_text(file, json.dumps(known | dict(records), indent=1) + "\n")
     return present

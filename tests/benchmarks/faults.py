@@ -1,4 +1,4 @@
-"""A supervised run in which everything goes wrong: `python -m tests.benchmarks.faults --output FILE`.
+"""A supervised run in which everything goes wrong: `python -m tests.benchmarks.faults --output_file FILE`.
 
 A sticky error of CUDA, a hang, and a crash each end a process; another one goes on with the
 next cell. The second cell waits until it is killed where FILE.wait exists.

@@ -221,7 +221,9 @@ def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(status: int, tmp
     done = subprocess.run(["bash", str(job)], env=environment, capture_output=True, text=True, check=False)
     device, kernels, last = done.stdout.splitlines()
     assert done.returncode == status and last.startswith("-m benchmarks guard "), done.stderr
-    assert device.endswith("--output out/gpu.json") and kernels.endswith("--benchmark-autosave --benchmark-compare")
+    assert device.endswith("--output_file out/gpu.json") and kernels.endswith(
+        "--benchmark-autosave --benchmark-compare"
+    )
     parser_of("device", "").parse_args(device.split()[3:])
     assert last.split()[3:] == ["--result", "out/gpu.json"]
 

@@ -27,7 +27,7 @@ def test_smoke_run_prints_ratios_of_what_passed_only(
     wrong = replace(every["sde_step"], op=lambda **inputs: [1.01 * out for out in right(**inputs)])
     monkeypatch.setattr(kernels, "specs", lambda: every | {"sde_step": wrong})
     file = tmp_path / "out.json"
-    assert sessions.main("kernels", ["--smoke", "--op=gelu_tanh", "--op=sde_step", f"--output={file}"]) == 1
+    assert sessions.main("kernels", ["--smoke", "--op=gelu_tanh", "--op=sde_step", f"--output_file={file}"]) == 1
     printed = capsys.readouterr().out
     assert "mean nothing" in printed and "kernels parity sde_step: PARITY FAILED, no ratio" in printed
     rows = results.rows(json.loads(file.read_text("utf-8")))

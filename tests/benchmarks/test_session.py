@@ -47,7 +47,7 @@ def broken(*arguments: object, **options: object) -> Any:
 def test_no_fault_ends_a_run(tmp_path: Path) -> None:
     """Killed in its second cell and started again: what was done is kept, and every fault is one cell's."""
     path = tmp_path / "run.json"
-    command = [sys.executable, "-m", "tests.benchmarks.faults", "--output", str(path)]
+    command = [sys.executable, "-m", "tests.benchmarks.faults", "--output_file", str(path)]
     path.with_suffix(".wait").touch()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:
         assert first.stdout is not None
@@ -148,7 +148,7 @@ def test_a_file_of_another_run_is_refused(
     own = tmp_path / "own.json"
     done = {"suite": "a", "status": "done"}
     harness.write_result(own, {"environment": environment, "smoke": True, "cells": {"a b": done}})
-    options = sessions.parser_of("device", "").parse_args(["--smoke", "--output", str(own)])
+    options = sessions.parser_of("device", "").parse_args(["--smoke", "--output_file", str(own)])
     assert sessions.execute([suite_of(cell("c", row))], options) == 0
     assert list(json.loads(own.read_text("utf-8"))["cells"]) == ["a b", "ceilings copy", "ceilings matmul", "some c"]
     monkeypatch.setattr(harness, "environment", lambda: environment | {"commit": "1"})

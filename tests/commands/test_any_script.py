@@ -43,11 +43,11 @@ def test_prompts_in_any_script_go_all_the_way(tmp_path: Path) -> None:
     assert json.loads((run / "evaluation/update-000001.json").read_text("utf-8"))["prompts"] == PROMPTS
 
     texts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
-    assert main(["generate", str(run), *texts, "--output", str(tmp_path / "videos")]) == 0
+    assert main(["generate", str(run), *texts, "--output_dir", str(tmp_path / "videos")]) == 0
     assert mp4s(tmp_path / "videos") == names
 
     scores = tmp_path / "scores"
-    assert main(["evaluate", str(run), "--output", str(scores), "--trust-config", "--resamples", "100"]) == 0
+    assert main(["evaluate", str(run), "--output_dir", str(scores), "--trust-config", "--resamples", "100"]) == 0
     assert mp4s(scores / "base") == mp4s(scores / "trained") == names
     page = (scores / "evaluation.html").read_text("utf-8")
     assert all(f">{escape(prompt)}</bdi>" in page for prompt in PROMPTS)

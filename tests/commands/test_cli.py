@@ -1,6 +1,7 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sage_fast import __version__
 from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import split_words
 from sage_fast.config.load import load_config
 from sage_fast.models import video_files
+from sage_fast.run.provenance import git_commit
 from sage_fast.sde import SDE_TYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,6 +49,9 @@ def test_a_dry_run_checks_and_writes_nothing(
 ) -> None:
     assert main(["train", str(config_file), "--dry-run"]) == 0
     assert "This configuration can run." in capsys.readouterr().out
+    for command in (["train", "--dry-run"], ["doctor"]):
+        assert main([*command, str(config_file), "--gpus", "2"]) == 0
+        assert "2, started by torchrun" in capsys.readouterr().out
     assert main(["train", str(config_file), "--dry-run", "--data.prompts=gone.csv"]) == 1
     assert not (tmp_path / "run").exists()
 
@@ -63,6 +69,62 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "sage_fast", "train", str(config_file), "--seed=3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("nope", "sage-fast: error: argument COMMAND: invalid choice: 'nope'"),
+        ("plan toy_cpu --memory abc", "sage-fast plan: error: argument --memory: invalid float value: 'abc'"),
+        ("generate runs/mine --output videos", "sage-fast generate: error: --output is called --output_dir now"),
+        ("train toy_cpu --output=runs/mine", "sage-fast train: error: --output is called --output_dir now"),
+        ("compare a b --output c", "sage-fast compare: error: --output is called --output_dir now"),
+    ],
+)
+def test_a_usage_error_is_the_usage_on_rank_0_and_a_line_of_its_command(
+    words: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank, usages in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit, match="2"):
+            main(words.split())
+        *usage, line = capsys.readouterr().err.splitlines()
+        assert line.startswith(message) and len(usage) == usages and line.count("sage-fast") == 1
+
+
+def test_the_version_names_commit_and_torch_without_loading_it() -> None:
+    code = (
+        "import sys\nfrom sage_fast.commands.cli import main\n"
+        "try:\n    main(['--version'])\nexcept SystemExit as end:\n    assert not end.code\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    commit = f"commit {found}, " if (found := git_commit(ROOT)) else ""
+    assert result.stdout == f"sage-fast {__version__} ({commit}torch {torch.__version__})\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "level", "shown"),
+    [("0", "", "INFO ERROR"), ("0", "WARNING", "ERROR"), ("1", "", "ERROR"), ("1", "DEBUG", "DEBUG INFO ERROR")],
+)
+def test_log_lines_have_the_time_the_rank_and_the_level_that_was_asked_for(rank: str, level: str, shown: str) -> None:
+    code = (
+        "import logging\nfrom sage_fast.distributed.start import configure_logging\nconfigure_logging()\n"
+        "for level in 'debug', 'info', 'error': getattr(logging.getLogger('x'), level)('word')\n"
+    )
+    environment = {"RANK": rank, "LOGLEVEL": level, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    who = "" if rank == "0" else r"\[rank 1\] "
+    lines = "".join(rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d {who}{name} word\n" for name in shown.split())
+    assert re.fullmatch(lines, result.stderr), result.stderr
+
+
+def test_a_level_that_torch_would_not_take_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOGLEVEL", "debug")
+    assert main(["configs"]) == 2
+    assert "LOGLEVEL is 'debug'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -100,7 +162,7 @@ def test_the_presets_are_listed_and_shown(
 
 
 def generate(config: Path, prompts: Path, output: Path, *more: str) -> int:
-    return main(["generate", str(config), "--prompts", str(prompts), "--output", str(output), *more])
+    return main(["generate", str(config), "--prompts", str(prompts), "--output_dir", str(output), *more])
 
 
 def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(config_file: Path, tmp_path: Path) -> None:
@@ -108,7 +170,7 @@ def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(conf
     # Neither the training prompts nor the reward is there: they are not needed.
     gone = ["--checkpoint", "none", "--data.prompts=gone.csv", "--reward.rewards=[no_such_reward]"]
     texts = ["--prompt", " a blue square moving up ", "--prompt=a red circle moving left"]
-    words = ["--seed", "3", "--num-videos", "2", "--output", str(output)]
+    words = ["--seed", "3", "--num-videos", "2", "--output_dir", str(output)]
     assert main(["generate", str(config_file), *gone, *texts, *words]) == 0
     videos = ("00-a-blue-square-moving-up", "01-a-red-circle-moving-left")
     names = [f"{video}-{i}.mp4" for video in videos for i in (0, 1)]

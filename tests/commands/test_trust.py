@@ -31,7 +31,7 @@ def foreign_run(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_code_that_a_run_directory_names_is_not_imported(
     command: str, foreign_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = [f"--output={tmp_path / 'out'}"] if command in ("evaluate", "profile") else []
+    output = [f"--output_dir={tmp_path / 'out'}"] if command in ("evaluate", "profile") else []
     assert main([command, str(foreign_run), *output]) == 2
     errors = capsys.readouterr().err
     assert "'downloaded_code:score' under reward.rewards" in errors and "--trust-config" in errors
@@ -50,7 +50,7 @@ def test_trust_is_given_by_the_option_or_by_naming_the_code(
         ["--reward={rewards: ['downloaded_code:score']}"],
         [str(mine)],
     ):
-        assert main(["evaluate", str(foreign_run), f"--output={tmp_path / 'out'}", *words]) == 2
+        assert main(["evaluate", str(foreign_run), f"--output_dir={tmp_path / 'out'}", *words]) == 2
         assert "SystemExit: this has run" in capsys.readouterr().err, words
     options, overrides = parse(["train", str(foreign_run), "--reward.rewards+=other:score"])
     with pytest.raises(ConfigError, match="names 'downloaded_code:score'"):
@@ -62,7 +62,7 @@ def test_a_file_that_the_user_names_is_trusted_and_videos_need_no_reward(foreign
     assert load_run_config(options, overrides).reward.rewards == ["downloaded_code:score"]
     prompts = tmp_path / "one.txt"
     prompts.write_text("a red circle moving left\n")
-    assert main(["generate", str(foreign_run), f"--output={tmp_path / 'videos'}", f"--prompts={prompts}"]) == 0
+    assert main(["generate", str(foreign_run), f"--output_dir={tmp_path / 'videos'}", f"--prompts={prompts}"]) == 0
 
 
 def test_the_python_api_asks_for_trust_too(foreign_run: Path) -> None:

@@ -33,7 +33,7 @@ def refusals(ranks: int, words: list[str], folder: Path) -> str:
     [
         ("train", "--distributed.dp_shard=3", r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
         ("train", "--output_dir=/proc/run", r"output_dir '/proc/run' cannot be written"),
-        ("generate", "--output=videos", r"generate is for one process, but 2 were started"),
+        ("generate", "--output_dir=videos", r"generate is for one process, but 2 were started"),
     ],
 )
 def test_all_ranks_say_what_all_of_them_meet(

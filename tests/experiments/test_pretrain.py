@@ -48,8 +48,8 @@ def test_the_shipped_checkpoint_loads():
 def test_the_shipped_checkpoint_says_how_it_was_made():
     with safe_open(ASSETS / WEIGHTS_NAME, framework="pt") as file:
         metadata = file.metadata()
-    program, _, command = metadata["command"].removesuffix("DIR").partition(" --")
-    assert program == "python -m sage_fast.models.toy.pretrain", "the module's name when they were made"
+    program, _, command = metadata["command"].removesuffix(" --output DIR").partition(" --")
+    assert program == "python -m sage_fast.models.toy.pretrain", "the names when they were made"
     assert f"{MODULE_COMMAND} --{command}" in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
     for name, value in asdict(PretrainConfig()).items():
         assert metadata[name] == str(value), name
@@ -78,7 +78,7 @@ def test_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "experiments.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
     )
-    main(["--steps", "7,3,2", "--seed", "5", "--output", str(tmp_path)])
+    main(["--steps", "7,3,2", "--seed", "5", "--output_dir", str(tmp_path)])
     phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
     assert calls == [(PretrainConfig(phases=phases, seed=5), str(tmp_path))]
 

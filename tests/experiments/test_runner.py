@@ -112,7 +112,7 @@ def test_findings_of_a_training(study: Study) -> None:
 
 
 def test_commands_for_a_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--commands", "--output", str(tmp_path / "s"), "--config", "hv15_480p_lora_8gpu"]
+    words = ["--commands", "--output_dir", str(tmp_path / "s"), "--config", "hv15_480p_lora_8gpu"]
     assert main([*words, "--only", "samplers", "--data.shuffle=false"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 18 and not (tmp_path / "s").exists()
@@ -134,7 +134,7 @@ def test_the_command_writes_and_publishes_page_results_and_figures(
     before = made_up("updates")
     write_findings(docs / "results/reproduction.jsonl", before)
     (docs / "objectives.md").write_text("<!-- study updates: begin -->\nold\n<!-- study updates: end -->\n")
-    words = ["--only", "table1,fig1a,fig9", "--output", str(output), "--publish", str(docs)]
+    words = ["--only", "table1,fig1a,fig9", "--output_dir", str(output), "--publish", str(docs)]
     assert main([*words, "--config", str(file)]) == 0
     assert "refuted       So it does at a margin of 0.001. [1.163 and 0.990]" in capsys.readouterr().out
     found = read_findings(docs / "results/reproduction.jsonl")

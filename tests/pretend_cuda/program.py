@@ -202,8 +202,8 @@ def commands(folder: Path) -> dict[str, Any]:
     status = {
         "doctor": main(["doctor", str(folder / "run.yaml")]),
         "train": main(["train", str(folder / "run.yaml")]),
-        "generate": main(["generate", run, "--output", str(folder / "videos")]),
-        "export": main(["export", run, "--output", str(folder / "exported")]),
+        "generate": main(["generate", run, "--output_dir", str(folder / "videos")]),
+        "export": main(["export", run, "--output_dir", str(folder / "exported")]),
     }
     return {"status": status, "videos": len(list((folder / "videos").glob("*.mp4")))}
 
@@ -212,7 +212,7 @@ def benchmarks(folder: Path) -> dict[str, Any]:
     """Cells of a smoke run."""
     from benchmarks import device
 
-    device.main(["--smoke", "--output", str(folder / "smoke.json")])
+    device.main(["--smoke", "--output_file", str(folder / "smoke.json")])
     return json.loads((folder / "smoke.json").read_text())["cells"]
 
 

@@ -136,7 +136,7 @@ def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(
 def test_what_is_evaluated_is_the_average_wherever_the_run_lies(tiny_run: MakeRun, tmp_path: Path) -> None:
     config = tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.05")
     run = Run(config).train().output_dir.rename(tmp_path / "moved")
-    assert main(["evaluate", str(run), "--output", str(tmp_path / "scores")]) == 0
+    assert main(["evaluate", str(run), "--output_dir", str(tmp_path / "scores")]) == 0
     before, after = (json.loads((tmp_path / f"scores/{name}.json").read_text()) for name in ("before", "after"))
     assert after == json.loads((run / "evaluation/update-000002.json").read_text())
     assert before == json.loads((run / "evaluation/update-000000.json").read_text())

@@ -174,7 +174,7 @@ def test_a_message_in_python_leaves_commands_and_other_programs_alone() -> None:
     assert told == 'allow_changes="lora.rank,rollout.eta". resume=PATH, reward.url=NAME, overwrite=True.'
 
 
-@pytest.mark.parametrize("command", ["train", "generate --checkpoint=none --output=v"])
+@pytest.mark.parametrize("command", ["train", "generate --checkpoint=none --output_dir=v"])
 def test_a_large_model_does_not_start_on_a_cpu_by_accident(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:

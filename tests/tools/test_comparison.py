@@ -74,7 +74,7 @@ def test_the_command_writes_one_page_and_its_numbers(
     runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "compared"
-    assert main(["compare", *map(str, runs), "--output", str(output)]) == 0
+    assert main(["compare", *map(str, runs), "--output_dir", str(output)]) == 0
     assert "2 seeds, reward 1.75" in capsys.readouterr().out
     assert {path.name for path in output.iterdir()} == {"comparison.html", "comparison.json"}
     page = (output / "comparison.html").read_text("utf-8")

@@ -96,29 +96,29 @@ def test_a_problem_is_named_and_the_rest_is_still_checked(
     version = doctor.version_of
     monkeypatch.setattr(doctor, "version_of", lambda package: None if package == "wandb" else version(package))
     # Machine and memory are the same for all.
-    checks = [*doctor._settings(tiny_run(override)), *doctor._files(tiny_run(override))]
+    checks = [*doctor._settings(tiny_run(override), 1), *doctor._files(tiny_run(override))]
     found = by_name(checks)[key]
     assert found.status == "missing" and detail in found.detail and fix in found.fix
     assert [c.name for c in checks if c.status == "missing"] == [key] and len(checks) > 3
 
 
 def test_a_frame_rate_that_is_not_the_rewards_is_a_warning(tmp_path: Path) -> None:
-    checks = doctor._settings(preset(tmp_path, "--reward.options.videoalign.fps=16"))
+    checks = doctor._settings(preset(tmp_path, "--reward.options.videoalign.fps=16"), 1)
     found = by_name(list(checks))["reward videoalign"]
     assert found.status == "warning" and "fps is 16, but" in found.detail and found.fix
 
 
 def test_a_rate_of_whole_weights_for_adapters_is_a_warning(tmp_path: Path, tiny_run: MakeRun) -> None:
     words = ["--optimizer.name=muon", "--optimizer.learning_rate=1e-5"]
-    found = by_name(list(doctor._settings(preset(tmp_path, *words))))["optimizer.learning_rate"]
+    found = by_name(list(doctor._settings(preset(tmp_path, *words), 1)))["optimizer.learning_rate"]
     assert (found.status, found.fix) == ("warning", "--optimizer.learning_rate=0.0008")
     for config in (preset(tmp_path), tiny_run("--optimizer.learning_rate=0.1")):
-        assert "optimizer.learning_rate" not in by_name(list(doctor._settings(config)))
+        assert "optimizer.learning_rate" not in by_name(list(doctor._settings(config, 1)))
 
 
 def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
     config = load_config(finished_run / "config.yaml", [f"--output_dir={finished_run}"])
-    checks = list(doctor._settings(config))
+    checks = list(doctor._settings(config, 1))
     assert by_name(checks)["output_dir"].status == "warning" and can_run(checks)
 
 
@@ -212,7 +212,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, gigabytes: float) -> None:
 @pytest.mark.parametrize(("gigabytes", "status"), [(85, "ok"), (48, "warning"), (24, "missing")])
 def test_memory_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str) -> None:
     on_gpu(monkeypatch, gigabytes)
-    found = by_name(list(doctor._memory(preset(tmp_path))))["training"]
+    found = by_name(list(doctor._memory(preset(tmp_path), 1)))["training"]
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
@@ -221,7 +221,7 @@ def test_loading_needs_cpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     on_gpu(monkeypatch, 80)
     for gigabytes, status in ((8, "missing"), (16, "ok")):
         monkeypatch.setattr(doctor, "host_memory", lambda size=gigabytes: int(size * 1e9))
-        assert by_name(list(doctor._memory(preset(tmp_path))))["CPU memory"].status == status
+        assert by_name(list(doctor._memory(preset(tmp_path), 1)))["CPU memory"].status == status
 
 
 def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
-"""The page and the notebook of the Python API do what they show, and so does an installed wheel."""
+"""The page and the notebook of the Python API do what they show."""
 
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import matplotlib.pyplot
@@ -85,45 +83,3 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for code in (CELLS[0].replace('num_updates": 4', 'num_updates": 2, "evaluation.noises": 2'), *CELLS[1:]):
         exec(code, notebook)
     assert (tmp_path / "runs/notebook/scores/evaluation.html").exists()
-
-
-@pytest.mark.slow
-def test_a_wheel_runs_from_an_empty_folder(tmp_path: Path) -> None:
-    """The wheel is unpacked and put before everything else, so that nothing of the repository can be found."""
-    source, wheels, unpacked, empty = (tmp_path / name for name in ("source", "wheels", "unpacked", "empty"))
-    ignore = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", "tests")
-    shutil.copytree(ROOT, source, ignore=ignore)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    words = ["wheel", str(source), "--no-deps", "--no-build-isolation", "--wheel-dir", str(wheels), "--quiet"]
-    subprocess.run([*pip, *words], check=True)
-    shutil.rmtree(source)
-    (wheel,) = wheels.glob("sage_fast-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(unpacked)
-    shipped = [p.relative_to(ROOT / "configs") for p in (ROOT / "configs").rglob("*")]
-    assert not [path for path in shipped if not (unpacked / "sage_fast/configs" / path).exists()]
-    empty.mkdir()
-    environment = os.environ | {"PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
-
-    def call(*arguments: str) -> str:
-        command = [sys.executable, *arguments]
-        return subprocess.run(command, cwd=empty, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-    assert call("-m", "sage_fast", "configs", "show", "toy_cpu") == (ROOT / "configs/toy_cpu.yaml").read_text()
-    small = [
-        "--training.num_updates=1",
-        "--rollout.batch_size=32",
-        "--evaluation.num_prompts=4",
-        "--evaluation.noises=2",
-    ]
-    commands = [
-        ["train", "toy_cpu", *small],
-        ["evaluate", "runs/toy_cpu", "--output=scores", "--resamples=200"],
-        ["generate", "runs/toy_cpu", "--prompt", "a red circle moving left", "--output=videos"],
-    ]
-    code = (
-        "import sage_fast, sage_kernels\nfrom sage_fast.commands.cli import main\n"
-        f"assert not any(map(main, {commands}))\nprint(sage_fast.__file__, sage_kernels.__file__)\n"
-    )
-    assert call("-c", code).splitlines()[-1].count(str(unpacked)) == 2
-    assert (empty / "videos/00-a-red-circle-moving-left.mp4").exists() and (empty / "scores/evaluation.html").exists()

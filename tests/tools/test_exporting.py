@@ -79,7 +79,7 @@ def test_the_readme_of_an_adapter_loads_what_was_trained(
 ) -> None:
     run = trained_run(tiny_run, *overrides)
     folder = tmp_path / "exported"
-    assert main(["export", str(run.directory), "--output", str(folder)]) == 0
+    assert main(["export", str(run.directory), "--output_dir", str(folder)]) == 0
     loaded = probe(run, run_readme(folder))
     base = probe(run, load_components(run.config.model).transformer)
     assert (base - loaded).abs().max() > 1e-2, "the adapter does nothing"
@@ -91,7 +91,7 @@ def test_the_readme_of_an_adapter_loads_what_was_trained(
 def test_a_merged_export_is_one_plain_transformer_and_rounds_once(tiny_run: MakeRun, tmp_path: Path) -> None:
     run = trained_run(tiny_run, "--model.dtype=bfloat16", "--training.ema_decay=0.5")
     coarse, fine = tmp_path / "coarse", tmp_path / "fine"
-    assert main(["export", str(run.directory), "--output", str(coarse), "--format", "full"]) == 0
+    assert main(["export", str(run.directory), "--output_dir", str(coarse), "--format", "full"]) == 0
     export(run.directory, fine, format="full", overrides=["--model.dtype=float32"])
     rounded, exact = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (coarse, fine))
     assert {t.dtype for t in rounded.values()} == {torch.bfloat16} and not any("lora" in name for name in rounded)
@@ -106,7 +106,7 @@ def test_a_merged_export_is_one_plain_transformer_and_rounds_once(tiny_run: Make
 def test_a_full_run_exports_its_transformer_bit_for_bit(tiny_run: MakeRun, tmp_path: Path) -> None:
     run = trained_run(tiny_run, "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.5")
     folder = tmp_path / "full"
-    assert main(["export", str(run.checkpoints / "update-000002"), "--output", str(folder)]) == 0
+    assert main(["export", str(run.checkpoints / "update-000002"), "--output_dir", str(folder)]) == 0
     assert torch.equal(probe(run, run_readme(folder)), trained(run))
     assert json.loads((folder / "export.json").read_text())["format"] == "full"
     with pytest.raises(ConfigError, match="--format full"):
@@ -151,7 +151,7 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run:
     with pytest.raises(ConfigError, match="is another run's"):
         export(other, folder)
     assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(str(finished_run))
-    words = ["export", str(other), "--output", str(folder)]
+    words = ["export", str(other), "--output_dir", str(folder)]
     assert main([*words, "--overwrite"]) == main(words) == 0
     # A record that names files elsewhere deletes none of them.
     thesis = tmp_path / "thesis.tex"
@@ -363,7 +363,7 @@ def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
     run = shutil.copytree(finished_run, tmp_path / "run")
     metrics, best = run / "metrics.jsonl", run / "checkpoints/best.json"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    words = ["export", str(run), "--overwrite", "--output"]
+    words = ["export", str(run), "--overwrite", "--output_dir"]
 
     def said(gain: float, *more: str) -> str:
         rows[-1] |= {"eval/paired_gain": gain, "eval/paired_gain_stderr": 0.1}

@@ -148,7 +148,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "scores"
-    command = ["evaluate", str(finished_run), "--output", str(output), "--num-videos", "2", "--resamples", "200"]
+    command = ["evaluate", str(finished_run), "--output_dir", str(output), "--num-videos", "2", "--resamples", "200"]
     assert main(command) == 0
     names = {"after.json", "base", "before.json", "contact_sheet.png", "evaluation.html", "evaluation.json", "trained"}
     assert {p.name for p in output.iterdir()} == names
@@ -192,13 +192,13 @@ def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     monkeypatch.syspath_prepend(tmp_path)
     size = ["--evaluation.height=24", "--evaluation.width=32"]
     more = ["--lora", str(adapter), "--rewards", "brightness_of_report:Brightness"]
-    assert main(["evaluate", str(finished_run), "--output", str(output), *size, *more]) == 0
+    assert main(["evaluate", str(finished_run), "--output_dir", str(output), *size, *more]) == 0
     tree = json.loads((output / "evaluation.json").read_text())
     assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
     video = next((output / "trained").glob("*.mp4"))
     assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
     # The adapter of the checkpoint is the checkpoint.
-    assert main(["evaluate", str(finished_run), "--output", str(tmp_path / "other"), *size]) == 0
+    assert main(["evaluate", str(finished_run), "--output_dir", str(tmp_path / "other"), *size]) == 0
     by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
     assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
 

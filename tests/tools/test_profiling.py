@@ -21,7 +21,7 @@ def test_the_trace_and_the_table_hold_phases_blocks_and_operators(
 ) -> None:
     file, output = tmp_path / "new.yaml", tmp_path / "profile"
     file.write_text(dump_config(tiny_run("--training.anchor_interval=2")))
-    assert main(["profile", str(file), f"--output={output}", "--warmup=1", "--memory", "--top=500"]) == 0
+    assert main(["profile", str(file), f"--output_dir={output}", "--warmup=1", "--memory", "--top=500"]) == 0
     printed = capsys.readouterr().out
     assert f"Written to {output}." in printed and not (tmp_path / "run").exists(), "no run was begun"
     table = (output / TABLE).read_text(encoding="utf-8")

@@ -110,7 +110,7 @@ def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
         if not (directory / name).is_file():
             raise ValueError(
                 f"{directory} has no {name}. Give a folder written by 'python -m experiments.pretrain "
-                "--output FOLDER', or no path for the model that ships with the project."
+                "--output_dir FOLDER', or no path for the model that ships with the project."
             )
     return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
 

@@ -133,7 +133,7 @@ def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
     world: World, tmp_path: Path, words: list[str], dtype: torch.dtype
 ) -> None:
     run, folder = world.root / "run", tmp_path / "exported"
-    assert main(["export", str(run), "--output", str(folder), *words, "--rollout.shift=4"]) == 0
+    assert main(["export", str(run), "--output_dir", str(folder), *words, "--rollout.shift=4"]) == 0
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code
     names: dict[str, Any] = {}

@@ -96,7 +96,8 @@ class Experiment:
 
     caption: of its picture. seeds: of its measurements; none where nothing is random. measure: key of
     `measures.MEASURES`, for samples without a training. runs: trainings of the exact policy by name, as what they
-    change in `testbed.ExactTraining`. arms: of the trainings. drawn: quantity in the picture of trainings.
+    change in `testbed.ExactTraining`; rates: learning rates of which each is judged at its best. arms: of the
+    trainings. drawn: quantity in the picture of trainings.
     needs_manifold: left out where the data manifold is not known.
 
     Example: `chosen_experiments("quick", ["fig4"])[0].seeds` is `(0, 1, 2)`.
@@ -110,6 +111,7 @@ class Experiment:
     seeds: tuple[int, ...] = ()
     measure: str | None = None
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
     arms: tuple[str, ...] = ()
     drawn: str = "final_reward"
     needs_manifold: bool = False
@@ -127,7 +129,8 @@ class Experiment:
 
 def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
     claims = tuple(Claim(experiment=key, **claim) for claim in tree["claims"])
-    tuples = {"seeds": tuple(tree.get("seeds", range(tree.pop("num_seeds", 0)))), "arms": tuple(tree.get("arms", ()))}
+    tuples: dict[str, tuple[Any, ...]] = {name: tuple(tree.get(name, ())) for name in ("arms", "rates")}
+    tuples["seeds"] = tuple(tree.get("seeds", range(tree.pop("num_seeds", 0))))
     return Experiment(key=key, **tree | tuples | {"claims": claims})
 
 

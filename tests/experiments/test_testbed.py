@@ -123,7 +123,7 @@ def test_the_mean_of_10000_estimates_is_the_exact_gradient_of_a_sampler(sde_type
         point = psi.clone().requires_grad_()
         rollout = sample(LINE, psi, captions, table, generator)
         rewards = worth(rollout.final, captions)[:, 0]
-        loss = reverse_loss(LINE, point, captions, rollout, table, rewards, settings)
+        loss = reverse_loss(LINE, point, captions, rollout, table, rewards, settings).loss.mean()
         estimates.append(torch.autograd.grad(loss, point)[0])
     assert_unbiased(estimates, expected_reverse(psi, table, equalizer))
 

@@ -56,7 +56,7 @@ class ExactTraining:
     trainer's controller. quality: what a unit of distance to the nearest legal video costs; a caption that is followed
     earns 1. exploit: reward per unit of drift, which a flawed reward pays.
 
-    Of `forward` alone: levels: noise levels per video. weighting: `adaptive` or `velocity`. spacing: of the levels,
+    Of `forward` alone: levels: noise levels per video. weighting: of `ForwardProcessConfig`. spacing: of the levels,
     as the sampler's shift has them, or uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
     moving average that samples; 0 is the policy itself.
     """
@@ -80,7 +80,7 @@ class ExactTraining:
     quality: float = 1.0
     exploit: float = 0.0
     levels: int = 4
-    weighting: Literal["adaptive", "velocity"] = "adaptive"
+    weighting: Literal["adaptive", "branches", "velocity"] = "adaptive"
     spacing: Literal["shifted", "uniform"] = "shifted"
     beta: float = 1.0
     old_decay: float = 0.0

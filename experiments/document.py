@@ -5,6 +5,7 @@ from statistics import fmean, stdev
 
 from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
 from experiments.findings import COST, PER_PROMPT, Findings
+from experiments.testbed import FASTEST, SLOWEST
 
 IMAGES = "images/reproduction"
 """Folder of the figures beside the page."""
@@ -97,7 +98,7 @@ def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
         f"## {experiment.title}",
         "",
         *([f"![Figure]({IMAGES}/{experiment.key}.png)", ""] if drawn else []),
-        experiment.caption,
+        experiment.caption + _rates(experiment, findings),
         "",
         "| claim | the paper | here | difference | verdict |",
         "|---|---|---|---|---|",
@@ -105,6 +106,15 @@ def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _rates(experiment: Experiment, findings: Findings) -> str:
+    """Where its arms are judged, and which of them at an end of the search."""
+    at = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs} if experiment.rates else {}
+    ends = [arm for arm, rate in at.items() if rate in (SLOWEST, FASTEST)]
+    text = "; ".join(f"{arm} {rate:g}" for arm, rate in at.items())
+    said = [f" Learning rates: {text}."] if at else []
+    return "".join([*said, *([f" At an end of the search: {'; '.join(ends)}."] if ends else [])])
 
 
 def _row(judgement: Judgement) -> str:

@@ -171,7 +171,7 @@ def test_trainings_are_repeatable_and_paired() -> None:
 def test_noise_is_white_with_every_sampler() -> None:
     """So a share of it leads off the manifold that the number of directions decides: it is not tangent."""
     policy = world().learnable()
-    captions = torch.zeros(200, len(policy.sizes), dtype=torch.int64)
+    captions = torch.zeros(2000, len(policy.sizes), dtype=torch.int64)
     for sampler in (name for name in SDE_TYPES if name != "ode"):
         table = transition_table(sampler, SCHEDULE, 0.5)
         quiet = replace(table, std=torch.zeros(4))

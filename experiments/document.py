@@ -153,6 +153,8 @@ def _table(experiment: Experiment, findings: Findings) -> str:
         "|" + "---|" * (1 + len(columns)),
     ]
     for arm in experiment.runs or experiment.arms:
+        if not findings.select(experiment.key, columns[0], arm):
+            continue
         cells = []
         for quantity in columns:
             values = [row.value for row in findings.select(experiment.key, quantity, arm)]

@@ -47,7 +47,7 @@ class Evidence:
     """The numbers behind a claim.
 
     ours: the numbers, for the page. effect: positive where it supports the claim; None where nothing is uncertain, and
-    `holds` decides.
+    `holds` decides. With neither, they settle nothing.
 
     Example: `Evidence(ours="0.888 and 0.990", holds=True)`
     """
@@ -179,7 +179,7 @@ def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
         verdict: Verdict
         if claim.cannot:
             verdict = "cannot be run here"
-        elif found is None:
+        elif found is None or (found.effect is None and found.holds is None):
             verdict = "not run"
         elif found.effect is None:
             verdict = "confirmed" if found.holds else "refuted"
@@ -213,15 +213,18 @@ def larger(findings: Findings, experiment: str, quantity: str, one: str, other: 
     """A quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
     ours, theirs = findings.by_seed(experiment, quantity, one), findings.by_seed(experiment, quantity, other)
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    if len(pairs) < 2:
-        raise KeyError(f"{one} and {other} share {len(pairs)} seed(s)")
+    if not pairs:
+        raise KeyError(f"{one} and {other} share no seed")
+    means = [fmean(row.value for row in column) for column in zip(*pairs, strict=True)]
+    text = f"{means[0]:.{digits}f} and {means[1]:.{digits}f}"
+    if len(pairs) == 1:
+        return Evidence(ours=f"{text} (one seed)")
     rows = [[a - b for a, b in zip(first.parts, second.parts, strict=False)] for first, second in pairs]
     if quantity.startswith(PER_PROMPT) and all(rows):
         effect = crossed_effect(rows)
     else:
         effect = seed_effect([first.value - second.value for first, second in pairs])
-    means = [fmean(row.value for row in column) for column in zip(*pairs, strict=True)]
-    return Evidence(ours=f"{means[0]:.{digits}f} and {means[1]:.{digits}f}", effect=effect)
+    return Evidence(ours=text, effect=effect)
 
 
 def smaller(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:

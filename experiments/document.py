@@ -123,7 +123,7 @@ def _row(judgement: Judgement) -> str:
     verdict = f"**{judgement.verdict}**"
     if evidence is None:
         return f"| {claim.text} | {reported} | {claim.cannot} | | {verdict} |"
-    effect, size = evidence.effect, "exact"
+    effect, size = evidence.effect, "" if evidence.holds is None else "exact"
     if effect is not None:
         size = f"{effect.mean:+.3g} ± {effect.high - effect.mean:.2g}"
         if judgement.verdict == "undetectable":

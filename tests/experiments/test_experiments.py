@@ -31,6 +31,7 @@ FINDINGS = Findings(
         *values("high", [1.0, 1.1, 1.3]),
         *values("same", [0.1, 0.0, 0.2]),
         *values("low", [0.0, 0.1, 0.2], "area"),
+        *values("one", [0.5]),
         *values("near", [0.0051, 0.1049, 0.205], "area"),
         *values("low", [0.0, 0.1, 0.2], "final_reward", 0.1),
         *values("high", [1.0, 1.1, 1.3], "final_reward", 0.1),
@@ -50,6 +51,7 @@ def claim(*evidence: Any) -> Claim:
         (("larger", "q", "low", "high"), "refuted"),
         (("larger", "q", "same", "low"), "undetectable"),
         (("larger", "q", "absent", "low"), "not run"),
+        (("larger", "q", "one", "low"), "not run"),
         (("larger", "area", "near", "low"), "negligible"),
         (("about", "q", "high", 1.2), "confirmed"),
         (("about", "q", "high", 1.6), "refuted"),
@@ -110,6 +112,7 @@ def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:
     """With every arm of an experiment measured, every one of its claims has a verdict."""
     for experiment in EXPERIMENTS:
         arms = SAMPLERS if experiment.key == "base" else (experiment.arms or tuple(experiment.runs))
+        arms = (*arms, *(f"{arm} @ 0.04" for arm in experiment.runs))
         quantities = {each.evidence[1] for each in experiment.claims if len(each.evidence) > 1}
         rows = [
             Finding(experiment=experiment.key, quantity=quantity, arm=arm, seed=seed, value=seed + 0.5, parts=(0, 1))

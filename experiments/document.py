@@ -56,9 +56,15 @@ def render(findings: Findings) -> str:
     parts += [_summary("the paper's", True, findings), _summary("this project's", False, findings)]
     parts += [_section(experiment, findings, drawn=experiment.key in measured) for experiment in done]
     if left:
-        lines = ["## Not run yet", "", "| table, figure | claims | trainings | core-hours | |", "|---|---|---|---|---|"]
+        lines = [
+            "## Not run yet",
+            "",
+            "| table, figure | claims | trainings, or arms of the testbed | core-hours | |",
+            "|---|---|---|---|---|",
+        ]
         for e in left:
-            cells = (e.title, len(e.claims), len(e.trainings()), f"{_core_hours(e, findings):.0f}")
+            hours = f"{_core_hours(e, findings):.0f}" if e.arms else "under 1"
+            cells = (e.title, len(e.claims), len(e.trainings() or e.runs), hours)
             lines.append(f"| {' | '.join(map(str, cells))} | `python -m experiments --only {e.key}` |")
         parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)

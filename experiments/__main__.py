@@ -3,7 +3,8 @@ r"""Measure the paper's tables and figures, and judge each claim.
 examples:
   python -m experiments                                table 1, figures 1a, 2, 4 and 9, the samplers on the base model:
                                                        no training, minutes on two cores
-  python -m experiments --tier standard                  adds 32 seeds of the exact testbed: within 40 minutes
+  python -m experiments --tier standard                  adds the exact testbed, every arm at its best
+                                                       learning rate: about half an hour of one core
   python -m experiments --tier full                      adds trainings of the network: days; Ctrl-C, and go on
   python -m experiments --only fig4
   python -m experiments --tier quick --publish docs      and write them into the page, figures and results of docs/

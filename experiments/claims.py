@@ -2,7 +2,8 @@
 
 A claim is settled by an effect with the sign that it predicts (an `Effect` over seeds, or over seeds and prompts), or
 by a number without uncertainty, such as an entry of a table. The p-values of an experiment's claims are adjusted
-together (Holm); a difference within its interval is reported with the effect size that such a study would have found.
+together (Holm); a difference within its interval is reported with the effect size that such a study would have found,
+and one that is certain but below `LEAST` settles nothing.
 """
 
 import tomllib
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -22,7 +23,17 @@ Tier = Literal["quick", "standard", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
 """Each includes those before it."""
 
-Verdict = Literal["confirmed", "refuted", "undetectable", "not run"]
+Verdict = Literal["confirmed", "refuted", "negligible", "undetectable", "cannot be run here", "not run"]
+VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+LEAST: Mapping[str, float] = {
+    **dict.fromkeys(("aligned", "overall", "area", "group_spread", "group_std"), 0.01),
+    **dict.fromkeys(("reward", "drift"), 0.02),
+    **dict.fromkeys(("distance", "manifold_distance"), 0.002),
+    "unsteadiness": 0.003,
+    "exploration": 1.0,
+}
+"""Of a quantity, the smallest difference that would change what anybody does."""
 
 SEEDS_OF_A_PROCESS = 16
 """Of trainings of the exact policy, which are shorter than the start of a process."""
@@ -36,7 +47,7 @@ class Evidence:
     """The numbers behind a claim.
 
     ours: the numbers, for the page. effect: positive where it supports the claim; None where nothing is uncertain, and
-    `holds` decides.
+    `holds` decides. With neither, they settle nothing.
 
     Example: `Evidence(ours="0.888 and 0.990", holds=True)`
     """
@@ -50,14 +61,15 @@ class Evidence:
 class Claim:
     """A sentence and the evidence that settles it.
 
-    evidence: name in `EVIDENCE` and its arguments. source: where the paper says so, empty for a claim of this
-    project. reported: the paper's figure, or what it shows there.
+    evidence: name in `EVIDENCE` and its arguments. cannot: why nothing here can settle it. source: where the paper says
+    so, empty for a claim of this project. reported: the paper's figure, or what it shows there.
     """
 
     experiment: str
     key: str
     text: str
-    evidence: Sequence[Any]
+    evidence: Sequence[Any] = ()
+    cannot: str = ""
     source: str = ""
     reported: str = ""
 
@@ -85,6 +97,12 @@ class Training:
     seed: int
 
     @property
+    def num_updates(self) -> int:
+        """Updates, as in toy_cpu.yaml unless the arm says otherwise."""
+        key = "--training.num_updates="
+        return next((int(word.removeprefix(key)) for word in self.overrides if word.startswith(key)), 20)
+
+    @property
     def name(self) -> str:
         """Arm and seed; the place of the run below the study's folder."""
         return f"{self.arm}/seed-{self.seed}"
@@ -96,7 +114,8 @@ class Experiment:
 
     caption: of its picture. seeds: of its measurements; none where nothing is random. measure: key of
     `measures.MEASURES`, for samples without a training. runs: trainings of the exact policy by name, as what they
-    change in `testbed.ExactTraining`. arms: of the trainings. drawn: quantity in the picture of trainings.
+    change in `testbed.ExactTraining`; rates: learning rates of which each is judged at its best. arms: of the
+    trainings. drawn: quantity in the picture of trainings.
     needs_manifold: left out where the data manifold is not known.
 
     Example: `chosen_experiments("quick", ["fig4"])[0].seeds` is `(0, 1, 2)`.
@@ -110,6 +129,7 @@ class Experiment:
     seeds: tuple[int, ...] = ()
     measure: str | None = None
     runs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    rates: tuple[float, ...] = ()
     arms: tuple[str, ...] = ()
     drawn: str = "final_reward"
     needs_manifold: bool = False
@@ -127,7 +147,8 @@ class Experiment:
 
 def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
     claims = tuple(Claim(experiment=key, **claim) for claim in tree["claims"])
-    tuples = {"seeds": tuple(tree.get("seeds", range(tree.pop("num_seeds", 0)))), "arms": tuple(tree.get("arms", ()))}
+    tuples: dict[str, tuple[Any, ...]] = {name: tuple(tree.get(name, ())) for name in ("arms", "rates")}
+    tuples["seeds"] = tuple(tree.get("seeds", range(tree.pop("num_seeds", 0))))
     return Experiment(key=key, **tree | tuples | {"claims": claims})
 
 
@@ -156,12 +177,16 @@ def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
     judged = []
     for claim, found in zip(claims, evidence, strict=True):
         verdict: Verdict
-        if found is None:
+        if claim.cannot:
+            verdict = "cannot be run here"
+        elif found is None or (found.effect is None and found.holds is None):
             verdict = "not run"
         elif found.effect is None:
             verdict = "confirmed" if found.holds else "refuted"
         elif next(adjusted) >= LEVEL:
             verdict = "undetectable"
+        elif abs(found.effect.mean) < LEAST.get("".join(claim.evidence[1:2]).removeprefix(PER_PROMPT), 0.0):
+            verdict = "negligible"
         else:
             verdict = "confirmed" if found.effect.mean > 0 else "refuted"
         judged.append(Judgement(claim=claim, verdict=verdict, evidence=found))
@@ -169,7 +194,9 @@ def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
 
 
 def _measure(claim: Claim, findings: Findings) -> Evidence | None:
-    """Evidence for or against a claim; None where findings are missing."""
+    """Evidence for or against a claim; None where there is none, or findings are missing."""
+    if claim.cannot:
+        return None
     name, *arguments = claim.evidence
     try:
         return EVIDENCE[name](findings, claim.experiment, *arguments)
@@ -186,15 +213,18 @@ def larger(findings: Findings, experiment: str, quantity: str, one: str, other: 
     """A quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
     ours, theirs = findings.by_seed(experiment, quantity, one), findings.by_seed(experiment, quantity, other)
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
-    if len(pairs) < 2:
-        raise KeyError(f"{one} and {other} share {len(pairs)} seed(s)")
+    if not pairs:
+        raise KeyError(f"{one} and {other} share no seed")
+    means = [fmean(row.value for row in column) for column in zip(*pairs, strict=True)]
+    text = f"{means[0]:.{digits}f} and {means[1]:.{digits}f}"
+    if len(pairs) == 1:
+        return Evidence(ours=f"{text} (one seed)")
     rows = [[a - b for a, b in zip(first.parts, second.parts, strict=False)] for first, second in pairs]
     if quantity.startswith(PER_PROMPT) and all(rows):
         effect = crossed_effect(rows)
     else:
         effect = seed_effect([first.value - second.value for first, second in pairs])
-    means = [fmean(row.value for row in column) for column in zip(*pairs, strict=True)]
-    return Evidence(ours=f"{means[0]:.{digits}f} and {means[1]:.{digits}f}", effect=effect)
+    return Evidence(ours=text, effect=effect)
 
 
 def smaller(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
@@ -210,6 +240,17 @@ def within(findings: Findings, experiment: str, quantity: str, arm: str, low: fl
         raise KeyError(f"{experiment}: {len(values)} {quantity} of {arm}")
     effect = seed_effect([min(value - low, high - value) for value in values])
     return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
+
+
+def about(findings: Findings, experiment: str, quantity: str, arm: str, value: float) -> Evidence:
+    """A quantity without uncertainty is a number to a fifth of it: what can be read from a figure."""
+    found = findings.mean(experiment, quantity, arm)
+    return Evidence(ours=f"{found:.2f}", holds=abs(found - value) <= value / 5)
+
+
+def by_construction(findings: Findings, experiment: str, ours: str, holds: bool) -> Evidence:
+    """What follows from the formulas; a test holds it to the code."""
+    return Evidence(ours=ours, holds=holds)
 
 
 def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
@@ -291,7 +332,7 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
 EVIDENCE: Mapping[str, Callable[..., Evidence]] = {
     function.__name__: function
     for function in (
-        *(larger, smaller, within, mostly_below_flow, last_smallest, spread_over),
+        *(larger, smaller, within, about, by_construction, mostly_below_flow, last_smallest, spread_over),
         *(less_in_high_noise, margin_decides, nearer_at_equal_exploration),
     )
 }

@@ -1,11 +1,11 @@
 """The page of a study and its tables in other pages, made from findings alone: the same findings, the same bytes."""
 
 import re
-from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from experiments.claims import EXPERIMENTS, Experiment, Judgement, judge
+from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
 from experiments.findings import COST, PER_PROMPT, Findings
+from experiments.testbed import FASTEST, SLOWEST
 
 IMAGES = "images/reproduction"
 """Folder of the figures beside the page."""
@@ -16,69 +16,95 @@ PUBLISHED_RESULTS = "results/reproduction.jsonl"
 HEAD = """# The paper's claims, tested
 
 Written by `python -m experiments --publish docs` from [results/reproduction.jsonl](results/reproduction.jsonl), which
-has every number with its seed, version and commit. The claims of the SAGE-GRPO paper (arXiv 2603.21872) about samplers,
-the gradient equalizer and the KL are measured in the built-in world of rendered videos, whose data manifold is known:
-with its base model, a small network; with the exact policy ([algorithm.md](algorithm.md), section 5); and in the exact
-testbed, that policy with weights to train. Nothing here need hold for an 8.3 B model; a refuted claim is refuted as a
-general statement.
+has every number with its seed, version and commit. The claims of the SAGE-GRPO paper (arXiv 2603.21872) are measured
+in the built-in world of rendered videos, whose data manifold is known: with its base model, a small network; with the
+exact policy ([algorithm.md](algorithm.md), section 5); and in the exact testbed, that policy with weights to train.
+All of it is a toy: nothing here need hold for an 8.3 B model, and a refuted claim is refuted as a general statement.
 
 *Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or
-is computed without uncertainty (*exact*). *Undetectable*: neither; in brackets the difference that four of five such
-studies would have found. Differences are of the same seeds and noise, positive where they support the claim (of a
-range: how far inside), with 95 % intervals: Student's over the seeds; scores of trained networks count seeds and
-prompts as crossed random effects, with Satterthwaite's degrees of freedom. The network was evaluated on one noise per
-caption, and on 16 where three updates are compared, so intervals count no other noise. The paper's figures are those of
-its first version on arXiv, read from public transcriptions; claims without one are this project's. Core-minutes are
-those that passed, other work on the cores included.
+is computed without uncertainty (*exact*). *Negligible*: not zero either, and too small to matter, below {least}.
+*Undetectable*: none of these; in brackets the difference that four of five such studies would have found. Differences
+are of the same seeds and noise, positive where they support the claim (of a range: how far inside), with 95 %
+intervals: Student's over the seeds; scores of trained networks count seeds and prompts as crossed random effects, with
+Satterthwaite's degrees of freedom. The network was evaluated on one noise per caption, and on 16 where three updates
+are compared, so intervals count no other noise. The paper's figures are those of its first version on arXiv, read from
+public transcriptions. Core-minutes are those that passed, other work on the cores included.
 
 **The exact testbed.** 360 legal videos as a mixture of Gaussians whose velocity is known in closed form. 85 numbers
-are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed
-by one fixed rotation, as a network's weights are. Samplers, advantages and loss are the trainer's. The share of videos
+are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed by
+one fixed rotation, as a network's weights are. Samplers, advantages and loss are the trainer's. The share of videos
 that follow their caption (*aligned*, 0.453 before training) and the drift are computed from the weights, without
-evaluation noise, so 32 seeds tell apart in minutes what trainings of the network, hours each, do not.
+evaluation noise, so twelve seeds tell apart in minutes what trainings of the network, hours each, do not.
 
-[What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds: four other
-rotations, three seeds each, moved SAGE's 0.694 to between 0.690 and 0.700, and kept the order of sage_exact, sage_grpo,
-flow_grpo and SAGE without equalizer. Take from it the signs and orders that hold in all its variants.
+**Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
+an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
+flaw of the reward; twelve others judge the arm there. The pictures show aligned videos against drift: small dots are
+the rates tried, in their order along the line, the large one is the arm at its best.
+
+[What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
+the signs and orders that hold in all its variants.
 """
 
 
 def render(findings: Findings) -> str:
     """The page. Experiments without findings are named at its end."""
     measured = {row.experiment for row in findings.rows}
-    done = [experiment for experiment in EXPERIMENTS if experiment.key in measured]
-    left = [experiment for experiment in EXPERIMENTS if experiment.key not in measured]
-    parts = [HEAD, _summary(done, findings), *(_section(experiment, findings) for experiment in done)]
+    done = [e for e in EXPERIMENTS if e.key in measured or all(claim.cannot for claim in e.claims)]
+    left = [e for e in EXPERIMENTS if e not in done]
+    least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
+    parts = [HEAD.format(least=least)]
+    parts += [_summary("the paper's", True, findings), _summary("this project's", False, findings)]
+    parts += [_section(experiment, findings, drawn=experiment.key in measured) for experiment in done]
     if left:
-        named = "; ".join(f"{e.title} (`--only {e.key}`, {len(e.trainings())} trainings)" for e in left)
-        parts.append(f"## Not run yet\n\n{named}.\n")
+        lines = [
+            "## Not run yet",
+            "",
+            "| table, figure | claims | trainings, or arms of the testbed | core-hours | |",
+            "|---|---|---|---|---|",
+        ]
+        for e in left:
+            hours = f"{_core_hours(e, findings):.0f}" if e.arms else "under 1"
+            cells = (e.title, len(e.claims), len(e.trainings() or e.runs), hours)
+            lines.append(f"| {' | '.join(map(str, cells))} | `python -m experiments --only {e.key}` |")
+        parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)
 
 
-def _summary(experiments: Sequence[Experiment], findings: Findings) -> str:
-    lines = [
-        "| table, figure | confirmed | refuted | undetectable | seeds | core-minutes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for experiment in experiments:
-        verdicts = [judgement.verdict for judgement in judge(experiment.claims, findings)]
-        counts = [str(verdicts.count(name)) for name in ("confirmed", "refuted", "undetectable")]
+def _core_hours(experiment: Experiment, findings: Findings) -> float:
+    """Of an experiment's trainings of the network, at the mean seconds of an update of those that have been made."""
+    made: dict[tuple[str, int | None], int] = {
+        (t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()
+    }
+    seconds = {(r.arm, r.seed): r.value for r in findings.rows if r.quantity == COST and (r.arm, r.seed) in made}
+    each = sum(seconds.values()) / (sum(made[training] for training in seconds) or 1)
+    return each * sum(training.num_updates for training in experiment.trainings()) / 3600
+
+
+def _summary(whose: str, of_paper: bool, findings: Findings) -> str:
+    """Counts of verdicts on the paper's claims, or on those of this project."""
+    lines = [f"| {whose} claims: table, figure | {' | '.join(VERDICTS)} | seeds | core-minutes |", "|---" * 9 + "|"]
+    for experiment in EXPERIMENTS:
+        judged = judge(experiment.claims, findings)
+        verdicts = [judgement.verdict for judgement in judged if bool(judgement.claim.source) == of_paper]
+        if not verdicts:
+            continue
+        counts = [str(verdicts.count(name) or "") for name in VERDICTS]
         anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-        planned, done = len(experiment.seeds), len(findings.seeds(experiment.key))
+        planned, done = len(experiment.seeds), len({*experiment.seeds} & {*findings.seeds(experiment.key)})
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
-        lines.append(f"| {' | '.join([f'[{experiment.title}](#{anchor})', *counts, seeds, cost])} |")
+        name = experiment.title if verdicts.count("not run") == len(verdicts) else f"[{experiment.title}](#{anchor})"
+        lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 
 
-def _section(experiment: Experiment, findings: Findings) -> str:
+def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
     lines = [
         f"## {experiment.title}",
         "",
-        f"![Figure]({IMAGES}/{experiment.key}.png)",
-        "",
-        experiment.caption,
+        *([f"![Figure]({IMAGES}/{experiment.key}.png)", ""] if drawn else []),
+        experiment.caption + _rates(experiment, findings),
         "",
         "| claim | the paper | here | difference | verdict |",
         "|---|---|---|---|---|",
@@ -88,13 +114,22 @@ def _section(experiment: Experiment, findings: Findings) -> str:
     return "\n".join(lines)
 
 
+def _rates(experiment: Experiment, findings: Findings) -> str:
+    """Where its arms are judged, and which of them at an end of the search."""
+    at = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs} if experiment.rates else {}
+    ends = [arm for arm, rate in at.items() if rate in (SLOWEST, FASTEST)]
+    text = "; ".join(f"{arm} {rate:g}" for arm, rate in at.items())
+    said = [f" Learning rates: {text}."] if at else []
+    return "".join([*said, *([f" At an end of the search: {'; '.join(ends)}."] if ends else [])])
+
+
 def _row(judgement: Judgement) -> str:
     claim, evidence = judgement.claim, judgement.evidence
     reported = ": ".join(part for part in (claim.source, claim.reported) if part)
     verdict = f"**{judgement.verdict}**"
     if evidence is None:
-        return f"| {claim.text} | {reported} | | | {verdict} |"
-    effect, size = evidence.effect, "exact"
+        return f"| {claim.text} | {reported} | {claim.cannot} | | {verdict} |"
+    effect, size = evidence.effect, "" if evidence.holds is None else "exact"
     if effect is not None:
         size = f"{effect.mean:+.3g} ± {effect.high - effect.mean:.2g}"
         if judgement.verdict == "undetectable":
@@ -116,17 +151,20 @@ def _table(experiment: Experiment, findings: Findings) -> str:
     """Results of every trained arm: means over the seeds, with their standard errors."""
     found = dict.fromkeys(row.quantity for row in findings.rows if row.experiment == experiment.key)
     columns = [name for name in found if name.startswith(PER_PROMPT)]
-    if not columns:
+    columns += ["rate"] if experiment.rates else []
+    if not found:
         return f"It has not been run: `python -m experiments --only {experiment.key}`.\n"
     lines = [
         f"| training | {' | '.join(name.removeprefix(PER_PROMPT) for name in columns)} |",
         "|" + "---|" * (1 + len(columns)),
     ]
-    for arm in findings.arms(experiment.key, columns[0]):
+    for arm in experiment.runs or experiment.arms:
+        if not findings.select(experiment.key, columns[0], arm):
+            continue
         cells = []
         for quantity in columns:
             values = [row.value for row in findings.select(experiment.key, quantity, arm)]
-            error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-            cells.append(f"{fmean(values):.3f}{error}")
+            error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len({*values}) > 1 else ""
+            cells.append(f"{fmean(values):.3f}{error}" if values else "")
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

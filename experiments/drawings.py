@@ -28,6 +28,8 @@ def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure":
     }
     if experiment.key in special:
         return special[experiment.key](findings)
+    if experiment.rates:
+        return _draw_rates(experiment, findings)
     return _draw_arms(experiment, findings)
 
 
@@ -128,6 +130,23 @@ def _draw_fig4(findings: Findings) -> "Figure":
 def _over_median(values: Sequence[float]) -> list[float]:
     middle = sorted(values)[(len(values) - 1) // 2]
     return [value / middle for value in values]
+
+
+def _draw_rates(experiment: Experiment, findings: Findings) -> "Figure":
+    """Aligned videos against drift: a line through the rates of an arm, a large dot where it is judged."""
+    figure, (axes,) = _panels(10.5, 1.6 + 0.3 * max(10, len(experiment.runs)), (experiment.title, "drift", "aligned"))
+    pair = ("final_drift", "final_aligned")
+    for number, arm in enumerate(experiment.runs):
+        tried = findings.arms(experiment.key, "final_drift", f"{arm} @ ")
+        points = [[findings.mean(experiment.key, q, at) for at in tried] for q in pair]
+        colour, dashes = COLOURS[number % len(COLOURS)], "--" if number >= len(COLOURS) else "-"
+        axes.plot(*points, color=colour, linestyle=dashes, marker=".", ms=4, linewidth=1)
+        x, y = (findings.mean(experiment.key, q, arm) for q in pair)
+        label = f"{arm} @ {findings.mean(experiment.key, 'rate', arm):g}"
+        axes.plot(x, y, "so"[number < len(COLOURS)], color=colour, ms=8, label=label)
+    axes.set_xscale("log")
+    _legend(axes, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
 
 
 def _draw_arms(experiment: Experiment, findings: Findings) -> "Figure":

@@ -49,6 +49,8 @@ TABLES: Mapping[str, Mapping[str, tuple[SDEType, dict[str, Any]]]] = {
             f"sage_grpo, margin={margin:g}": ("sage_grpo", {"sage_margin": margin})
             for margin in (1e-3, 2e-3, SAGE_SIGMA_MARGIN, 5e-3, 1e-2)
         },
+        "sage_grpo, eta=1": ("sage_grpo", {"eta": 1.0}),
+        "flow_grpo, eta=1, from 0.997": ("flow_grpo", {"eta": 1.0, "begin": 0.997}),
     },
 }
 """Experiments that need no sample: arm -> sampler, and what differs from the reference's rollout."""
@@ -59,7 +61,8 @@ def noise_of_steps(experiment: str) -> Iterator[Finding]:
     for arm, (sampler, options) in TABLES[experiment].items():
         margin = {key: value for key, value in options.items() if key == "sage_margin"}
         schedule = sigma_schedule(options.get("steps", STEPS), options.get("shift", SHIFT))
-        table = transition_table(sampler, schedule, ETA, **margin)
+        schedule[0] = options.get("begin", 1.0)
+        table = transition_table(sampler, schedule, options.get("eta", ETA), **margin)
         std = tuple(table.std.tolist())
         high = float(table.std[table.sigmas[:-1] >= HIGH_NOISE].square().sum())
         values = {"std": max(std), "last": std[-1], "first": std[0], "high_noise_variance": high}

@@ -158,7 +158,9 @@ class Study:
         """Commands of the measurements that are missing, by name."""
         jobs = {}
         for experiment in filter(self.fits, experiments):
-            arguments = {"experiment": experiment.key, "runs": experiment.runs} if experiment.runs else {}
+            arguments: dict[str, Any] = {}
+            if experiment.runs:
+                arguments = {"experiment": experiment.key, "runs": experiment.runs, "rates": experiment.rates}
             for name, seeds in experiment.measurements().items():
                 request = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides}
                 words = [str(self._result(name)), json.dumps(request | {"arguments": arguments}), *self.files]

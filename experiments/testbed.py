@@ -2,13 +2,16 @@
 
 Samples and gradients use the trainer's parts: transitions of `sde.transition_table`, advantages and loss of
 `objective`. The trained policy is judged by its weights, exactly: no evaluation has noise. There is no network to
-optimize, so nothing here speaks of learning rates, of capacity, or of how well a velocity is learnt.
+optimize, so nothing here speaks of capacity, or of how well a velocity is learnt.
+
+An objective that is judged at a learning rate that suits another one is misjudged. So an arm is tried at several rates,
+with seeds that take no part in its judgement, and judged at the best of them.
 
 Shapes: B videos of an update, D coordinates of a video, K attributes of a caption, P trained numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -20,12 +23,27 @@ from experiments.exact_policy import ExactWorld, LearnablePolicy
 from experiments.findings import PER_PROMPT, Finding, unsteadiness
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
-from sage_fast.objective import ADVANTAGE_CLIP, ObjectiveConfig, anchor_kind, group_advantages, policy_loss
+from sage_fast.kernels import PolicyTerms
+from sage_fast.objective import (
+    ADVANTAGE_CLIP,
+    KLWeightConfig,
+    ObjectiveConfig,
+    anchor_kind,
+    group_advantages,
+    initial_kl_weight,
+    next_kl_weight,
+    policy_loss,
+)
 from sage_fast.objectives.forward_process import forward_loss
+from sage_fast.records import weighted_kl
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 ANCHOR_EVERY = 10
 """Updates after which a moving anchor is refreshed."""
+TRIALS = range(1000, 1004)
+"""Seeds that choose a learning rate."""
+SLOWEST, FASTEST = 0.005, 0.64
+"""The learning rates beyond which none is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +52,11 @@ class ExactTraining:
 
     update: `reverse` is the paper's objective, on the steps of the rollout; `forward` weighs flow matching on the
     rollout's videos by their advantage. videos: of one caption. equalizer, kl_mode: of `ObjectiveConfig`. kl_weight:
-    lambda, constant. quality: what a unit of distance to the nearest legal video costs; a caption that is followed
+    lambda, constant; with kl_warmup it rises from a hundredth of that over so many updates, and then follows the
+    trainer's controller. quality: what a unit of distance to the nearest legal video costs; a caption that is followed
     earns 1. exploit: reward per unit of drift, which a flawed reward pays.
 
-    Of `forward` alone: levels: noise levels per video. weighting: `adaptive` or `velocity`. spacing: of the levels,
+    Of `forward` alone: levels: noise levels per video. weighting: of `ForwardProcessConfig`. spacing: of the levels,
     as the sampler's shift has them, or uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
     moving average that samples; 0 is the policy itself.
     """
@@ -57,10 +76,11 @@ class ExactTraining:
     clip_range: float = 1e-2
     kl_mode: Literal["none", "fixed", "stepwise", "moving", "dual"] = "none"
     kl_weight: float = 0.0
+    kl_warmup: int = 0
     quality: float = 1.0
     exploit: float = 0.0
     levels: int = 4
-    weighting: Literal["adaptive", "velocity"] = "adaptive"
+    weighting: Literal["adaptive", "branches", "velocity"] = "adaptive"
     spacing: Literal["shifted", "uniform"] = "shifted"
     beta: float = 1.0
     old_decay: float = 0.0
@@ -107,8 +127,8 @@ def reverse_loss(
     kl_weight: float = 0.0,
     anchor: Tensor | None = None,
     steps: Sequence[int] | None = None,
-) -> Tensor:
-    """Loss of the trained steps, mean over steps and videos. anchor: numbers psi of the anchor."""
+) -> PolicyTerms:
+    """Terms of the loss (steps B,) at the trained steps. anchor: numbers psi of the anchor."""
     chosen = [step for step in (range(table.num_steps) if steps is None else steps) if table.trainable[step]]
 
     def stacked(values: Sequence[Tensor]) -> Tensor:
@@ -122,7 +142,7 @@ def reverse_loss(
     columns = {name: column[chosen].to(x).repeat_interleave(each) for name, column in names.items()}
     velocities = (policy.velocity_at(psi, asked, x, sigma), stacked(rollout.velocities), held, stacked(rollout.noises))
     advantage = advantages.repeat(len(chosen))
-    return policy_loss(*velocities, **columns, advantage=advantage, kl_weight=kl_weight, settings=settings).loss.mean()
+    return policy_loss(*velocities, **columns, advantage=advantage, kl_weight=kl_weight, settings=settings)
 
 
 def noised_loss(
@@ -156,7 +176,8 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     """Train from the start with one seed; quantities of the result.
 
     Those that begin with `final_` are exact. `area`: reward of the rollouts, mean over the training; `unsteadiness`:
-    its standard deviation from update to update without its trend.
+    its standard deviation from update to update without its trend; `group_spread`: that of the rewards of a caption's
+    videos, mean over the second half.
     """
     # Two generators: settings that draw more noise are asked for the same captions.
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
@@ -166,7 +187,10 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     sampler = settings.sampler if settings.update == "reverse" else "ode"
     table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
     kind = anchor_kind(settings.kl_mode)
-    rewards, done = [], 0
+    least = settings.kl_weight / (100 if settings.kl_warmup else 1)
+    weights = KLWeightConfig(minimum=least, maximum=settings.kl_weight, warmup_updates=settings.kl_warmup)
+    weight = initial_kl_weight(weights)
+    rewards, spreads, done = list[float](), list[float](), 0
     while done < settings.num_updates:
         asked = torch.stack([torch.randint(n, (settings.captions,), generator=asking) for n in policy.sizes], 1)
         captions = asked.repeat_interleave(settings.videos, 0)
@@ -177,14 +201,16 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
         scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
         advantages = group_advantages(scores, clip=ADVANTAGE_CLIP).advantages.flatten()
         rewards.append(float(scores.mean()))
+        spreads.append(float(scores.std(1).mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":
                 process = ForwardProcessConfig(weighting=settings.weighting, beta=settings.beta)
                 loss = noised_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, process)
             else:
-                kl: dict[str, Any] = {"kl_weight": settings.kl_weight, "anchor": None if kind == "none" else anchor}
+                kl: dict[str, Any] = {"kl_weight": weight.weight, "anchor": None if kind == "none" else anchor}
                 steps = [int(step) for step in part]
-                loss = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
+                terms = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
+                loss, weight = terms.loss.mean(), next_kl_weight(weight, weighted_kl(terms, objective), weights)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_([psi], 1.0)
@@ -197,6 +223,7 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     overall = float(policy.followed(psi).mean()) - 2 * drift / policy.atoms.shape[1] ** 0.5
     exact = {"aligned": float(policy.aligned(psi)), "drift": drift, "overall": overall}
     curves = {"area": fmean(rewards), "unsteadiness": unsteadiness(rewards)}
+    curves["group_spread"] = fmean(spreads[len(spreads) // 2 :])
     return {PER_PROMPT + name: value for name, value in exact.items()} | curves
 
 
@@ -221,16 +248,52 @@ def _parts(settings: ExactTraining, table: TransitionTable, generator: torch.Gen
 
 
 def measure_testbed(
-    config: RunConfig, *, seed: int, experiment: str, runs: Mapping[str, Mapping[str, Any]]
+    config: RunConfig,
+    *,
+    seed: int,
+    experiment: str,
+    runs: Mapping[str, Mapping[str, Any]],
+    rates: Sequence[float] = (),
 ) -> Iterator[Finding]:
-    """Trainings of the exact policy with one seed: the arms of an experiment by name."""
+    """Trainings of the exact policy with one seed: the arms of an experiment by name, each at its best rate if any are
+    given; then seed 0 has those that chose it too, as `ARM @ RATE`.
+    """
+    sizes = (config.video.num_frames, config.video.height, config.video.width)
     for arm, options in runs.items():
         settings = ExactTraining(**options)
-        sizes = (config.video.num_frames, config.video.height, config.video.width)
+        results: list[tuple[str, int, dict[str, float]]] = []
+        if rates:
+            tried = try_rates(sizes, settings, tuple(rates))
+            settings = replace(settings, learning_rate=best_rate(tried))
+            if seed == 0:
+                results = [
+                    (f"{arm} @ {rate:g}", *one) for rate in tried for one in zip(TRIALS, tried[rate], strict=True)
+                ]
         result = train(_policy(sizes, settings.rotated), settings, seed)
-        common: dict[str, Any] = {"experiment": experiment, "arm": arm, "seed": seed}
-        for quantity, value in result.items():
-            yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
+        for name, of, values in [(arm, seed, result | {"rate": settings.learning_rate}), *results]:
+            common: dict[str, Any] = {"experiment": experiment, "arm": name, "seed": of}
+            for quantity, value in values.items():
+                yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
+
+
+@lru_cache
+def try_rates(
+    sizes: tuple[int, int, int], settings: ExactTraining, rates: tuple[float, ...]
+) -> dict[float, list[dict[str, float]]]:
+    """Results of the `TRIALS` at every learning rate, and at half or twice the best one while that lies at an edge."""
+    tried: dict[float, list[dict[str, float]]] = {}
+    while rates:
+        for rate in rates:
+            at_rate = replace(settings, learning_rate=rate)
+            tried[rate] = [train(_policy(sizes, settings.rotated), at_rate, seed) for seed in TRIALS]
+        best = best_rate(tried)
+        rates = tuple(r for r in (best / 2, best * 2) if r not in tried and SLOWEST <= r <= FASTEST)
+    return dict(sorted(tried.items()))
+
+
+def best_rate(tried: Mapping[float, Sequence[Mapping[str, float]]]) -> float:
+    """The rate with the highest overall score, which a flaw of the trained reward does not pay."""
+    return max(tried, key=lambda rate: fmean(result[PER_PROMPT + "overall"] for result in tried[rate]))
 
 
 @lru_cache

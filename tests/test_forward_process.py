@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
@@ -77,10 +78,14 @@ def test_loss_and_gradient_are_those_of_the_formula(advantage: float, weighting:
         torch.testing.assert_close(gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("weighting", ["x0", "branches"])
 @pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
-def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float) -> None:
-    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max + 1) / 2, times A_max / beta."""
-    settings = ForwardProcessConfig(weighting="x0", beta=0.3)
+def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float, weighting: str) -> None:
+    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max + 1) / 2, times A_max / beta.
+
+    In the public codes each branch is over its own mean error of x0, which has no gradient.
+    """
+    settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     losses, gradients = [], []
     for seed in (1, 2):
         drawn = Drawn(3)
@@ -88,16 +93,23 @@ def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantag
         loss, gradient = drawn.gradient(settings, advantage)
         velocity = drawn.velocity.clone().requires_grad_()
         moved, r = velocity - drawn.old, (advantage / BOUND + 1) / 2
-        branches = (
-            r * (drawn.old + 0.3 * moved - drawn.target) ** 2 + (1 - r) * (drawn.old - 0.3 * moved - drawn.target) ** 2
-        )
-        nft = BOUND / 0.3 * drawn.sigma**2 * branches.flatten(1).mean(1)
+        nft = torch.zeros(2, dtype=torch.float64)
+        for share, sign in ((r, 1), (1 - r, -1)):
+            error = (drawn.old + sign * 0.3 * moved - drawn.target).flatten(1) * drawn.sigma[:, None]
+            divisor = error.detach().abs().mean(1) if weighting == "branches" else 1
+            nft = nft + BOUND / 0.3 * share * error.square().mean(1) / divisor
         (expected,) = torch.autograd.grad(nft.sum(), velocity)
         assert relative(gradient, expected) < 1e-12
         losses.append(nft.detach() - loss)
         gradients.append(gradient)
-    assert torch.allclose(losses[0], losses[1], rtol=1e-12)  # the constant does not know v
+    if weighting == "x0":
+        assert torch.allclose(losses[0], losses[1], rtol=1e-12)  # the constant does not know v
     assert relative(gradients[0], gradients[1]) > 0.1
+
+
+def test_branches_leave_no_weight_to_a_clip() -> None:
+    with pytest.raises(ConfigError, match="clip is 0.2, but it must be null with forward_process.weighting"):
+        ForwardProcessConfig(weighting="branches", clip=0.2)
 
 
 def test_at_the_old_policy_it_is_advantage_weighted_flow_matching() -> None:

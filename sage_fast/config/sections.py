@@ -485,8 +485,9 @@ class ForwardProcessConfig(Section, key="forward_process"):
     sampling_guidance: NotNegative | None = None
     """Guidance scale with which the rollout samples, while the unguided velocity is trained (rollout.guidance_scale 1,
     which also evaluates): guidance is distilled into it, weighted by the advantages. null samples what is trained."""
-    weighting: Literal["adaptive", "x0", "velocity"] = "adaptive"
-    """Weight of a level's loss: s^2 over s times the mean absolute error, s^2, or 1."""
+    weighting: Literal["adaptive", "branches", "x0", "velocity"] = "adaptive"
+    """Weight of a level's loss: s^2 over s times the mean absolute error of the velocity, or of each of DiffusionNFT's
+    branches, as in its code; s^2; or 1."""
     beta: NotNegative = 0.1
     """Weight of the trust region around the old policy, DiffusionNFT's beta."""
     old: Literal["ema", "policy"] = "ema"
@@ -497,6 +498,11 @@ class ForwardProcessConfig(Section, key="forward_process"):
     min(0.0075 (n - 75), 0.999) from the 75th update on: the schedules of DiffusionNFT's code."""
     clip: Inside | None = None
     """Clip range of AWM's ratio; null takes the linear term, DiffusionNFT's."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        single = self.clip is None or self.weighting != "branches"
+        require(single, "forward_process.clip", self.clip, "null with forward_process.weighting branches")
 
 
 @dataclass(kw_only=True)

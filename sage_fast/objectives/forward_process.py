@@ -13,6 +13,9 @@ gradient is that of advantage-weighted flow matching, linear in A. `weighting` i
 
     adaptive    s^2 / stopgrad max(1e-5, s mean|u - v|)         x0    s^2         velocity    1
 
+or `branches`, as in the public codes: each branch v_old +- beta dv over its own error, so A and A_max are replaced by
+(A_max + A)/2 w(v_old + beta dv) -+ (A_max - A)/2 w(v_old - beta dv).
+
 With `clip` the linear term is AWM's, -min(A rho, clip(rho) A) for rho = exp(-w (mean (v-u)^2 - mean (v_old-u)^2)).
 
 `sampling_guidance` samples x0 by the guided velocity; v, v_old and v_anchor stay the unguided ones.
@@ -100,8 +103,17 @@ def forward_loss(
     old = here if velocity_old is None else velocity_old.to(velocity)
     target, sigma, advantage = (value.to(velocity) for value in (target, sigma, advantage))
     weight = torch.ones_like(sigma) if settings.weighting == "velocity" else sigma.square()
+
+    def adaptive(predicted: Tensor) -> Tensor:
+        return sigma.square() / (sigma * mean((target - predicted).abs())).clamp(min=ADAPTIVE_FLOOR)
+
     if settings.weighting == "adaptive":
-        weight = weight / (sigma * mean((target - here).abs())).clamp(min=ADAPTIVE_FLOOR)
+        weight = adaptive(here)
+    bound = torch.full_like(sigma, ADVANTAGE_CLIP)
+    if settings.weighting == "branches":
+        side = settings.beta * (here - old)
+        toward, away = (bound + advantage) / 2 * adaptive(old + side), (bound - advantage) / 2 * adaptive(old - side)
+        advantage, bound, weight = toward - away, toward + away, torch.ones_like(sigma)
     moved = velocity - old
     deviation = mean(moved.square())
     if settings.clip is None:
@@ -111,7 +123,7 @@ def forward_loss(
         ratio = torch.exp(-weight * mean(moved * (moved + 2 * (old - target))))
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         linear = -torch.minimum(advantage * ratio, advantage * clipped)
-    proximal = ADVANTAGE_CLIP * settings.beta * weight
+    proximal = bound * settings.beta * weight
     from_anchor = torch.zeros_like(velocity) if velocity_anchor is None else velocity - velocity_anchor.to(velocity)
     kl = mean(from_anchor.square())
     return ForwardTerms(

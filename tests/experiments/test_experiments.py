@@ -30,6 +30,9 @@ FINDINGS = Findings(
         *values("low", [0.0, 0.1, 0.2]),
         *values("high", [1.0, 1.1, 1.3]),
         *values("same", [0.1, 0.0, 0.2]),
+        *values("low", [0.0, 0.1, 0.2], "area"),
+        *values("one", [0.5]),
+        *values("near", [0.0051, 0.1049, 0.205], "area"),
         *values("low", [0.0, 0.1, 0.2], "final_reward", 0.1),
         *values("high", [1.0, 1.1, 1.3], "final_reward", 0.1),
     ]
@@ -48,6 +51,10 @@ def claim(*evidence: Any) -> Claim:
         (("larger", "q", "low", "high"), "refuted"),
         (("larger", "q", "same", "low"), "undetectable"),
         (("larger", "q", "absent", "low"), "not run"),
+        (("larger", "q", "one", "low"), "not run"),
+        (("larger", "area", "near", "low"), "negligible"),
+        (("about", "q", "high", 1.2), "confirmed"),
+        (("about", "q", "high", 1.6), "refuted"),
         (("within", "q", "high", 0.5, 2.0), "confirmed"),
         (("within", "q", "high", 0.0, 0.6), "refuted"),
         (("within", "q", "low", 0.05, 1.0), "undetectable"),
@@ -56,6 +63,14 @@ def claim(*evidence: Any) -> Claim:
 )
 def test_a_verdict(evidence: tuple[Any, ...], verdict: str) -> None:
     assert judge([claim(*evidence)], FINDINGS)[0].verdict == verdict
+
+
+def test_what_cannot_be_run_here_says_why() -> None:
+    for experiment in EXPERIMENTS:
+        for each in experiment.claims:
+            assert bool(each.cannot) != bool(each.evidence), (experiment.key, each.key)
+    judged = judge(next(e for e in EXPERIMENTS if e.key == "judges").claims, FINDINGS)
+    assert {j.verdict for j in judged} == {"cannot be run here"}
 
 
 def test_claims_of_one_table_are_adjusted_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +112,7 @@ def test_every_claim_asks_for_arms_that_its_experiment_has() -> None:
     """With every arm of an experiment measured, every one of its claims has a verdict."""
     for experiment in EXPERIMENTS:
         arms = SAMPLERS if experiment.key == "base" else (experiment.arms or tuple(experiment.runs))
+        arms = (*arms, *(f"{arm} @ 0.04" for arm in experiment.runs))
         quantities = {each.evidence[1] for each in experiment.claims if len(each.evidence) > 1}
         rows = [
             Finding(experiment=experiment.key, quantity=quantity, arm=arm, seed=seed, value=seed + 0.5, parts=(0, 1))
@@ -117,7 +133,7 @@ def test_the_tables_say_what_is_known_of_the_samplers() -> None:
         for j in judge(e.claims, rows)
         if j.verdict != "confirmed"
     }
-    assert refuted == {"fig1a/any_margin"}
+    assert refuted == {"fig1a/any_margin", "fig9/first_flow"}
     assert rows.mean("fig1a", "high_noise_variance", "sage_grpo") == pytest.approx(0.888, abs=5e-4)
     firsts = [rows.mean("fig9", "first", f"sage_grpo, margin={m}") ** 2 for m in ("0.001", "0.003", "0.01")]
     assert firsts == pytest.approx([0.58, 0.31, 0.008], abs=6e-3)

@@ -30,6 +30,7 @@ from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.text import between
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/performance.md", "benchmarks/README.md")
@@ -181,8 +182,8 @@ def presets_block(found: Results) -> str:
             f"[`{name}`](../configs/{name}.yaml)",
             f"{plan.layout.replicate} x {plan.layout.shard} x {plan.layout.sp}",
             *(f"{seconds[phase]:.1f}" for phase in phases),
-            f"{plan.seconds_per_video:.1f}",
-            f"{plan.videos_per_gpu_hour:.1f}",
+            between(plan.seconds_per_video, plan.slowest, "{:.1f}".format),
+            between(plan.videos_per_gpu_hour / plan.slowest, plan.slowest, "{:.1f}".format),
             f"{plan.memory.peak / 1e9:.1f}, {plan.memory.peak_phase}",
         ]
         rows.append(row)
@@ -208,11 +209,12 @@ def cards_block(found: Results) -> str:
         gpus = least_gpus(config.distributed, config.rollout)
         plan = make_plan(config, DEVICES[device], gpus=gpus, memory_gb=limit, sizes={})
         assert plan.fits, preset
-        videos, minutes = config.rollout.batch_size * plan.layout.data_parallel, plan.seconds_per_rollout / 60
+        videos = config.rollout.batch_size * plan.layout.data_parallel
+        minutes = between(plan.seconds_per_rollout / 60, plan.slowest, "{:.1f}".format)
         frames = f"{config.video.num_frames} frames of {config.video.height}x{config.video.width}"
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
         row = [f"{memory} ({card})", f"`{preset}`", f"{plan.memory.peak / 1e9:.1f} GB"]
-        rows.append([*row, f"{videos} videos, {frames}: {minutes:.1f} min"])
+        rows.append([*row, f"{videos} videos, {frames}: {minutes} min"])
     return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)"), rows)
 
 

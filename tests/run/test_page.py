@@ -83,7 +83,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
     assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
-    assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
+    assert "train . --resume auto" in lost and "Configuration" in lost
     assert 'data-refresh="60"' in text and 'data-updates="0 100 200"' in text
     gains, losses = text.partition("<h2>Largest gains")[2].partition("<h2>Prompts")[0].split("<h2>Largest losses")
     assert gains.count("<video") == 8 and 'class="gain">+2<' in gains and 'class="loss"' not in gains

@@ -170,7 +170,13 @@ def test_a_narrow_terminal_shows_the_reward_and_the_gain(
     """Of 50 columns, at an update after an evaluation and in the phase after it."""
     monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "50")
-    row = {"update": 199, "reward/mean": 0.4123, "eval/reward_mean": 0.4, "eval/paired_gain": 0.16432}
+    row = {
+        "update": 199,
+        "reward/mean": 0.4123,
+        "eval/reward_mean": 0.4,
+        "eval/paired_gain": 0.16432,
+        "eval/paired_gain_stderr": 0.05,
+    }
     with RunProgress(tmp_path, replace(GOING, num_updates=200), step=1, evaluation_every=10) as progress:
         progress.finished(row)
         progress.finished({"update": 200, "reward/mean": 0.4223})

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sage_fast import Callback, EvaluationRecord, StopRun, TrainedRun, train
+from sage_fast import Callback, EvaluationRecord, StopRun, TrainedRun, load_config, train
 from sage_fast.evaluation import Evaluation, format_comparison, paired_tests
 from sage_fast.rewards.toy import ToyReward
 
@@ -46,8 +46,8 @@ def evaluation(run: TrainedRun, update: int) -> Evaluation:
 if __name__ == "__main__":
     seed = int(sys.argv[1])
     nothing = {"shuffled": 1.0, "VQ": 0.0, "MQ": 0.0, "TA": 0.0}
-    arguments = {"seed": seed, "output_dir": f"runs/shuffled-{seed}"}
-    shuffled = train("toy_nft", reward=[Shuffled(), "toy"], reward_weights=nothing, **arguments)
+    run = load_config("toy_nft", {"seed": seed, "output_dir": f"runs/shuffled-{seed}"})
+    shuffled = train(run, reward=[Shuffled(), "toy"], reward_weights=nothing)
     guided = train("toy_cpu", callbacks=Stop(), output_dir=f"runs/guided-{seed}", rollout={"guidance_scale": 2.0})
     base = evaluation(shuffled, 0)
     print("trained by shuffled rewards", format_comparison(paired_tests(base, evaluation(shuffled, 20))), sep="\n")

@@ -108,7 +108,7 @@ def test_a_chart_that_repeats_another_or_shows_what_does_nothing_is_left_out(lon
         write_rows(long_run, rows)
         return re.findall(r"<figcaption>([^<]+)</figcaption>\n<svg", run_page(long_run))
 
-    assert shown(rows) == ["reward", "VQ (lower is better)"]
+    assert shown(rows) == ["reward", "VQ"]
     gains = [row | {"eval/paired_gain": 0.1 * row["update"], "kl/position": 0.1} for row in rows]
     found = shown(gains)
     assert found[:2] == ["paired gain over update 0", "reward"] and "weight of the KL" in found

@@ -169,7 +169,7 @@ def test_a_narrow_terminal_shows_the_reward_and_the_gain(
 ) -> None:
     """Of 50 columns, at an update after an evaluation and in the phase after it."""
     monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (50, 20))
     row = {
         "update": 199,
         "reward/mean": 0.4123,

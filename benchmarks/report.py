@@ -27,6 +27,7 @@ from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.text import between
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
@@ -181,8 +182,8 @@ def cells_of_plan(plan: Plan) -> list[str]:
     if plan.config.training.update == "forward_process":  # each update trains a part of the videos
         videos //= updates
     frames = f"{video.num_frames} frames of {video.height}x{video.width}"
-    minutes = plan.seconds_per_rollout / updates / 60
-    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes:.1f} min"]
+    minutes = between(plan.seconds_per_rollout / updates / 60, plan.slowest, "{:.1f}".format)
+    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes} min"]
 
 
 CARDS = (

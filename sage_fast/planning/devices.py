@@ -18,8 +18,13 @@ from sage_fast.planning.trace import Cost
 SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU by default."""
 
-LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE, CONVOLUTION_SHARE = 0.9, 0.9, 0.8, 0.5
+LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE = 0.9, 0.9, 0.8
 """Share of each ceiling that a run is assumed to reach."""
+
+CONVOLUTION_SHARES = (0.5, 0.185)
+"""Most and least of the products' ceiling that a decoder's convolutions are taken to reach. Nobody has measured it:
+half is a guess for the layout channels_last_3d. In torch's usual layout, which a run has, other video autoencoders take
+1.1 times (ModelTC/LightX2V, pull request 860) to 2.7 or 3.7 times as long (sgl-project/sglang, 27431, on Hopper)."""
 
 LINK_SHARE = 0.8
 """Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are assumed to reach."""
@@ -79,11 +84,12 @@ class Device:
         predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
         return predicted, linear + attention + elementwise
 
-    def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float]:
-        """(predicted, at the ceilings) seconds of decoding, whose linear work is convolutions."""
+    def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float, float]:
+        """(predicted, what may come on top, at the ceilings) seconds of decoding, whose linear work is convolutions."""
         convolutions = cost.linear / self.rates(dtype, "sdpa")[0]
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
-        return convolutions / CONVOLUTION_SHARE + elementwise / ELEMENTWISE_SHARE, convolutions + elementwise
+        fast, slow = (convolutions / share for share in CONVOLUTION_SHARES)
+        return fast + elementwise / ELEMENTWISE_SHARE, slow - fast, convolutions + elementwise
 
 
 _H100 = Device(

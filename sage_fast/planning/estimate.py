@@ -56,7 +56,8 @@ class Phase:
     """One phase of an iteration, per video, on each of the GPUs that share the video.
 
     cost: work of one GPU. predicted, bound: seconds, as predicted and with the computation at its ceilings; both hold
-    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank.
+    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank. doubt: seconds
+    that decoding may take on top of `predicted`.
 
     Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
     """
@@ -66,10 +67,11 @@ class Phase:
     predicted: float
     bound: float
     waiting: float = 0.0
+    doubt: float = 0.0
 
     def times(self, share: float) -> "Phase":
         """A share of the phase."""
-        seconds = {name: getattr(self, name) * share for name in ("predicted", "bound", "waiting")}
+        seconds = {name: getattr(self, name) * share for name in ("predicted", "bound", "waiting", "doubt")}
         return Phase(name=self.name, cost=self.cost.times(share), **seconds)
 
 
@@ -126,8 +128,13 @@ class Plan(MemoryPlan):
 
     @property
     def seconds_per_video(self) -> float:
-        """On the GPUs that share a video."""
+        """On the GPUs that share a video, at the fastest decoding."""
         return sum(phase.predicted for phase in self.phases)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds per video at the slowest decoding, over those at the fastest."""
+        return 1.0 + sum(phase.doubt for phase in self.phases) / self.seconds_per_video
 
     @property
     def evaluation_per_video(self) -> float:
@@ -365,8 +372,8 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
     cost = Cost(
         linear=description.decode_flops(latent, tiled), elementwise=description.decode_traffic(latent, tiled, dtype)
     )
-    predicted, bound = device.decode_seconds(cost, dtype)
-    return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
+    predicted, doubt, bound = device.decode_seconds(cost, dtype)
+    return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
 
 
 def _phases(

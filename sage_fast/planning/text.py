@@ -1,12 +1,12 @@
 """A plan as text and as JSON."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from sage_fast.planning.communication import Exchange
-from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
+from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARES, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
@@ -96,8 +96,10 @@ def _time(plan: Plan) -> Iterator[str]:
         linear = sum(phase.cost.linear for phase in phases) / flop_size
         attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
-        seconds = [sum(p.predicted for p in phases), sum(p.waiting for p in phases), sum(p.bound for p in phases)]
-        shown = [_number(value) for value in (seconds if several else seconds[::2])]
+        predicted = sum(phase.predicted for phase in phases)
+        shown = [between(predicted, 1 + sum(phase.doubt for phase in phases) / (predicted or 1))]
+        shown += [_number(sum(phase.waiting for phase in phases))] if several else []
+        shown.append(_number(sum(phase.bound for phase in phases)))
         return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
 
     waits = ["of it waiting, s"] if several else []
@@ -105,17 +107,19 @@ def _time(plan: Plan) -> Iterator[str]:
     rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
     yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
     hours, batch = plan.videos_per_gpu_hour, plan.config.rollout.batch_size
-    iteration = _span(plan.seconds_per_rollout)
-    yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
+    iteration = _span(plan.seconds_per_rollout, plan.slowest)
+    an_hour = between(hours / plan.slowest, plan.slowest, "{:,.1f}".format)
+    yield f"  {an_hour} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
     if several:
-        yield f"  {plan.gpus} GPUs: {hours * plan.gpus:,.0f} videos per hour"
+        an_hour = between(hours * plan.gpus / plan.slowest, plan.slowest, "{:,.0f}".format)
+        yield f"  {plan.gpus} GPUs: {an_hour} videos per hour"
     yield from _per_update(plan)
     if plan.encoding is not None:
         yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         more = f"{_number(plan.evaluation_per_video)} s per video beside these"
-        yield f"  an evaluation, every {every} updates: {_span(plan.seconds_per_evaluation)}, {more}"
+        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation)}, {more}"
     if several:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
@@ -172,8 +176,13 @@ def _number(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
 
 
-def _span(seconds: float) -> str:
-    return f"{_number(seconds)} s" if seconds < 120 else f"{_number(seconds / 60)} min"
+def between(least: float, factor: float, show: Callable[[float], str] = _number) -> str:
+    """A number and `factor` times it, or one where they read alike."""
+    return " to ".join(dict.fromkeys((show(least), show(least * factor))))
+
+
+def _span(seconds: float, factor: float = 1.0) -> str:
+    return f"{between(seconds, factor)} s" if seconds < 120 else f"{between(seconds / 60, factor)} min"
 
 
 def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
@@ -187,7 +196,8 @@ def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
     else:
         yield "no change that keeps the result makes it fit; this one needs least memory"
     rows = [
-        [o.overrides, f"{o.plan.memory.peak / size:.{digits}f}", _number(o.plan.seconds_per_video)] for o in options
+        [o.overrides, f"{p.memory.peak / size:.{digits}f}", between(p.seconds_per_video, p.slowest)]
+        for o, p in ((option, option.plan) for option in options)
     ]
     yield from table(["", f"peak {unit}", "s per video"], rows)
     if not plan.fits and not options[0].plan.fits:
@@ -200,13 +210,14 @@ def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
     config, device, layout = plan.config, plan.device, plan.layout
     product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
+    most, least = CONVOLUTION_SHARES
     lines = [
         "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations traced on the meta device",
         f"every prompt has {plan.description.text_tokens} text tokens, the empty one too; no glyph tokens",
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
         f"reached of them: products {LINEAR_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, elementwise "
-        f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
+        f"{ELEMENTWISE_SHARE:.0%}, convolutions {least:.1%} to {most:.0%}, which nobody has measured",
     ]
     if plan.visits.anchor:
         share = anchor_share(config.training, config.objective.kl_mode)
@@ -271,12 +282,14 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
                 "attention_flops": phase.cost.attention + phase.cost.attention_backward,
                 "elementwise_bytes": phase.cost.elementwise,
                 "seconds": phase.predicted,
+                "seconds_on_top_at_most": phase.doubt,
                 "seconds_at_ceilings": phase.bound,
                 "seconds_waiting": phase.waiting,
             }
             for phase in plan.phases
         },
         "seconds_per_video": plan.seconds_per_video,
+        "slowest_over_seconds": plan.slowest,
         "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,

@@ -10,6 +10,8 @@ import logging
 import math
 import os
 import shlex
+import shutil
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -87,7 +89,6 @@ class Chart:
     title: str
     svg: str
     lines: Sequence[Line]
-    wide: bool = False
 
 
 def charts(*parts: tuple[str, Sequence[Line], dict[str, Any]]) -> list[Chart]:
@@ -102,7 +103,7 @@ def charts(*parts: tuple[str, Sequence[Line], dict[str, Any]]) -> list[Chart]:
         if options.pop("varies", False) and all(len(set(line.y)) == 1 for line in shown):
             continue
         if svg := line_chart(shown, **options):
-            found.append(Chart(title=title, svg=svg, lines=shown, wide=options.get("wide", False)))
+            found.append(Chart(title=title, svg=svg, lines=shown))
     return found
 
 
@@ -152,14 +153,12 @@ def run_page(run: str | os.PathLike[str]) -> str:
         f"{name}: a run of SAGE-Fast",
         refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
         name=name,
-        directory=shlex.quote(directory.path.as_posix()),
+        directory=directory.path.resolve().as_posix(),
+        program="sage-fast" if shutil.which("sage-fast") else f"{shlex.quote(sys.executable)} -m sage_fast",
         status=status,
         facts=_facts(rows, status, compared),
-        sections=[
-            ("Reward and its components", _reward_charts(rows, compared.lower_is_better if compared else set())),
-            ("Training", _training_charts(rows)),
-            ("Speed", _speed_charts(rows, status)),
-        ],
+        rewards=_reward_charts(rows, compared.lower_is_better if compared else set()),
+        sections=[("Training", _training_charts(rows)), ("Speed", _speed_charts(rows, status))],
         grid=directory.before_after.name if directory.before_after.exists() else None,
         samples=_samples(directory, compared),
         evaluated=compared.update if compared is not None else 0,
@@ -212,24 +211,22 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
 
 
 def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
+    """The gain, the reward and its components, without what another one of them shows already."""
     means = [key.removesuffix("_mean").split("/") for row in rows for key in row if key.endswith("_mean")]
-    names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward"})
+    # The overall is the sum of three components.
+    names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward", "overall"})
     gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)
+    reward = score_lines(rows, "reward", "reward/mean")
+    components = {name: score_lines(rows, name, f"reward/{name}_mean") for name in names}
     return charts(
-        (
-            "reward",
-            score_lines(rows, "reward", "reward/mean", "reward/std"),
-            {"wide": True, "second_axis": _hours(rows)},
-        ),
+        # Two evaluations are one gain, which stands above.
+        *([("paired gain over update 0", [gain], {"level": 0.0})] if len(gain.x) > 2 else []),
+        ("reward", reward, {"second_axis": _hours(rows)}),
         *(
-            (
-                name.replace("_", " ") + (" (lower is better)" if name in lower else ""),
-                score_lines(rows, name, f"reward/{name}_mean", f"reward/{name}_std"),
-                {},
-            )
-            for name in names
+            (name.replace("_", " ") + (" (lower is better)" if name in lower else ""), lines, {})
+            for name, lines in components.items()
+            if [line.y for line in lines] != [line.y for line in reward]
         ),
-        ("paired gain over update 0", [gain], {"level": 0.0}),
     )
 
 
@@ -251,9 +248,10 @@ def _training_charts(rows: Rows) -> list[Chart]:
     rare = {"varies": True, **zero}
     ratios = {"ratio/max_deviation": "largest |ratio - 1|", "ratio/clip_fraction": "clipped share"}
     groups = {"advantage/zero_spread_groups": "zero spread", "reward/dropped_groups": "reward failed"}
+    kl = lines(**{"kl/position": "position", "kl/velocity": "velocity"})
     return charts(
-        ("KL to the anchor", lines(**{"kl/position": "position", "kl/velocity": "velocity"}), {}),
-        ("weight of the KL", lines(**{"kl/weight": "weight"}), rare),
+        ("KL to the anchor", kl, {}),
+        *([("weight of the KL", lines(**{"kl/weight": "weight"}), rare)] if any(line.x for line in kl) else []),
         ("KL's share of the gradient", [metric_line(rows, "kl/grad_share", "share", dots=True)], zero),
         ("probability ratio, mean", lines(**{"ratio/mean": "mean"}), {"level": 1.0, "varies": True}),
         ("probability ratio, extremes", lines(**ratios), rare),

@@ -7,7 +7,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,14 +103,9 @@ def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
         marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
         colour, dashes = COLOURS[line.colour % len(COLOURS)], "--" if line.colour >= len(COLOURS) else "-"
         axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, color=colour, linestyle=dashes)
-        _draw_band(axes, line)
-
-
-def _draw_band(axes: "Axes", line: Line) -> None:
-    if any(line.spread):
-        y, spread = _thinned(line.y), _thinned(line.spread)
-        colour = COLOURS[line.colour % len(COLOURS)]
-        axes.fill_between(_thinned(line.x), y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
+        if any(line.spread):
+            spread = _thinned(line.spread)
+            axes.fill_between(x, y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
 
 
 def _thinned(values: Sequence[float]) -> np.ndarray:
@@ -123,33 +118,25 @@ def line_chart(
     *,
     level: float | None = None,
     from_zero: bool = False,
-    wide: bool = False,
     second_axis: Callable[[float], str] | None = None,
 ) -> str:
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
-        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the axis at 0. wide: for a chart
-            that is shown larger. second_axis: what stands below the number of an update.
-
-    The band of a grey line, which is context, does not widen the axis.
+        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the axis at 0. second_axis: what
+            stands below the number of an update.
     """
     if not any(line.x for line in lines):
         return ""
-    figure = _chart_figure(wide)
+    figure = _chart_figure(second_axis is not None)
     (axes,) = figure.axes
     for artist in (*axes.lines, *axes.collections):
         artist.remove()
     axes.relim()
     axes.autoscale()
-    context = [line for line in lines if line.colour == GREY and len(lines) > 1]
-    draw_lines(axes, [replace(line, spread=()) if line in context else line for line in lines])
-    limits = axes.get_ylim()
-    for line in context:
-        _draw_band(axes, line)
-        axes.set_ylim(limits)
-    if wide:
-        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}" + (f"\n{second_axis(x)}" if second_axis else ""))
+    draw_lines(axes, lines)
+    if second_axis is not None:
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}\n{second_axis(x)}")
     if level is not None:
         axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
     if from_zero and min(min(line.y, default=0.0) for line in lines) >= 0:
@@ -158,15 +145,15 @@ def line_chart(
 
 
 @cache
-def _chart_figure(wide: bool) -> "Figure":
+def _chart_figure(two_axes: bool) -> "Figure":
     """The figure of all charts of a page: to make axes and ticks takes as long as to draw them."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    width, height = (4.4, 2.2) if wide else (3.5, 1.9)
+    width, height = 3.5, 1.9
     figure = Figure(figsize=(width, height))
     # Fixed margins: a constrained layout would be computed for every chart.
-    below = 0.45 if wide else 0.3
+    below = 0.45 if two_axes else 0.3
     axes = figure.add_axes((0.62 / width, below / height, 1 - 0.72 / width, 1 - (below + 0.1) / height))
     style_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -176,11 +163,11 @@ def _chart_figure(wide: bool) -> "Figure":
     return figure
 
 
-def score_lines(rows: Rows, name: str, mean: str, std: str) -> list[Line]:
-    """A score over the updates, in training, by its two metrics, and in evaluation."""
+def score_lines(rows: Rows, name: str, mean: str) -> list[Line]:
+    """A score over the updates, in training, by that metric, and in evaluation."""
     eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
     return [
-        metric_line(rows, mean, "training batch ± 1 std", spread=std, colour=GREY),
+        metric_line(rows, mean, "training batch", colour=GREY),
         metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
     ]
 
@@ -192,7 +179,7 @@ def reward_figure(rows: Rows) -> "Figure":
     figure = new_figure(9, 4.6)
     axes = figure.subplots()
     style_axes(axes, "Reward", "optimizer update", "reward")
-    draw_lines(axes, score_lines(rows, "reward", "reward/mean", "reward/std"))
+    draw_lines(axes, score_lines(rows, "reward", "reward/mean"))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of an update
     axes.legend(frameon=False, fontsize=9)
     return figure

@@ -155,7 +155,10 @@ class RunProgress:
             # Log messages go above the bar instead of through it.
             self._stack.enter_context(logging_redirect_tqdm())
             done, total = self.status.update, self.status.num_updates
-            self._bar = self._stack.enter_context(tqdm(total=total, initial=done, unit="update", dynamic_ncols=True))
+            # A narrow terminal cuts from the right: the numbers come first, then the phase, the bar and the time.
+            layout = "{n_fmt}/{total_fmt} {desc}|{bar}| {remaining} left"
+            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=layout)
+            self._stack.enter_context(self._bar)
         elif self.shown:
             self._thread.start()
         return self
@@ -180,7 +183,7 @@ class RunProgress:
             self._write()
         if self._bar is not None and now - self._last_refresh > 0.2:
             self._last_refresh = now
-            self._bar.set_postfix_str(f"{name} {done + 1}/{total}  {self._summary}")
+            self._bar.set_description_str(f"{self._summary}{name} {done + 1}/{total} ")
 
     def finished(self, record: Mapping[str, Any]) -> None:
         """Show the result of an iteration."""
@@ -198,13 +201,14 @@ class RunProgress:
         self.status = replace(self.status, seconds_left=self.seconds_left())
         if "gain" in scores and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
-        self._summary = "  ".join(parts)
         if self._bar is None:
-            self._print(f"update {update}/{self.status.num_updates}  {self._summary}")
+            self._print("  ".join([f"update {update}/{self.status.num_updates}", *parts]))
         else:
             # A baseline evaluated on resume belongs to update 0, which the bar has passed.
             self._bar.update(max(0, update - self._bar.n))
-            self._bar.set_postfix_str(self._summary)
+            gain = "" if self.status.gain is None else f" gain {self.status.gain:+.3g}"
+            self._summary = f"reward {record.get('reward/mean', self.status.reward or math.nan):.4g}{gain} "
+            self._bar.set_description_str(self._summary)
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         """Write how the run ended."""

@@ -6,6 +6,8 @@ FOLDER/
 """
 
 import json
+import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -28,10 +30,13 @@ from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm
 class Arm:
     """Runs that differ in nothing but their seed, in the order of their seeds.
 
-    Example: `Arm(name="sde_type=cps", runs=[...])` with seeds 0 to 5.
+    name: what their folders have in common. apart: the settings that set it apart from the other arms.
+
+    Example: `Arm(name="cps", apart="sde_type=cps", runs=[...])` of the folders cps-0 to cps-5.
     """
 
     name: str
+    apart: str
     runs: Sequence[RunDirectory]
 
     @property
@@ -52,7 +57,7 @@ class Arm:
 
 
 def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
-    """Arms in the order in which their first runs are given, named by what sets them apart.
+    """Arms in the order in which their first runs are given.
 
     Raises:
         ConfigError: two runs of an arm have the same seed, so one of them is not needed or not what was meant.
@@ -72,19 +77,36 @@ def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
                     f"{one} and {other} have the same configuration and seed {one.settings['seed']}: leave one out, "
                     "or train another seed."
                 )
-    if len(groups) == 1:
-        return [Arm(name=runs[0].path.name, runs=sorted(runs, key=lambda run: run.seed))]
+    names = _arm_names(list(groups.values()))
     keys = sorted({key for tree in settings.values() for key in tree})
     differing = [key for key in keys if len({repr(tree.get(key)) for tree in settings.values()}) > 1]
     leaves = [key.rpartition(".")[2] for key in differing]
     # The last word of a key, where that is not the last word of another too.
     labels = [leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(differing, leaves, strict=True)]
     arms = []
-    for identity, group in groups.items():
+    for name, (identity, group) in zip(names, groups.items(), strict=True):
         values = [settings[identity].get(key) for key in differing]
-        name = ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
-        arms.append(Arm(name=name, runs=group))
+        apart = ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+        arms.append(Arm(name=name, apart=apart, runs=group))
     return arms
+
+
+def _arm_names(groups: Sequence[Sequence[RunDirectory]]) -> list[str]:
+    """Names of groups: the common beginning of their folders, with as many folders above as tell the groups apart.
+
+    Example: a/sage-0 and a/sage-1 are `sage`, as sage/seed-0 and sage/seed-1 are; sage/seed-0 and cps/seed-0, an arm
+    each, are those two paths.
+    """
+    shared = []
+    for group in groups:
+        prefix = os.path.commonprefix([run.path.resolve().as_posix() for run in group])  # noqa: RUF071  of texts
+        # Of seeds 10 and 11 the first digit is common too.
+        shared.append((re.sub(r"[-_. /]+(seed[-_. /]*)?\d*$", "", prefix) if len(group) > 1 else prefix).split("/"))
+    for depth in range(1, max(map(len, shared)) + 1):
+        names = ["/".join(parts[-depth:]).rstrip("/") for parts in shared]
+        if all(names) and len({*names}) == len(names):
+            return names
+    return [", ".join(run.path.name for run in group) for group in groups]
 
 
 def paired_runs(first: Arm, second: Arm) -> list[tuple[RunDirectory, RunDirectory]]:
@@ -227,7 +249,9 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
     numbers = {
         "sage_fast": __version__,
         "update": comparison.update,
-        "arms": [{"name": arm.name, "runs": [str(run) for run in arm.runs]} for arm in comparison.arms],
+        "arms": [
+            {"name": arm.name, "apart": arm.apart, "runs": [str(run) for run in arm.runs]} for arm in comparison.arms
+        ],
         "means": comparison.means,
         "differences": [
             asdict(d) | {"low": d.effect.low, "high": d.effect.high, "detectable": d.effect.detectable}
@@ -243,9 +267,11 @@ def _html(comparison: Comparison) -> str:
     """One self-contained page."""
     arms = comparison.arms
     logged = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
+    logged -= {"eval/overall_mean"}  # a sum of others
     scores = sorted(key for key in logged if key.startswith("eval/") and key.endswith("_mean"))
     wanted = ["eval/reward_mean", "reward/mean", *(key for key in scores if key != "eval/reward_mean")]
-    wanted += ["kl/position", "kl/velocity", "kl/weight", "kl/grad_share", "grad_norm"]
+    kl = ["kl/position", "kl/velocity"]
+    wanted += [*kl, *(["kl/weight"] if logged & {*kl} else []), "kl/grad_share", "grad_norm"]
     columns = comparison.means.get(arms[0].name, {})
     return render(
         "comparison.html",
@@ -254,6 +280,7 @@ def _html(comparison: Comparison) -> str:
         comparison=comparison,
         labels={name: direction_label(name, name in comparison.lower_is_better) for name in columns},
         charts=charts(*((key, _lines(arms, key), {}) for key in wanted if key in logged)),
+        bands=any(len(arm.runs) > 1 for arm in arms),
     )
 
 
@@ -291,5 +318,6 @@ def to_text(comparison: Comparison) -> str:
     for arm in comparison.arms:
         mean = comparison.means.get(arm.name, {}).get(REWARD)
         seeds = f"{len(arm.runs)} seed{'s' if len(arm.runs) > 1 else ''}"
-        lines.append(f"{arm.name}: {seeds}" + ("" if mean is None else f", reward {mean:.4g}"))
+        apart = f" ({arm.apart})" if arm.apart else ""
+        lines.append(f"{arm.name}{apart}: {seeds}" + ("" if mean is None else f", reward {mean:.4g}"))
     return "\n".join([*lines, *_sentences(comparison), *comparison.notes])

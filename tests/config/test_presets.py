@@ -18,7 +18,7 @@ from sage_fast.optim import PUBLISHED, first_movement
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
 from sage_fast.planning.layout import least_gpus
-from sage_fast.planning.text import FEW_PROMPTS, FEW_VIDEOS
+from sage_fast.planning.text import FEW_PROMPTS, FEW_VIDEOS, between
 from sage_fast.records import word_count
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import load_prompts, read_prompts
@@ -185,8 +185,8 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
     assert plan.waiting < 0.1 * sum(phase.predicted for phase in plan.phases)
     minutes = plan.seconds_per_rollout / 60 / plan.config.training.updates_per_rollout
     assert minutes == pytest.approx(MINUTES_PER_UPDATE[preset.stem], rel=0.15)
-    row = re.search(rf"^\| `{preset.stem}` \|.* (\d+) \|$", (ROOT / "docs/how_to/faster.md").read_text("utf-8"), re.M)
-    assert row is None or float(row[1]) == pytest.approx(plan.seconds_per_video, abs=0.6)
+    row = re.search(rf"^\| `{preset.stem}` \|.*\| (.+) \|$", (ROOT / "docs/how_to/faster.md").read_text("utf-8"), re.M)
+    assert row is None or row[1] == between(plan.seconds_per_video, plan.slowest, "{:.0f}".format)
 
 
 @pytest.mark.slow

@@ -168,6 +168,22 @@ def test_the_readme_shows_the_demos_results() -> None:
         assert aligned["mean"] > 0.25 and distance["after"] < 1.1 * distance["before"]
 
 
+def test_the_demo_page_shows_its_controls() -> None:
+    """Rewards that say nothing gain nothing; guidance alone is worth less than the training."""
+    rows = [json.loads(line) for line in (ROOT / "docs/results/demo_controls.jsonl").read_text("utf-8").splitlines()]
+    assert {(r["prompts"], r["noises"]) for r in rows} == {(60, 16)}
+    for r in rows:
+        reward, aligned, distance = r["reward"], r["aligned"], r["manifold_distance"]
+        cells = (
+            f"| {r['control']} | {100 * aligned['before']:.0f} → {100 * aligned['after']:.0f} % "
+            f"| {reward['before']:.3f} → {reward['after']:.3f} | {reward['mean']:+.3f} ± {reward['stderr']:.3f} "
+            f"| {distance['before']:.4f} → {distance['after']:.4f} |"
+        )
+        assert cells in PAGES["docs/tutorials/demo.md"]
+        assert reward["mean"] < 2 * reward["stderr"]
+        assert "shuffled" not in r["control"] or abs(reward["mean"]) < 2 * reward["stderr"]
+
+
 def test_the_api_page_names_what_exists() -> None:
     names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference/api.md"], re.M)
     for name in names:

@@ -5,7 +5,9 @@ import logging
 import math
 import os
 import re
+import shlex
 import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -81,7 +83,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
     assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
-    assert "sage-fast train" in lost and "--resume auto" in lost and "Configuration" in lost
+    assert "train . --resume auto" in lost and "Configuration" in lost
     assert 'data-refresh="60"' in text and 'data-updates="0 100 200"' in text
     gains, losses = text.partition("<h2>Largest gains")[2].partition("<h2>Prompts")[0].split("<h2>Largest losses")
     assert gains.count("<video") == 8 and 'class="gain">+2<' in gains and 'class="loss"' not in gains
@@ -94,10 +96,38 @@ def test_the_page_says_how_the_run_differs_from_the_nearest_preset(tmp_path: Pat
     assert "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
 
 
-def test_the_band_of_the_training_does_not_widen_the_axis() -> None:
-    gain = Line(label="evaluation", x=[0, 1], y=[0.1, 0.2], spread=[0.01, 0.01])
-    wide = Line(label="training", x=[0, 1], y=[0.1, 0.2], spread=[50.0, 50.0], colour=4)
-    assert ">0.20<" in line_chart([wide, gain]) and ">0.20<" not in line_chart([wide])
+def test_a_chart_that_repeats_another_or_shows_what_does_nothing_is_left_out(long_run: Path) -> None:
+    """The overall, a component that is the whole reward, the weight of a KL that is not there, a gain of two points."""
+    rows = [
+        {"update": u, "reward/mean": u, "reward/std": 9.0, "reward/mine_mean": u, "reward/VQ_mean": 2 * u}
+        | {"eval/reward_mean": u, "eval/mine_mean": u, "eval/overall_mean": u, "kl/weight": u / 10}
+        for u in range(3)
+    ]
+
+    def shown(rows: list[dict[str, Any]]) -> list[str]:
+        write_rows(long_run, rows)
+        return re.findall(r"<figcaption>([^<]+)</figcaption>\n<svg", run_page(long_run))
+
+    assert shown(rows) == ["reward", "VQ"]
+    gains = [row | {"eval/paired_gain": 0.1 * row["update"], "kl/position": 0.1} for row in rows]
+    found = shown(gains)
+    assert found[:2] == ["paired gain over update 0", "reward"] and "weight of the KL" in found
+    assert "paired gain over update 0" not in shown(gains[1:])
+
+
+def test_the_page_begins_with_the_picture_and_ends_with_commands_that_work(
+    finished_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (finished_run / "index.html").read_text("utf-8")
+    headings = re.findall(r"<h2>([^<]+)</h2>", text)
+    assert headings[:2] == ["Before and after", "Gain and reward"] and headings[-1] == "What next"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    command = re.search(r"<pre>(.*) --output scores$", run_page(finished_run), re.M)
+    assert command is not None
+    monkeypatch.chdir(finished_run)
+    words = shlex.split(command[1])
+    assert subprocess.run([*words, "--help"], check=False, capture_output=True).returncode == 0
+    assert words[-2:] == ["evaluate", "."] and load_config(words[-1] + "/config.yaml")
 
 
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:

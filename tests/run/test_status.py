@@ -163,6 +163,28 @@ def test_a_log_has_lines_a_terminal_a_bar_and_other_ranks_nothing(
     assert all(part in bar for part in ("3/60", "rollout 2/4", "4/60", "reward 0.5"))
 
 
+def test_a_narrow_terminal_shows_the_reward_and_the_gain(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 50 columns, at an update after an evaluation and in the phase after it."""
+    monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (50, 20))
+    row = {
+        "update": 199,
+        "reward/mean": 0.4123,
+        "eval/reward_mean": 0.4,
+        "eval/paired_gain": 0.16432,
+        "eval/paired_gain_stderr": 0.05,
+    }
+    with RunProgress(tmp_path, replace(GOING, num_updates=200), step=1, evaluation_every=10) as progress:
+        progress.finished(row)
+        progress.finished({"update": 200, "reward/mean": 0.4223})
+        progress.phase("evaluation", 14, 16)
+    lines = [line.strip() for line in capsys.readouterr().err.split("\r")]
+    assert max(map(len, lines)) <= 50
+    assert any(line.startswith("200/200 reward 0.4223 gain +0.164 evaluation 15/16") for line in lines)
+
+
 # ------------------------------------------------------------------------------------------ a model that got worse
 
 

@@ -9,7 +9,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD
 from sage_fast.run.directory import RunDirectory
-from sage_fast.tools.comparison import compare_runs, group_into_arms, to_text
+from sage_fast.tools.comparison import _arm_names, compare_runs, group_into_arms, to_text
 from tests.browser import Page
 from tests.made_runs import make_run
 
@@ -30,7 +30,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
     arms = group_into_arms([RunDirectory(folder) for folder in runs])
-    assert [arm.name for arm in arms] == ["sde_type=sage_grpo", "sde_type=cps"]
+    assert [(arm.name, arm.apart) for arm in arms] == [("sage", "sde_type=sage_grpo"), ("cps", "sde_type=cps")]
     assert [arm.seeds for arm in arms] == [[0, 1], [0, 1]]
     updates, means, spreads = arms[0].band("reward/mean")
     assert updates == [1, 2, 3, 4] and means[0] == pytest.approx(0.105) and spreads[0] == pytest.approx(0.01 / 2**0.5)
@@ -39,7 +39,21 @@ def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) 
 def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "--rollout.batch_size=64", seed=1)]
     arms = group_into_arms([RunDirectory(folder) for folder in folders])
-    assert [(arm.name, arm.seeds) for arm in arms] == [("batch_size=128", [0]), ("batch_size=64", [1])]
+    assert [(arm.name, arm.apart) for arm in arms] == [("a", "batch_size=128"), ("b", "batch_size=64")]
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["sage/seed-0 sage/seed-1", "cps/seed-0"], ["sage", "seed-0"]),
+        (["sage/seed-0", "cps/seed-0"], ["sage/seed-0", "cps/seed-0"]),
+        (["sage-10 sage-11", "cps_1"], ["sage", "cps_1"]),
+        (["a b", "c d"], ["a, b", "c, d"]),
+    ],
+)
+def test_arms_are_named_by_their_folders(folders: list[str], names: list[str]) -> None:
+    groups = [[RunDirectory(Path("runs") / name) for name in group.split()] for group in folders]
+    assert _arm_names(groups) == names
 
 
 def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
@@ -52,8 +66,8 @@ def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
     assert effect.stderr == pytest.approx(0.5)  # seeds differ by 1, prompts not at all
     assert found[REWARD].p == pytest.approx(0.2048, abs=1e-3) and found[REWARD].verdict == "not told apart"
     assert found["VQ"].effect.mean == pytest.approx(0.5)
-    assert comparison.means["sde_type=cps"][REWARD] == pytest.approx(1.75)
-    assert "is not told apart from sde_type=sage_grpo" in to_text(comparison)
+    assert comparison.means["cps"][REWARD] == pytest.approx(1.75)
+    assert "cps is not told apart from sage" in to_text(comparison)
 
 
 def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:

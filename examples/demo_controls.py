@@ -1,0 +1,54 @@
+"""Controls of the demo: guidance without training, and the demo's training by rewards that say nothing.
+
+`python -m examples.demo_controls SEED` takes ten minutes on two CPU cores; docs/tutorials/demo.md has the results.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from sage_fast import Callback, EvaluationRecord, StopRun, TrainedRun, load_config, train
+from sage_fast.evaluation import Evaluation, format_comparison, paired_tests
+from sage_fast.rewards.toy import ToyReward
+
+WEIGHTS = {"VQ": 1.0, "MQ": 2.0, "TA": 1.0}
+
+
+class Shuffled:
+    """The demo's reward, but each video has that of another one of its batch."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        scores = ToyReward().score(videos, prompts)
+        reward = torch.stack([weight * scores[name] for name, weight in WEIGHTS.items()]).sum(0)
+        # The videos are the seed, so that a run which goes on after an interruption shuffles as it would have.
+        return {
+            "shuffled": reward[torch.randperm(len(reward), generator=torch.Generator().manual_seed(int(videos.sum())))]
+        }
+
+
+class Stop(Callback):
+    """Ends a run before its first update."""
+
+    def on_evaluation(self, record: EvaluationRecord) -> None:
+        raise StopRun("the base model is evaluated")
+
+
+def evaluation(run: TrainedRun, update: int) -> Evaluation:
+    """An evaluation of a run, whose reward is the demo's whatever the run was trained on."""
+    found = Evaluation.load(run.output_dir / f"evaluation/update-{update:06d}.json")
+    columns = zip(*(found.scores[name] for name in WEIGHTS), strict=True)
+    return replace(found, reward=[sum(w * s for w, s in zip(WEIGHTS.values(), row, strict=True)) for row in columns])
+
+
+if __name__ == "__main__":
+    seed = int(sys.argv[1])
+    nothing = {"shuffled": 1.0, "VQ": 0.0, "MQ": 0.0, "TA": 0.0}
+    run = load_config("toy_nft", {"seed": seed, "output_dir": f"runs/shuffled-{seed}"})
+    shuffled = train(run, reward=[Shuffled(), "toy"], reward_weights=nothing)
+    guided = train("toy_cpu", callbacks=Stop(), output_dir=f"runs/guided-{seed}", rollout={"guidance_scale": 2.0})
+    base = evaluation(shuffled, 0)
+    print("trained by shuffled rewards", format_comparison(paired_tests(base, evaluation(shuffled, 20))), sep="\n")
+    print("not trained, guidance 2", format_comparison(paired_tests(base, evaluation(guided, 0))), sep="\n")

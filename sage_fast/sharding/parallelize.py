@@ -36,6 +36,7 @@ from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.stored import StoredWeights, allocate
+from sage_fast.models.transformer import in_parts
 from sage_fast.optim import OptimizerSet, norm_is_finite
 from sage_fast.policy.guidance import vjp_into_grad
 from sage_fast.sharding.ulysses import shard_sequence
@@ -173,12 +174,16 @@ def _left_whole(
     device: torch.device,
     mode: Literal["lora", "full"],
 ) -> set[nn.Parameter]:
-    """Parameters that FSDP2 must not shard, on their device: adapters, and the weights behind a modulation table."""
-    whole = set() if mode == "full" else {p for p in transformer.parameters() if p.requires_grad}
-    for adapter in whole:
-        adapter.data = adapter.data.to(device)
+    """Parameters that FSDP2 must not shard, on their device: adapters, the weights behind a modulation table, and those
+    that stay float32 beside 16-bit ones, since a unit has one type.
+    """
+    family, whole = family_of(transformer), set[nn.Parameter]()
+    if mode == "lora":
+        named = transformer.named_parameters()
+        whole = {p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
     if model.adaln in ("table", "offload"):
-        family = family_of(transformer)
         layers = family.adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)

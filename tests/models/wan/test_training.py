@@ -82,6 +82,7 @@ def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path
 
 LAYOUTS = {
     "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+    "lora_sharded_bf16": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", BF16],
     "full_sharded": [FULL, "--distributed.dp_shard=2"],
     "forward_process": [*FORWARD_PROCESS, "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
 }
@@ -91,13 +92,14 @@ LAYOUTS = {
 def test_two_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
     file, words = write(model, tmp_path), LAYOUTS[layout]
     alone = [word for word in words if "distributed" not in word]
+    wide = 1e-3 if BF16 in words else 0.0  # lora_B of zeros: its first sign is that of a rounded gradient
     ((expected, _, weights),) = run_ranks(train, 1, file, alone)
     for records, _, spread in run_ranks(train, 2, file, [*words, "--rollout.batch_size=2"]):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
             for key in {"reward/mean", "grad_norm", "eval/0"} & wanted.keys():
-                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6), (update, key)
+                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6, abs=wide), (update, key)
         for name, value in weights.items():
-            torch.testing.assert_close(spread[name], value, rtol=1e-3, atol=1e-5)
+            torch.testing.assert_close(spread[name], value, rtol=1e-3, atol=max(wide, 1e-5))
 
 
 @pytest.mark.parametrize("words", [[], FORWARD_PROCESS], ids=["two_phase", "forward_process"])

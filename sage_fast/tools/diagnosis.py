@@ -146,11 +146,8 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
     device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
     if config is not None:
-        device, dtype, wanted = (
-            _device(config.model) or device,
-            getattr(torch, config.model.dtype),
-            config.model.attention,
-        )
+        model = config.model
+        device, dtype, wanted = _device(model) or device, getattr(torch, model.dtype), model.attention
     for name, reason in backend_report(torch.device(device), dtype).items():
         if reason is not None and name != wanted:
             yield Check("attention", name, "info", reason)

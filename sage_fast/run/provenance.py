@@ -9,8 +9,6 @@ from typing import Any
 
 from sage_fast import __version__
 from sage_fast.config.files import write_text
-from sage_fast.distributed.failure import package_versions
-from sage_fast.run.directory import RunDirectory
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +24,8 @@ def describe_environment() -> dict[str, Any]:
     """
     # Here, because `sage-fast --version` imports this file for the commit.
     import torch
+
+    from sage_fast.distributed.failure import package_versions
 
     return {
         "sage_fast": __version__,
@@ -43,6 +43,8 @@ def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
 
     A run that was resumed has another file for what came after that update.
     """
+    from sage_fast.run.directory import RunDirectory
+
     path = RunDirectory(run_dir).environment_after(update)
     write_text(path, json.dumps(describe_environment(), indent=2) + "\n")
     return path

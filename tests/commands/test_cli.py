@@ -279,7 +279,7 @@ def test_an_adapter_of_another_model_is_refused(
     tensors = load_file(finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors")
     foreign = {k.replace("transformer_blocks.0", "single_blocks.0"): v for k, v in tensors.items()}
     wide = {k: (torch.zeros(2, 7) if k.endswith("to_q.lora_A.weight") else v) for k, v in tensors.items()}
-    for other, message in ((foreign, "which the model lacks"), (wide, "does not fit this model")):
+    for other, message in ((foreign, "which this model lacks"), (wide, "does not fit this model")):
         file = tmp_path / "other.safetensors"
         save_file(other, file)
         assert generate(config_file, prompts, tmp_path / "v", "--lora", str(file)) == 2

@@ -156,7 +156,7 @@ def test_a_nan_loss_keeps_the_last_checkpoint_and_names_the_prompt(
     ("words", "advice"),
     [
         (["train"], ["rollout.micro_batch_size", "--resume auto"]),
-        (["generate", "--checkpoint=none", "--output_dir=v"], ["evaluation.batch_size", "The same command goes on"]),
+        (["generate", "--checkpoint=none", "--output_dir=v"], ["evaluation.batch_size", "The same command continues"]),
     ],
     ids=["train", "generate"],
 )

@@ -39,7 +39,7 @@ def test_which_gpu_a_rank_takes(two_gpus: list[torch.device], monkeypatch: pytes
     assert rank_device("cuda:0") == torch.device("cuda", 0)
     assert two_gpus == [torch.device("cuda", number) for number in (1, 1, 0)]
     monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match=r"2 GPU\(s\).*--nproc_per_node=2"):
+    with pytest.raises(ConfigError, match=r"2 usable GPU\(s\).*--nproc_per_node=2"):
         rank_device("auto")
     # One that is bound to the task is number 0.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -122,7 +122,7 @@ def test_the_page_begins_with_the_picture_and_ends_with_commands_that_work(
     headings = re.findall(r"<h2>([^<]+)</h2>", text)
     assert headings[:2] == ["Before and after", "Gain and reward"] and headings[-1] == "What next"
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    command = re.search(r"<pre>(.*) --output scores$", run_page(finished_run), re.M)
+    command = re.search(r"<pre>(.*) --output_dir scores$", run_page(finished_run), re.M)
     assert command is not None
     monkeypatch.chdir(finished_run)
     words = shlex.split(command[1])

@@ -168,7 +168,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         super()._warn_of_unread(counts)
         if quoted := [text for text in counts if 2 * sum(map(len, _QUOTED.findall(text))) > len(text)]:
             logger.warning(
-                "%d of %d prompts are for the greater part in quotation marks, so the glyph encoder is asked to write "
+                "%d of %d prompts are mostly in quotation marks, so the glyph encoder is asked to write "
                 "that text into the picture. Where this is not meant, take the marks out. The first: %.60r...",
                 *(len(quoted), len(counts), quoted[0]),
             )

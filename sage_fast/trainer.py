@@ -153,7 +153,7 @@ class Trainer:
             progress=lambda *arguments: self.progress(*arguments),  # it may be replaced later
         )
         self.objective = chosen(config, parts)
-        """What an update minimises; it owns anchor, lambda and old policy."""
+        """The loss of an update; it owns anchor, lambda and old policy."""
 
         # What advances.
         self.update = 0

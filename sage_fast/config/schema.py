@@ -244,7 +244,7 @@ def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: 
 
 
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's configuration, as `to_dict` or its file has it, by dotted key.
+    """A run's configuration by dotted key, from `to_dict` or its file.
 
     Weights and options of rewards are one value each: there a missing entry is a difference.
     """

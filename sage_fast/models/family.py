@@ -423,7 +423,7 @@ def family_of(transformer: nn.Module | None = None, *, name: str | None = None) 
     """
     names = [name or next(iter(TRANSFORMERS))]
     if transformer is not None:
-        # FSDP2 puts a subclass in place of the class.
+        # FSDP2 replaces the class by a subclass.
         names = [kind.__name__ for kind in type(transformer).__mro__]
     for known in names:
         if known in TRANSFORMERS:

@@ -1,4 +1,4 @@
-"""What an update minimises and how its gradient is taken: the values of `training.update`.
+"""Losses of an update and the ways to their gradients: the values of `training.update`.
 
 base.py             the contract, `Objective`, which is all that the trainer knows; terms of a loss over all ranks
 replay.py           running the model again after a rollout, with other weights or with a graph

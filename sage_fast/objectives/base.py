@@ -31,7 +31,7 @@ Terms = TypeVar("Terms", bound=tuple[Tensor, ...])
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the trainer gives an objective.
+    """Parts that the trainer gives an objective.
 
     policy: the model that is trained. engine: sums its gradient. kernels: of the loss. own_videos: this rank's among
     those of a rollout. progress: called at every pass of the model.
@@ -45,7 +45,7 @@ class Parts:
 
 
 class Objective(ABC):
-    """What is minimised after a rollout, and how its gradient is taken.
+    """A loss that is minimised after a rollout, and a way to its gradient.
 
     It owns the weights that the loss compares with (`snapshots`) and the weight lambda of its KL. In every iteration
     the trainer calls `begin`; `velocity` for each micro-batch, in the context of `sampling`; `measure` when the rewards
@@ -54,7 +54,7 @@ class Objective(ABC):
     """
 
     keeps_steps: ClassVar[bool] = True
-    """Whether the states and velocities of the sampler's steps are needed after the rollout."""
+    """True if the states and velocities of the sampler's steps are needed after the rollout."""
 
     @staticmethod
     @abstractmethod
@@ -94,7 +94,7 @@ class Objective(ABC):
 
     @property
     def fresh_anchor_is_known(self) -> bool:
-        """Whether the KL to an anchor that is the rollout's policy needs no forward."""
+        """True if the KL to an anchor that is the rollout's policy needs no forward."""
         # Its value and gradient are zero; in later updates of the rollout its velocities stand for the anchor's.
         return True
 

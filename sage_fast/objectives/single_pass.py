@@ -163,7 +163,7 @@ class SinglePass(GRPO):
         embeds = [video.sample.embeds]
         anchor_velocity: Tensor | None = None
         if self.measured_anchor is not None and video.kl_factors[step]:
-            # Before there is a graph, because the anchor's values take the place of the weights.
+            # Before there is a graph, because the anchor's values replace the weights.
             with self.measured_anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
         # Otherwise c_2 is a multiple of c_1 or zero, and one VJP serves both.

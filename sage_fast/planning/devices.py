@@ -22,7 +22,7 @@ LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE = 0.9, 0.9, 0.8
 """Share of each ceiling that a run is assumed to reach."""
 
 CONVOLUTION_SHARES = (0.5, 0.185)
-"""Most and least of the products' ceiling that a decoder's convolutions are taken to reach. Nobody has measured it:
+"""Most and least of the products' ceiling that a decoder's convolutions are assumed to reach. Nobody has measured it:
 half is a guess for the layout channels_last_3d. In torch's usual layout, which a run has, other video autoencoders take
 1.1 times (ModelTC/LightX2V, pull request 860) to 2.7 or 3.7 times as long (sgl-project/sglang, 27431, on Hopper)."""
 

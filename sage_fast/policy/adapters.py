@@ -239,7 +239,7 @@ def _scale(
 
 @torch.no_grad()
 def use_adapter(transformer: Any, path: Path) -> None:
-    """Take over a LoRA adapter in float32, as it was trained, in place of the one that is there. Nothing is trainable.
+    """Take over a LoRA adapter in float32, as it was trained, instead of the one that is there. Nothing is trainable.
 
     Args:
         path: its folder or its file, see `read_adapter`.

@@ -91,7 +91,7 @@ class RunDirectory(os.PathLike[str]):
         from sage_fast.config.load import read_config_file  # its library may not be on a machine that measures
 
         if not self.is_run:
-            raise ConfigError(f"{self} has no config.yaml, so it is no run. Give directories of `sage-fast train`.")
+            raise ConfigError(f"{self} has no config.yaml, so it is not a run. Give directories of `sage-fast train`.")
         return settings_of(read_config_file(self.config))
 
     @property

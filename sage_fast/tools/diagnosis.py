@@ -65,7 +65,7 @@ def judged(section: str, name: str, passes: bool, detail: str, fix: str, otherwi
 def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
     """All checks: those of the machine, and those of a configuration when one is given.
 
-    gpus: processes of the run; None is the fewest that the configuration fits.
+    gpus: processes of the run; None means the fewest that the configuration fits.
     """
     checks = [*software(), *hardware(), *_attention(config)]
     if config is not None:

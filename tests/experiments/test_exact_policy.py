@@ -16,7 +16,7 @@ from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import initial_latents, sample_trajectory
 from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 WORLD = ExactWorld(VideoConfig(num_frames=8, height=16, width=16))
 
 

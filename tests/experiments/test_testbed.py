@@ -228,9 +228,10 @@ def committed(experiment: str, arm: str, quantity: str = "final_aligned") -> lis
 
 
 def telling_arms() -> Iterator[Any]:
-    """Experiment and arm as cases of a test: the arms with a value of an option that those before do not have."""
+    """Measured experiment and arm as cases of a test: the arms with an option's value that those before do not have."""
     known: set[tuple[str, object]] = set()
-    for experiment in EXPERIMENTS:
+    measured = {row.experiment for row in FOUND.rows}
+    for experiment in (experiment for experiment in EXPERIMENTS if experiment.key in measured):
         for arm, options in experiment.runs.items():
             if new := set(options.items()) - known:
                 known |= new

@@ -35,7 +35,7 @@ from sage_fast.objective import (
     policy_loss,
 )
 from sage_fast.objectives.forward_process import forward_loss
-from sage_fast.records import weighted_kl
+from sage_fast.objectives.grpo import weighted_kl
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
 ANCHOR_EVERY = 10

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sage_fast.kernels import PolicyTerms
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import GroupAdvantages, ObjectiveConfig
+from sage_fast.objective import GroupAdvantages
 from sage_fast.sde import TransitionTable
 
 
@@ -218,23 +217,3 @@ def reward_metrics(
         metrics[f"reward/{name}_mean"] = float(values.mean())
         metrics[f"reward/{name}_std"] = float(values.std(correction=0))
     return metrics
-
-
-def update_metrics(terms: PolicyTerms) -> dict[str, float]:
-    """Statistics of an update's objective, from the terms (N K,) of the trained videos' steps."""
-    return {
-        "loss": float(terms.loss.mean()),
-        "ratio/mean": float(terms.ratio.mean()),
-        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
-        "log_ratio/mean": float(terms.log_ratio.mean()),
-        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
-        "ratio/clip_fraction": float(terms.clipped.float().mean()),
-        "kl/position": float(terms.kl_position.mean()),
-        "kl/velocity": float(terms.kl_velocity.mean()),
-    }
-
-
-def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
-    """Mean of the weighted KL terms, which the KL weight's controller watches."""
-    kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
-    return float(kl.mean())

@@ -19,7 +19,6 @@ from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import ObjectiveConfig, loss_settings
 from sage_fast.objectives.base import Objective, VelocityLoss
-from sage_fast.records import update_metrics, weighted_kl
 from sage_fast.rollout import check_trainable_steps, rollout_table, step_columns
 from sage_fast.sde import TransitionTable
 
@@ -129,3 +128,23 @@ class GRPO(Objective):
         assert self._first_deviation is not None
         found = {"ratio/first_max_deviation": self._first_deviation} | update_metrics(terms)
         return found, weighted_kl(terms, self.settings)
+
+
+def update_metrics(terms: PolicyTerms) -> dict[str, float]:
+    """Statistics of an update's objective, from the terms (N K,) of the trained videos' steps."""
+    return {
+        "loss": float(terms.loss.mean()),
+        "ratio/mean": float(terms.ratio.mean()),
+        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
+        "log_ratio/mean": float(terms.log_ratio.mean()),
+        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
+        "ratio/clip_fraction": float(terms.clipped.float().mean()),
+        "kl/position": float(terms.kl_position.mean()),
+        "kl/velocity": float(terms.kl_velocity.mean()),
+    }
+
+
+def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
+    """Mean of the weighted KL terms, which the KL weight's controller watches."""
+    kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
+    return float(kl.mean())

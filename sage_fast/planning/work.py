@@ -71,9 +71,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         sampling=_share(replace(velocity, guidance_scale=config.sampling_guidance), sp, patch),
         velocity=_share(velocity, sp, patch),
         gradient=_share(gradient, sp, patch),
-        evaluation=_share(
-            replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp, description.patch
-        ),
+        evaluation=_share(replace(velocity, latent=evaluated, batch=config.evaluation.batch_size), sp, patch),
     )
 
 

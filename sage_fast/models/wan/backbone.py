@@ -12,6 +12,7 @@ Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
   official class; lora_unet_blocks_0_self_attn_q.lora_down.weight in musubi-tuner.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -141,10 +142,7 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
     """
     d, f, n = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"], video_tokens
     block = 2 * n * (6 * d * d + 2 * d * f) + 2 * TEXT_TOKENS * 2 * d * d
-    patch = 1
-    for size in config["patch_size"]:
-        patch *= size
-    ends = 2 * n * d * patch * (config["in_channels"] + config["out_channels"])
+    ends = 2 * n * d * math.prod(config["patch_size"]) * (config["in_channels"] + config["out_channels"])
     ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (config["freq_dim"] * d + 7 * d * d)
     attention = 4 * n * (n + TEXT_TOKENS) * d
     return Work(linear=config["num_layers"] * block + ends, attention=config["num_layers"] * attention)

@@ -118,7 +118,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _write(folder: Path, results: Path, findings: Findings) -> None:
     """Write results, page and figures, and fill the tables of the other pages of a folder."""
-
     write_findings(results, findings.rows)
     kept = read_findings(results)  # rounded: the page is made of what is in the file
     write_text(folder / PAGE, render(kept))
@@ -133,16 +132,15 @@ def _write(folder: Path, results: Path, findings: Findings) -> None:
 
 
 def _publish(docs: Path, findings: Findings) -> None:
-    """Put the experiments of a study in the place of what DOCS has of them, and leave the others there."""
-
+    """Put the arms and seeds of a study in the place of what DOCS has of them, and leave the others there."""
     results = docs / PUBLISHED_RESULTS
-    measured = {row.experiment for row in findings.rows}
+    measured = {(row.experiment, row.arm, row.seed) for row in findings.rows}
     before = read_findings(results).rows if results.is_file() else []
-    _write(docs, results, Findings([*(row for row in before if row.experiment not in measured), *findings.rows]))
+    kept = [row for row in before if (row.experiment, row.arm, row.seed) not in measured]
+    _write(docs, results, Findings([*kept, *findings.rows]))
 
 
 def _print_verdicts(experiments: Sequence[Experiment], findings: Findings) -> None:
-
     for experiment in experiments:
         print(experiment.title)
         for judgement in judge(experiment.claims, findings):

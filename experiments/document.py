@@ -1,6 +1,7 @@
 """The page of a study and its tables in other pages, made from findings alone: the same findings, the same bytes."""
 
 import re
+from collections import Counter
 from statistics import fmean, stdev
 
 from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
@@ -25,21 +26,19 @@ All of it is a toy: nothing here need hold for an 8.3 B model, and a refuted cla
 is computed without uncertainty (*exact*). *Negligible*: not zero either, and too small to matter, below {least}.
 *Undetectable*: none of these; in brackets the difference that four of five such studies would have found. Differences
 are of the same seeds and noise, positive where they support the claim (of a range: how far inside), with 95 %
-intervals: Student's over the seeds; scores of trained networks count seeds and prompts as crossed random effects, with
-Satterthwaite's degrees of freedom. The network was evaluated on one noise per caption, and on 16 where three updates
-are compared, so intervals count no other noise. The paper's figures are those of its first version on arXiv, read from
-public transcriptions. Core-minutes are those that passed, other work on the cores included.
+intervals: Student's over the seeds; for trained networks seeds and prompts are crossed random effects, with
+Satterthwaite's degrees of freedom. The network was evaluated on one noise per caption, on 16 where three updates are
+compared: intervals count no other noise. The paper's figures are from public transcriptions of its first version.
 
 **The exact testbed.** 360 legal videos as a mixture of Gaussians whose velocity is known in closed form. 85 numbers
 are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed by
-one fixed rotation, as a network's weights are. Samplers, advantages and loss are the trainer's. The share of videos
-that follow their caption (*aligned*, 0.453 before training) and the drift are computed from the weights, without
-evaluation noise, so twelve seeds tell apart in minutes what trainings of the network, hours each, do not.
+one fixed rotation. Samplers, advantages and loss are the trainer's. The share of videos that follow their caption
+(*aligned*, 0.453 before training) and the drift are computed from the weights, without evaluation noise.
 
 **Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
 an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
-flaw of the reward; twelve others judge the arm there. The pictures show aligned videos against drift: small dots are
-the rates tried, in their order along the line, the large one is the arm at its best.
+flaw of the reward; twelve others judge the arm there. In the pictures of aligned against drift, small dots are the
+rates tried, and the large one is the best.
 
 [What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
 the signs and orders that hold in all its variants.
@@ -53,7 +52,7 @@ def render(findings: Findings) -> str:
     left = [e for e in EXPERIMENTS if e not in done]
     least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
     parts = [HEAD.format(least=least)]
-    parts += [_summary("the paper's", True, findings), _summary("this project's", False, findings)]
+    parts.append(_summary(findings))
     parts += [_section(experiment, findings, drawn=experiment.key in measured) for experiment in done]
     if left:
         lines = [
@@ -80,21 +79,26 @@ def _core_hours(experiment: Experiment, findings: Findings) -> float:
     return each * sum(training.num_updates for training in experiment.trainings()) / 3600
 
 
-def _summary(whose: str, of_paper: bool, findings: Findings) -> str:
-    """Counts of verdicts on the paper's claims, or on those of this project."""
-    lines = [f"| {whose} claims: table, figure | {' | '.join(VERDICTS)} | seeds | core-minutes |", "|---" * 9 + "|"]
+def _summary(findings: Findings) -> str:
+    """Counts of verdicts on the paper's claims, and on those of this project."""
+    lines = [
+        "Counts: the paper's claims + this project's own.",
+        "",
+        f"| table, figure | {' | '.join(VERDICTS)} | seeds | core-minutes |",
+        "|---" * 9 + "|",
+    ]
     for experiment in EXPERIMENTS:
         judged = judge(experiment.claims, findings)
-        verdicts = [judgement.verdict for judgement in judged if bool(judgement.claim.source) == of_paper]
-        if not verdicts:
-            continue
-        counts = [str(verdicts.count(name) or "") for name in VERDICTS]
+        paper = Counter(judgement.verdict for judgement in judged if judgement.claim.source)
+        own = Counter(judgement.verdict for judgement in judged if not judgement.claim.source)
+        counts = [f"{paper[name]} + {own[name]}" if paper[name] + own[name] else "" for name in VERDICTS]
         anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
         planned, done = len(experiment.seeds), len({*experiment.seeds} & {*findings.seeds(experiment.key)})
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
-        name = experiment.title if verdicts.count("not run") == len(verdicts) else f"[{experiment.title}](#{anchor})"
+        all_left = all(judgement.verdict == "not run" for judgement in judged)
+        name = experiment.title if all_left else f"[{experiment.title}](#{anchor})"
         lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 

@@ -2,7 +2,8 @@
 
 A docstring opens with a verb or a noun. Some phrases are never used, because a reader has to unwind them; each has its
 replacement below. Messages and help texts are read too; code, quoted names and fenced blocks are not. A sentence of the
-README has at most 30 words, and a line of a page's code block fits a window of 1280 pixels.
+README has at most 30 words, a line of a page's code block fits a window of 1280 pixels, and all pages together have at
+most 27,000 words.
 """
 
 import ast
@@ -58,6 +59,8 @@ PHRASES = {
 
 MAX_WORDS = 30
 """In a sentence of the README."""
+MAX_TOTAL = 27_000
+"""Of all pages together, tables included and blocks of code left out."""
 MAX_COLUMNS = 100
 """Of a line in a page's code block."""
 
@@ -153,12 +156,20 @@ def check(path: Path) -> list[str]:
     return [f"{path.relative_to(ROOT)}:{line}: {complaint}" for line, complaint in sorted(found)]
 
 
+def pages() -> list[Path]:
+    """The documents of the site."""
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+
+
 def main(words: list[str]) -> int:
     """Check the files given, or all. Exit status 1 if there is a complaint."""
     given = [Path(word).resolve() for word in words]
     files = [file for path in given for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     files = files or sorted({file for pattern in (*CODE, *PAGES, *SETTINGS) for file in ROOT.glob(pattern)})
     found = [line for file in files for line in check(file)]
+    if not words:
+        total = sum(len(re.findall(r"\S*\w\S*", prose_of_page(page.read_text("utf-8")))) for page in pages())
+        found += [f"The pages have {total} words: at most {MAX_TOTAL}."] * (total > MAX_TOTAL)
     print("\n".join(found) or f"English: {len(files)} files read, nothing found.")
     return bool(found)
 

@@ -1,6 +1,7 @@
 """Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,8 @@ torch.set_num_threads(1)
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
+
+DEFAULT_TIMEOUT = 300  # seconds, as in pyproject.toml
 
 TINY = {
     "num_attention_heads": 2,
@@ -131,6 +134,23 @@ def nothing_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[1])
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let every worker begin with its part of the tests that may take longest, so that none of them ends a run alone.
+
+    `--dist worksteal` gives each worker an equal share of the tests, in their order.
+    """
+    limits = (item.get_closest_marker("timeout") for item in items)
+    longest = [item for item, limit in zip(items, limits, strict=True) if limit and limit.args[0] > DEFAULT_TIMEOUT]
+    others = iter([item for item in items if item not in longest])
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        size, first = (len(items) - len(dealt)) // (workers - worker), longest[worker::workers]
+        dealt += [*first, *itertools.islice(others, max(0, size - len(first)))]
+    items[:] = [*dealt, *others]
 
 
 def pytest_collection_finish() -> None:

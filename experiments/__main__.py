@@ -108,7 +108,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     findings = study.findings()
     _write(study.folder, study.folder / RESULTS, findings)
     if options.publish is not None:
-        _publish(options.publish, findings)
+        asked = {experiment.key for experiment in experiments}
+        _publish(options.publish, Findings([row for row in findings.rows if row.experiment in asked]))
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output_dir}/")
     if failed or stopped:

@@ -56,6 +56,8 @@ EXTRAS_REQUIRE = {
     # torch: install the project first, then `pip install --no-build-isolation -e ".[gpu]"`.
     "gpu": ["flash-attn>=2.7", "xformers>=0.0.33"],
     "deepspeed": ["deepspeed>=0.19.8,<0.20"],
+    # The reward `ocr`: rapidocr's wheel holds the weights of PP-OCRv6 since 3.10. It brings OpenCV, 280 MB in all.
+    "ocr": ["rapidocr>=3.10,<4", "onnxruntime>=1.20"],
     # Words, files and presets completed by the shell; `sage-fast --help` ends with how.
     "completion": ["argcomplete>=3.5"],
     # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.

@@ -34,6 +34,7 @@ REWARDS = {
     "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",
     "clip_score": "sage_fast.rewards.clip:CLIPScore",
     "pick_score": "sage_fast.rewards.clip:PickScore",
+    "ocr": "sage_fast.rewards.ocr:OcrReward",
 }
 
 

@@ -22,6 +22,7 @@ from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
 from sage_kernels.reference.philox import MASK32, philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
+from sage_kernels.tracer import count, moved
 
 __all__ = [
     "MASK32",
@@ -33,6 +34,7 @@ __all__ = [
     "PolicyTerms",
     "StepColumns",
     "bytes_moved",
+    "moved",
     "philox_normal",
     "policy_loss_of_noise",
     "select_kernels",
@@ -219,6 +221,4 @@ def bytes_moved(function: Callable[[], object], *, without: frozenset[str] = fro
     Args:
         without: names of operators that do not count.
     """
-    from sage_kernels.tracer import count
-
     return count(function, without=without).total

@@ -1,7 +1,6 @@
 """Run configuration: one typed section per concern, and the checks that need two of them.
 
-The sections are in `sections.py`, and those of the algorithm itself in `sage_fast/objective.py`. `load.py` reads and
-writes all of them as YAML.
+The sections are in `sections.py`. `load.py` reads and writes all of them as YAML.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -24,9 +23,11 @@ from sage_fast.config.sections import (
     DistributedConfig,
     EvaluationConfig,
     ForwardProcessConfig,
+    KLWeightConfig,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
@@ -36,7 +37,6 @@ from sage_fast.config.sections import (
     marked_keys,
     require,
 )
-from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
 
 @dataclass(kw_only=True)

@@ -369,9 +369,8 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
     """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
     description, model = held.description, held.config.model
     tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
-    cost = Cost(
-        linear=description.decode_flops(latent, tiled), elementwise=description.decode_traffic(latent, tiled, dtype)
-    )
+    flops, moved = description.decode_work(latent, tiled, dtype)
+    cost = Cost(linear=flops, elementwise=moved)
     predicted, doubt, bound = device.decode_seconds(cost, dtype)
     return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
 

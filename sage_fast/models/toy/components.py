@@ -159,7 +159,7 @@ class Toy(HunyuanTransformer):
             text_tokens=len(["a", "red", "circle", "moving", "left"]),
             latent_shape=PatchCodec().latent_shape,
             decoding=_decoding,
-            decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
+            decode_work=lambda latent, tiled, dtype: (2.0 * math.prod(latent) * LATENT_CHANNELS, 0.0),
             forward_work=forward_work,
             modulation=modulation(transformer),
         )

@@ -238,6 +238,7 @@ class ModelFamily(ABC):
 
     transformer_class: of its transformers. blocks: attribute of these with the list of their blocks, which are fused,
     sharded and given adapters one by one. lora_targets: linear layers of a block that get an adapter by default.
+    adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table.
     in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
     forward runs on tensors without memory, as a plan runs it.
     pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
@@ -247,6 +248,7 @@ class ModelFamily(ABC):
     transformer_class: str = ""
     blocks: str = "transformer_blocks"
     lora_targets: tuple[str, ...] = ()
+    adaln_targets: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
     plans_stock: bool = False
     pipeline: str = "DiffusionPipeline"

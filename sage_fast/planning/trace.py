@@ -40,17 +40,12 @@ THIN = 128
 """A product with a dimension of at most so many is memory traffic: its operands cost more time than its arithmetic."""
 
 
-def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
-    """True if an operator costs its reads and writes: one that is elementwise, or a thin product.
+def is_thin(name: str, arguments: Sequence[Any]) -> bool:
+    """True if an operator is a matrix product with a dimension of at most `THIN`.
 
     Args:
         name: of the operator. arguments: its positional arguments.
     """
-    return name not in PRODUCTS or is_thin(name, arguments)
-
-
-def is_thin(name: str, arguments: Sequence[Any]) -> bool:
-    """True if an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
     if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
     a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
@@ -148,7 +143,7 @@ class Tracer(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if formula := flop_registry.get(func.overloadpacket):
             self.flops[name] += formula(*args, **kwargs, out_val=result)
-        if is_traffic(name, args):
+        if name not in PRODUCTS or is_thin(name, args):
             self.elementwise += moved(func, args, kwargs, result).total
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.records import PromptEmbeds
+
+T = TypeVar("T")
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
@@ -194,13 +196,23 @@ def trace(call: Call) -> Cost:
     num_layers = dict(call.transformer)["num_layers"]
     if num_layers <= 3:
         return _trace(call, num_layers)
-    two, three = _trace(call, 2), _trace(call, 3)
-    values = {}
-    for field in fields(Cost):
-        first, second = getattr(two, field.name), getattr(three, field.name)
-        values[field.name] = first + (num_layers - 2) * (second - first)
     # What works beside the graph does so in one block at a time; with another number of blocks it is the same.
-    return Cost(**values | {"working": max(two.working, three.working)})
+    return extended(_trace(call, 2), _trace(call, 3), num_layers, ("working",))
+
+
+def extended(two: T, three: T, num_layers: int, of_a_block: tuple[str, ...]) -> T:
+    """The counts of any number of blocks, from those of 2 and 3: the blocks in the middle are alike.
+
+    Args:
+        two, three: records of numbers.
+        of_a_block: fields that do not add up over the blocks.
+    """
+    values = {}
+    for field in fields(two):  # type: ignore[arg-type]  # a dataclass
+        first, second = getattr(two, field.name), getattr(three, field.name)
+        in_all = first + (num_layers - 2) * (second - first)
+        values[field.name] = max(first, second) if field.name in of_a_block else in_all
+    return type(two)(**values)
 
 
 def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None) -> Any:

@@ -208,6 +208,11 @@ def measure_imports() -> dict[str, float]:
     return {f"imports.{name}/{module}": value for module, cost in costs.items() for name, value in cost.items()}
 
 
+def measure_commands() -> dict[str, float]:
+    """What a user waits for before anything is trained."""
+    return {f"commands.cpu_time/{name}": cost for name, cost in processes.command_costs().items()}
+
+
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "block": measure_block,
     "forward": measure_forward,
@@ -216,6 +221,7 @@ MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
     "kernels": measure_kernels,
     "host": measure_host,
     "imports": measure_imports,
+    "commands": measure_commands,
 }
 """Group of budgets -> what measures all of it."""
 

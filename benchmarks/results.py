@@ -46,16 +46,10 @@ def rows(result: Result) -> Rows:
     return found
 
 
-def ceiling_row(timings: Rows, name: str) -> Record | None:
-    """The fastest way to do what a ceiling is measured by; None where it was not measured."""
-    contenders = timings.get(("ceilings", name, ""), {}).values()
-    return max(contenders, key=lambda row: float(row["rate"]), default=None)
-
-
 def ceiling(result: Result, name: str) -> float | None:
     """Rate of the device that the shares of a result are shares of: TFLOP/s of `matmul`, GB/s of `copy`."""
-    row = ceiling_row(rows(result), name)
-    return None if row is None else float(row["rate"])
+    rates = [float(row["rate"]) for row in rows(result).get(("ceilings", name, ""), {}).values()]
+    return max(rates, default=None)
 
 
 def ratios(result: Result) -> dict[str, float]:

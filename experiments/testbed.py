@@ -22,12 +22,10 @@ from torch import Tensor
 from experiments.exact_policy import ExactWorld, LearnablePolicy
 from experiments.findings import PER_PROMPT, Finding, unsteadiness
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import ForwardProcessConfig, SDEType, VideoConfig
+from sage_fast.config.sections import ForwardProcessConfig, KLWeightConfig, ObjectiveConfig, SDEType, VideoConfig
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objective import (
     ADVANTAGE_CLIP,
-    KLWeightConfig,
-    ObjectiveConfig,
     anchor_kind,
     group_advantages,
     initial_kl_weight,

@@ -2,19 +2,21 @@
 
 `sage_kernels.reference` is plain PyTorch; `sage_kernels` has the same functions as Triton kernels, equal to float32
 rounding. Both are modules of one interface, `Kernels`, and `model.kernels` chooses between them in `select_kernels`.
-Both draw the noise of a sample from its key, so a run may change sides between two checkpoints.
+The signatures are the reference's, which says what each computes and in which shapes. Both draw the noise of a sample
+from its key, so a run may change sides between two checkpoints.
 
 The sampler's step, the loss and the noise themselves are used by `sde.py`, `objective.py` and `noise.py` from here.
-
-Shapes: B batch, C channels, F frames, H, W; of the transformer B, N video tokens, L text tokens, D width, H heads.
 """
+
+# mypy: disable-error-code="misc"
+# A member of a protocol has to have its type written out; here it is taken from the reference, and modules are held
+# to it all the same.
 
 import importlib.util
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import torch
-from torch import Tensor
 
 import sage_kernels
 from sage_fast.config.errors import ConfigError
@@ -22,6 +24,7 @@ from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
 from sage_kernels.reference.philox import MASK32, philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
+from sage_kernels.tracer import count, moved
 
 __all__ = [
     "MASK32",
@@ -33,6 +36,7 @@ __all__ = [
     "PolicyTerms",
     "StepColumns",
     "bytes_moved",
+    "moved",
     "philox_normal",
     "policy_loss_of_noise",
     "select_kernels",
@@ -46,125 +50,24 @@ Choice = Literal["auto", "reference", "triton"]
 class BlockKernels(Protocol):
     """The transformer's elementwise work. A block calls forward and backward itself, so neither builds a graph."""
 
-    def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: int = 0) -> Tensor:
-        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D). `tail` unused columns behind it."""
-        ...
-
-    def adaln_backward(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        scale: Tensor,
-        shift_dtype: torch.dtype,
-        eps: float,
-        modulation: bool,
-        grad_residual: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of x, scale and shift."""
-        ...
-
-    def gated_residual(self, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
-        """x + gate * y. x, y (B, N, D); gate (B, D)."""
-        ...
-
-    def gated_residual_backward(
-        self, grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
-        """Gradients of y and gate."""
-        ...
-
-    def gated_residual_adaln(
-        self, x: Tensor, y: Tensor, gate: Tensor, scale: Tensor, shift: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """r = x + gate * y, and adaln(r, scale, shift)."""
-        ...
-
-    def gated_residual_adaln_backward(
-        self,
-        grad_residual: Tensor,
-        grad: Tensor,
-        residual: Tensor,
-        y: Tensor | None,
-        gate: Tensor,
-        scale: Tensor,
-        y_dtype: torch.dtype,
-        shift_dtype: torch.dtype,
-        eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, y, gate, scale and shift."""
-        ...
-
-    def qk_norm_rope(
-        self,
-        q: Tensor,
-        k: Tensor,
-        q_text: Tensor,
-        k_text: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        q_text_weight: Tensor,
-        k_text_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        """Normalised queries and keys (B, N + L, H, D), those of the video rotated and first."""
-        ...
-
-    def qk_norm_rope_backward(
-        self,
-        grad_q: Tensor,
-        grad_k: Tensor,
-        q: Tensor,
-        k: Tensor,
-        q_text: Tensor,
-        k_text: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        q_text_weight: Tensor,
-        k_text_weight: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        eps: float,
-        weight_gradients: bool,
-    ) -> tuple[Tensor, ...]:
-        """Gradients of the first eight arguments of `qk_norm_rope`; those of weights where `weight_gradients` asks."""
-        ...
-
-    def gelu_tanh(self, x: Tensor) -> Tensor:
-        """GELU in its tanh form."""
-        ...
-
-    def gelu_tanh_backward(self, grad: Tensor, x: Tensor, output: bool) -> tuple[Tensor, Tensor]:
-        """Gradient of x, and gelu_tanh(x) where `output` asks for it."""
-        ...
-
-    def linear_gelu_tanh(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """gelu_tanh(x W^T + b), in the epilogue of the matrix product where that exists."""
-        ...
+    adaln = staticmethod(reference.adaln)
+    adaln_backward = staticmethod(reference.adaln_backward)
+    gated_residual = staticmethod(reference.gated_residual)
+    gated_residual_backward = staticmethod(reference.gated_residual_backward)
+    gated_residual_adaln = staticmethod(reference.gated_residual_adaln)
+    gated_residual_adaln_backward = staticmethod(reference.gated_residual_adaln_backward)
+    qk_norm_rope = staticmethod(reference.qk_norm_rope)
+    qk_norm_rope_backward = staticmethod(reference.qk_norm_rope_backward)
+    gelu_tanh = staticmethod(reference.gelu_tanh)
+    gelu_tanh_backward = staticmethod(reference.gelu_tanh_backward)
+    linear_gelu_tanh = staticmethod(reference.linear_gelu_tanh)
 
 
 class Kernels(BlockKernels, Protocol):
-    """Work of training other than matrix products and attention; here `adaln` is also used with autograd.
+    """Work of training other than matrix products and attention; here `adaln` is also used with autograd."""
 
-    `sage_kernels.sde_step` and `sage_kernels.policy_loss` say what they compute.
-    """
-
-    def sde_step(self, x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
-        """Next state  a x + b v + std eps  of a sampler's step, (B, C, F, H, W) float32."""
-        ...
-
-    def policy_loss(
-        self,
-        v: Tensor,
-        v_old: Tensor,
-        v_anchor: Tensor | None,
-        noise_ids: Tensor,
-        columns: StepColumns,
-        settings: LossSettings,
-    ) -> PolicyTerms:
-        """Loss per sample of one trained step; its gradient flows into v alone."""
-        ...
+    sde_step = staticmethod(reference.sde_step)
+    policy_loss = staticmethod(reference.policy_loss)
 
 
 REFERENCE: Kernels = reference
@@ -210,7 +113,8 @@ def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
         return kernels
     from sage_kernels import launchers
 
-    return launchers
+    # A block gives every argument, so they have no defaults.
+    return cast(BlockKernels, launchers)
 
 
 def bytes_moved(function: Callable[[], object], *, without: frozenset[str] = frozenset()) -> int:
@@ -219,6 +123,4 @@ def bytes_moved(function: Callable[[], object], *, without: frozenset[str] = fro
     Args:
         without: names of operators that do not count.
     """
-    from sage_kernels.tracer import count
-
     return count(function, without=without).total

@@ -9,15 +9,17 @@ disagree. So one rate does not serve both: `first_movement` compares them, and r
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 MUON_RMS = 0.17
 """RMS of the elements of Muon's update over the learning rate: the 0.2 of `match_rms_adamw`, times what five
@@ -122,6 +124,8 @@ class OptimizerSet:
             (matrices if config.name == "muon" and is_matrix else others).append(parameter)
         self.optimizers: list[Optimizer] = []
         if matrices:
+            from torch.distributed.tensor import DTensor  # a second, which reading a configuration need not pay
+
             muon = ShardedMuon if any(isinstance(p, DTensor) for p in matrices) else Muon
             self.optimizers.append(
                 muon(
@@ -156,6 +160,8 @@ class OptimizerSet:
 
     def clip_gradients(self) -> float:
         """Scale gradients to the configured global norm; returns the norm before scaling. Collective for shards."""
+        from torch.distributed.tensor import DTensor
+
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
@@ -218,6 +224,8 @@ class ShardedMuon(Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """One step; the same numbers as `Muon.step` on whole matrices."""
+        from torch.distributed.tensor import distribute_tensor
+
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -251,8 +259,10 @@ def _orthogonalized(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
     return made if wide is matrix else made.T
 
 
-def _gathered(matrix: DTensor) -> Tensor:
+def _gathered(matrix: "DTensor") -> Tensor:
     """The whole matrix, on the GPU even if its shards are in CPU memory (`distributed.cpu_offload`)."""
+    from torch.distributed.tensor import DTensor
+
     shard = matrix.to_local().to(matrix.device_mesh.device_type)
     placed = DTensor.from_local(
         shard, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
@@ -266,5 +276,7 @@ def norm_is_finite(tensors: Iterable[Tensor]) -> bool:
 
     It overflows before the tensors do: at 1.8e19 in float32, far beyond any weight that a model can compute with.
     """
+    from torch.distributed.tensor import DTensor
+
     local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
     return bool(nn.utils.get_total_norm(local).isfinite())

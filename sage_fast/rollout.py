@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
-from sage_fast.config.sections import EvaluationConfig, RolloutConfig, TrainingConfig
+from sage_fast.config.sections import EvaluationConfig, ObjectiveConfig, RolloutConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import NoiseKey, initial_noise, noise_ids
-from sage_fast.objective import ObjectiveConfig, loss_columns
+from sage_fast.objective import loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rewards.base import OnFailure, describe_batch

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import ObjectiveConfig
 from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.kernels import PolicyTerms
-from sage_fast.objective import ObjectiveConfig
 from sage_fast.objectives import grpo, single_pass
 from sage_fast.objectives.base import gather_terms
 from sage_fast.objectives.replay import Replay

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from sage_fast import objective
+from sage_fast.config.sections import KLMode, KLWeightConfig, kl_uses
 from sage_fast.objective import (
-    KLMode,
-    KLWeightConfig,
     KLWeightState,
     anchor_kind,
     group_advantages,
     initial_kl_weight,
-    kl_uses,
     next_kl_weight,
     weighted_advantages,
 )

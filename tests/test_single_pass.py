@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.objective import KLMode, kl_uses
+from sage_fast.config.sections import KLMode, kl_uses
 from sage_fast.objectives.single_pass import SinglePass
 from sage_fast.run.run import build_trainer
 from tests.made_runs import untimed

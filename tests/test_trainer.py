@@ -18,6 +18,7 @@ from sage_fast import optim
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoints, open_checkpoint
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import KLMode, kl_uses
 from sage_fast.data import PromptSchedule
 from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.kernels import PolicyTerms
@@ -26,7 +27,7 @@ from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
 from sage_fast.models.transformer import is_dead
-from sage_fast.objective import KLMode, KLWeightState, group_advantages, kl_uses
+from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import fixed_starts, noise_keys, noise_seed, rollout_table

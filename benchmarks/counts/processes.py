@@ -1,9 +1,11 @@
-"""Modules that an import loads, counted in a fresh process."""
+"""Modules that an import loads, and CPU time of commands, each in a fresh process."""
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,13 +31,7 @@ def import_cost(module: str) -> dict[str, float]:
 
     Example: ``{"seconds": 0.002, "project_modules": 1, "standard_modules": 0, "third_party": 0}``
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SAGE_KERNELS")}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", IMPORT.format(module=module)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"import {module} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(_run(IMPORT.format(module=module)).splitlines()[-1])
     top = [name.split(".")[0] for name in found["modules"]]
     project = ("sage_fast", "sage_kernels")
     own = [name for name in found["modules"] if name.split(".")[0] in project]
@@ -45,3 +41,47 @@ def import_cost(module: str) -> dict[str, float]:
         "standard_modules": sum(name in sys.stdlib_module_names for name in top),
         "third_party": len(set(top).difference(project, sys.stdlib_module_names)),
     }
+
+
+RUN = "import sys\nfrom sage_fast.commands.cli import main\nsys.exit(main({words!r}) not in (0, 1))"
+"""A command that has done its work: `doctor` and `plan` end with 1 where the machine is not ready."""
+
+PROGRAMS = {
+    "status": RUN.format(words=["status", "{run}"]),
+    "configuration": "from sage_fast.config.load import load_config\nload_config('hv15_480p_lora_8gpu')",
+    "doctor": RUN.format(words=["doctor"]),
+    "plan": RUN.format(words=["plan", "hv15_480p_lora_8gpu"]),
+    "plan_cpu": RUN.format(words=["plan", "toy_cpu"]),
+}
+
+
+def command_costs() -> dict[str, float]:
+    """CPU time of commands, user and system, over that of importing torch just before.
+
+    A busy machine lengthens both, by up to two where hyperthreads share a core, and their ratio little.
+    """
+    costs = {}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.yaml").write_text("output_dir: here\n", encoding="utf-8")
+        for name, program in PROGRAMS.items():
+            torch, command = (_cpu_seconds(code.replace("{run}", folder)) for code in ("import torch", program))
+            costs[name] = command / torch
+    return costs
+
+
+def _cpu_seconds(program: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    _run(program)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def _run(program: str) -> str:
+    """What a program prints, run by Python in a process of its own, with this checkout."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SAGE_KERNELS")}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+    return done.stdout

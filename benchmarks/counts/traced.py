@@ -31,7 +31,7 @@ from sage_fast.planning import trace
 from sage_fast.planning.trace import PRODUCTS
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
-from sage_kernels.tracer import Traffic, count
+from sage_kernels.tracer import moved
 
 Trained = Literal["nothing", "lora", "everything"]
 """Weights that need gradients; the gradient of the block's inputs is wanted in any case."""
@@ -106,14 +106,14 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and list it."""
-        name = func.overloadpacket.__name__
-        for answer in answer_of(func, args, kwargs or {}):
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        for answer in answer_of(func, args, kwargs):
             self.syncs.append(name)
             return answer
-        results: list[Any] = []
-        traffic: Traffic = count(lambda: results.append(func(*args, **(kwargs or {}))))
+        result = func(*args, **kwargs)
+        traffic = moved(func, args, kwargs, result)
         if traffic.operators:
-            tensors = [t for t in tree_leaves(results) if isinstance(t, Tensor)]
+            tensors = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
             self.calls.append(
                 Call(
                     name=name,
@@ -123,7 +123,7 @@ class Record(TorchDispatchMode):
                     thin=trace.is_thin(name, args),
                 )
             )
-        return results[0]
+        return result
 
     def elementwise(self) -> int:
         """Bytes of everything but matrix products and attention."""

@@ -59,24 +59,29 @@ class ByteCounter(TorchDispatchMode):
     def __init__(self, without: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.traffic = Traffic()
-        self._uncounted = _ALLOCATIONS | without
+        self._uncounted = without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket.__name__ in self._uncounted:
-            return result
-        inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
-        storages = {_storage(tensor) for tensor in inputs}
-        mutated = _mutated(func, args, kwargs)
-        storages |= {_storage(tensor) for tensor in mutated}
-        written = mutated + [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
-        if written:
-            self.traffic.read += _bytes(inputs)
-            self.traffic.written += _bytes(written)
-            self.traffic.operators += 1
+        if func.overloadpacket.__name__ not in self._uncounted:
+            traffic = moved(func, args, kwargs, result)
+            self.traffic.read += traffic.read
+            self.traffic.written += traffic.written
+            self.traffic.operators += traffic.operators
         return result
+
+
+def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Traffic:
+    """Traffic of an operator that has run; nothing where it has written nothing, such as a view."""
+    if func.overloadpacket.__name__ in _ALLOCATIONS:
+        return Traffic()
+    inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
+    mutated = _mutated(func, args, kwargs)
+    storages = {_storage(tensor) for tensor in (*inputs, *mutated)}
+    written = mutated + [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
+    return Traffic(read=_bytes(inputs), written=_bytes(written), operators=1) if written else Traffic()
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -17,9 +17,19 @@ Any number of processes can read it, whatever number has written it, and reading
     reader.py       `Checkpoint`: what is in one, read into tensors of any sharding, or a tensor at a time
 """
 
+from typing import TYPE_CHECKING, Any
+
 from sage_fast.checkpoint.folder import MANIFEST, checkpoint_name, list_checkpoints, verify_checkpoint
-from sage_fast.checkpoint.reader import Checkpoint, SavedTensors, find_checkpoint, newest_checkpoint, open_checkpoint
-from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
+
+if TYPE_CHECKING:
+    from sage_fast.checkpoint.reader import (
+        Checkpoint,
+        SavedTensors,
+        find_checkpoint,
+        newest_checkpoint,
+        open_checkpoint,
+    )
+    from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 
 __all__ = [
     "MANIFEST",
@@ -34,3 +44,12 @@ __all__ = [
     "open_checkpoint",
     "verify_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # The format's package takes seconds to import, and a look at a run's folders needs only their names.
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sage_fast.checkpoint import reader, writer
+
+    return getattr(writer if name in ("CheckpointData", "CheckpointWriter") else reader, name)

@@ -79,27 +79,25 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
+    sections = []
+    for group, modules in GROUPS.items():
+        lines = [f"{group}:"]
+        for name, module in COMMANDS.items():
+            if module in modules:
+                summary, _, _ = (module.__doc__ or "").partition("\n\n")
+                lines.append(f"  {name:<10} {summary.rstrip('.')}")
+        sections.append("\n".join(lines))
     parser = _Parser(
         prog="sage-fast",
         usage="sage-fast COMMAND [options]",
         description="GRPO post-training of text-to-video flow models.",
-        epilog="\n\n".join(
-            "\n".join(
-                [f"{group}:", *(f"  {name:<10} {_summary(name)}" for name in COMMANDS if COMMANDS[name] in modules)]
-            )
-            for group, modules in GROUPS.items()
-        )
-        + COMPLETION,
+        epilog="\n\n".join(sections) + COMPLETION,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the versions and exit")
     # Without `prog` a command's errors would begin with the whole usage.
     hidden = {"metavar": "COMMAND", "help": argparse.SUPPRESS}
     add_commands(parser.add_subparsers(prog="sage-fast", dest="command", required=True, **hidden))
     return parser
-
-
-def _summary(command: str) -> str:
-    return (COMMANDS[command].__doc__ or "").partition("\n\n")[0].rstrip(".")
 
 
 def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:

@@ -102,18 +102,17 @@ def fingerprint(paths: Iterable[Path]) -> str:
             head = file.read(_WHOLE)
             digest.update(head)
             if size > _WHOLE:
-                places = _tensor_starts(head) if path.suffix == ".safetensors" else range(0, size, size // 256)
+                places = list(range(0, size, size // 256))
+                if path.suffix == ".safetensors":
+                    # The beginning of every tensor: 8 bytes of length and a JSON header stand before them.
+                    length = int.from_bytes(head[:8], "little")
+                    header = json.loads(head[8 : 8 + length])
+                    header.pop("__metadata__", None)
+                    places = sorted(8 + length + entry["data_offsets"][0] for entry in header.values())
                 for place in places:
                     file.seek(place)
                     digest.update(file.read(_BLOCK))
     return digest.hexdigest()
-
-
-def _tensor_starts(head: bytes) -> list[int]:
-    """Where the tensors of a .safetensors file begin: 8 bytes of length and a JSON header stand before them."""
-    length = int.from_bytes(head[:8], "little")
-    header = json.loads(head[8 : 8 + length])
-    return sorted(8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__")
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -133,7 +133,9 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
 def _set(tree: Tree, key: str, value: Any) -> None:
     """Lay an override over a tree, in place."""
     kind, append = _kind(key), key.endswith("+")
-    if isinstance(value, str) and not _takes_text(kind):
+    # A word is a value of these types as it stands, whatever it looks like; of the others it is YAML.
+    takes_text = kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
+    if isinstance(value, str) and not takes_text:
         value = read_yaml(value, f"command line: {key}")
     elif value == "null" and kind is not str:
         value = None
@@ -221,11 +223,6 @@ def _kind(key: str) -> Any:
     if re.fullmatch(r"reward\.(options\..+\.\w+|weights\..+)", key):
         return Any
     raise ConfigError(_explain_unknown(key, "command line"))
-
-
-def _takes_text(kind: Any) -> bool:
-    """True if a word of the command line is a value of this type as it stands, whatever it looks like."""
-    return kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
 
 
 def _default(key: str) -> Any:

@@ -1,7 +1,6 @@
 """Run configuration: one typed section per concern, and the checks that need two of them.
 
-The sections are in `sections.py`, and those of the algorithm itself in `sage_fast/objective.py`. `load.py` reads and
-writes all of them as YAML.
+The sections are in `sections.py`. `load.py` reads and writes all of them as YAML.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -9,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import UPDATES, resolve
+from sage_fast.config.registry import MODEL_FAMILIES, UPDATES, resolve
 from sage_fast.config.sections import (
     FIXED,
     FREE,
@@ -24,9 +23,11 @@ from sage_fast.config.sections import (
     DistributedConfig,
     EvaluationConfig,
     ForwardProcessConfig,
+    KLWeightConfig,
     LoggingConfig,
     LoraConfig,
     ModelConfig,
+    ObjectiveConfig,
     OptimizerConfig,
     RewardConfig,
     RolloutConfig,
@@ -36,7 +37,6 @@ from sage_fast.config.sections import (
     marked_keys,
     require,
 )
-from sage_fast.objective import KLWeightConfig, ObjectiveConfig
 
 
 @dataclass(kw_only=True)
@@ -181,8 +181,10 @@ class RunConfig:
         setting = f"model.adaln {self.model.adaln}"
         needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
         check_needs(setting, "model.adaln to auto", needs)
-        trained = [n for n in self.lora.target_modules or () if n in ("norm1.linear", "norm1_context.linear")]
-        if trained:
+        if self.lora.target_modules is None:
+            return  # a family's own targets are none of these layers
+        family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
+        if trained := [n for n in self.lora.target_modules if n in getattr(family, "adaln_targets", ())]:
             raise ConfigError(
                 f"lora.target_modules has {', '.join(trained)}, but {setting} needs frozen AdaLN weights. Leave them "
                 "out, or set model.adaln to auto."

@@ -350,6 +350,82 @@ class EvaluationConfig(Section, key="evaluation"):
         require(self.every > 0 or not self.stop_when_worse, "evaluation.stop_when_worse", True, "false with every 0")
 
 
+KLMode = Literal["none", "fixed", "stepwise", "fixed_stepwise", "moving", "dual"]
+
+
+def kl_uses(mode: str) -> tuple[bool, bool]:
+    """(uses the position KL, uses the velocity KL) of a KL mode.
+
+    fixed and moving hold the position, stepwise holds the velocity (the paper's Eq. 15), the other two hold both.
+    """
+    return mode in ("fixed", "fixed_stepwise", "moving", "dual"), mode in ("stepwise", "fixed_stepwise", "dual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveConfig(Section, key="objective"):
+    """Terms of the loss of a trained step. The defaults are those of the SAGE-GRPO reference."""
+
+    clip_range: Inside = 1e-4
+    """PPO clip range c of the ratio. The log-ratio is a mean over elements, hence the small number."""
+    ratio: Literal["gaussian", "ratio_norm", "bias_corrected"] = "gaussian"
+    """"gaussian" is the true ratio. "bias_corrected" is exp(mean(r eps dv)): the log-ratio less its mean under the
+    rollout policy. "ratio_norm" is GRPO-Guard's RatioNorm, the bias-corrected log-ratio times std in a surrogate that
+    is divided by the length of the step in sigma; that takes the equalizer's place."""
+    logprob: Literal["gaussian", "unnormalized"] = "gaussian"
+    """"unnormalized" drops 1 / (2 std^2) from the log-probability of the ratio, as the public CPS code does:
+    the log-ratio is multiplied by 2 std^2. The KL terms stay those of the Gaussian."""
+    equalizer: bool = True
+    """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
+    kl_mode: KLMode = "dual"
+    """KL terms and anchor, see `kl_uses` and `objective.anchor_kind`."""
+    kl_position_weight: NotNegative = 1.0
+    """Weight of the KL to the anchor, inside the KL weight lambda."""
+    kl_position_fraction: Share = 1.0
+    """Share q of a video's trained steps, redrawn in every rollout, at which the KL to the anchor is measured; it
+    counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
+    single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
+    kl_velocity_weight: NotNegative = 0.1
+    """Weight of the KL to the rollout policy, inside the KL weight lambda."""
+    kl_velocity: Literal["estimator", "exact"] = "estimator"
+    """"estimator" is mean(log pi_old - log pi_new) at the drawn noise (Eq. 15), "exact" is `gaussian_kl`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.ratio == "ratio_norm" and (self.equalizer or self.logprob != "gaussian"):
+            raise ConfigError(
+                f"objective.ratio is 'ratio_norm' with equalizer {self.equalizer} and logprob {self.logprob!r}; "
+                "RatioNorm scales the Gaussian log-ratio and the loss of every step itself: set equalizer to false "
+                "and logprob to gaussian, or ratio to bias_corrected"
+            )
+        if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
+            raise ConfigError(
+                f"objective.kl_position_fraction is {self.kl_position_fraction}, but kl_mode {self.kl_mode!r} has no "
+                "KL to an anchor; set it to 1, or kl_mode to fixed, fixed_stepwise, moving or dual"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLWeightConfig(Section, key="kl_weight"):
+    """How the KL weight lambda moves: a linear warm-up, then a controller that keeps the KL near a target."""
+
+    minimum: NotNegative = 1e-7
+    """lambda of the first update and lower bound."""
+    maximum: NotNegative = 1e-5
+    """lambda after the warm-up and upper bound."""
+    warmup_updates: Natural = 100
+    """Updates K from minimum to maximum; 0 starts at the maximum."""
+    target: Positive = 1e-4
+    """KL value that the controller aims for."""
+    advance: Literal["update", "step"] = "update"
+    """How often the controller moves: once per update, as in the paper's text, or as in the reference's code once per
+    video of a rank and trained step. There that is 40 times per update, and warmup_updates 100 are 2.5 updates."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        allowed = f"at most kl_weight.maximum = {self.maximum}"
+        require(self.minimum <= self.maximum, "kl_weight.minimum", self.minimum, allowed)
+
+
 @dataclass(kw_only=True)
 class RewardConfig(Section, key="reward"):
     """The rewards that are maximised."""

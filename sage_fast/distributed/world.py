@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
-from torch import distributed as dist
-
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+
+# torch is imported where ranks talk: `sage-fast status`, which asks who a run's only process is, need not wait for it.
 
 T = TypeVar("T")
 
@@ -63,17 +63,19 @@ class World:
         return self.rank == 0
 
     @property
-    def sp_group(self) -> dist.ProcessGroup | None:
+    def sp_group(self) -> "dist.ProcessGroup | None":
         """The ranks that share a video's tokens; None without a process group."""
         return None if self.mesh is None else self.mesh.get_group("sp")
 
-    def gather(self, value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    def gather(self, value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:
         """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things.
 
         group: another process group of all ranks, for a thread.
         """
         if self.mesh is None:
             return [value]
+        from torch import distributed as dist
+
         values: list[T | None] = [None] * self.size
         dist.all_gather_object(values, value, group=group)
         return values  # type: ignore[return-value]  # every rank has filled in its own
@@ -82,6 +84,8 @@ class World:
         """Every rank's value on rank 0, an empty list elsewhere; for larger things, such as a few videos."""
         if self.mesh is None:
             return [value]
+        from torch import distributed as dist
+
         values: list[T | None] | None = [None] * self.size if self.is_main else None
         dist.gather_object(value, values)
         return values or []  # type: ignore[return-value]
@@ -90,6 +94,9 @@ class World:
         """Rank 0's value."""
         if self.mesh is None:
             return value
+        import torch
+        from torch import distributed as dist
+
         values = [value]
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
@@ -98,19 +105,25 @@ class World:
         """True when the flag is set on any rank."""
         if self.mesh is None:
             return flag
+        import torch
+        from torch import distributed as dist
+
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return bool(value)
 
-    @torch.no_grad()
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
+    def sum_(self, tensors: "Sequence[Tensor]") -> None:
         """Replace tensors of one dtype and device by their sums over all ranks, in one all-reduce."""
         if self.mesh is None or not tensors:
             return
-        flat = torch.cat([t.flatten() for t in tensors])
-        dist.all_reduce(flat)
-        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        import torch
+        from torch import distributed as dist
+
+        with torch.no_grad():
+            flat = torch.cat([t.flatten() for t in tensors])
+            dist.all_reduce(flat)
+            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
 
 SINGLE_PROCESS = World()
@@ -121,6 +134,8 @@ def set_group_timeouts(seconds: float) -> None:
     """Set how long a collective of any group may wait. A group that waits for something other than training, such as
     a disk, keeps its own timeout (`OWN_TIMEOUT`).
     """
+    from torch import distributed as dist
+
     # Public since torch 2.15.
     set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     for group in list(dist.distributed_c10d._world.pg_map):

@@ -179,8 +179,7 @@ class ModelDescription:
     modulation: numbers that a table of the modulation holds per noise level; 0 where the family has no such table.
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
     decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
-    decode_flops: (latent shape, whether in tiles) -> FLOPs of one video.
-    decode_traffic: (latent shape, whether in tiles, data type) -> bytes that one video moves outside products.
+    decode_work: (latent shape, whether in tiles, data type) -> FLOPs of one video, and bytes moved outside products.
     decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
     encoding: words of a prompt -> FLOPs of encoding it, and bytes of its conditioning on disk.
 
@@ -191,10 +190,9 @@ class ModelDescription:
     text_tokens: int
     latent_shape: Callable[[int, int, int], tuple[int, int, int, int]]
     decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
-    decode_flops: Callable[[tuple[int, int, int, int], bool], float]
+    decode_work: Callable[[tuple[int, int, int, int], bool, str], tuple[float, float]]
     forward_work: Callable[[Mapping[str, Any], int, int], Work]
     modulation: int = 0
-    decode_traffic: Callable[[tuple[int, int, int, int], bool, str], float] = lambda latent, tiled, dtype: 0.0
     decoder_gb: float = 0.0
     encoder_gb: float = 0.0
     encoding: Callable[[float], tuple[float, float]] = lambda words: (0.0, 0.0)
@@ -240,6 +238,7 @@ class ModelFamily(ABC):
 
     transformer_class: of its transformers. blocks: attribute of these with the list of their blocks, which are fused,
     sharded and given adapters one by one. lora_targets: linear layers of a block that get an adapter by default.
+    adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table.
     in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
     forward runs on tensors without memory, as a plan runs it.
     pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
@@ -249,6 +248,7 @@ class ModelFamily(ABC):
     transformer_class: str = ""
     blocks: str = "transformer_blocks"
     lora_targets: tuple[str, ...] = ()
+    adaln_targets: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
     plans_stock: bool = False
     pipeline: str = "DiffusionPipeline"

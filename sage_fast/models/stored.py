@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from sage_fast.models.transformer import in_parts
 
@@ -85,6 +83,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
         ValueError, OSError: a file is damaged or gone.
         """
+        # A second and more of imports, which reading a configuration need not pay.
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
         self._opened, mapped = {}, 0
         for qualified, parameter in transformer.named_parameters():
             if ".lora_" in qualified:
@@ -162,6 +164,8 @@ def without_memory(transformer: nn.Module, dtype: torch.dtype, in_float32: Colle
 
 def allocate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
     """Give parameters without memory (`without_memory`) some, not yet written to, on a device."""
+    from torch.distributed.tensor import DTensor
+
     for parameter in parameters:
         if not isinstance(parameter, DTensor) and parameter.untyped_storage().nbytes() < parameter.nbytes:
             parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import TrainingConfig
+from sage_fast.config.sections import ObjectiveConfig, TrainingConfig
 from sage_fast.data import num_trained, step_order
 from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
-from sage_fast.objective import ObjectiveConfig, loss_settings
+from sage_fast.objective import loss_settings
 from sage_fast.objectives.base import Objective, VelocityLoss
 from sage_fast.rollout import check_trainable_steps, rollout_table, step_columns
 from sage_fast.sde import TransitionTable

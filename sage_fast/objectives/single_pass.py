@@ -28,10 +28,11 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.schema import Need, RunConfig, check_needs
+from sage_fast.config.sections import kl_uses
 from sage_fast.data import GroupOrder
 from sage_fast.kernels import PolicyTerms, StepColumns
 from sage_fast.noise import NoiseKey
-from sage_fast.objective import kl_uses, loss_settings, surrogate_factor
+from sage_fast.objective import loss_settings, surrogate_factor
 from sage_fast.objectives.base import Parts, concatenate_terms
 from sage_fast.objectives.grpo import GRPO, StepLoss, trained_steps
 from sage_fast.policy.guidance import Cotangents

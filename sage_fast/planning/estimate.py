@@ -215,33 +215,40 @@ def make_memory_plan(
         whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
         if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
-            plan = _with_model(plan, decode_memory_gib=float(math.ceil(needed / 2**30)))
+            limit = float(math.ceil(needed / 2**30))
+            plan = replace(plan, config=_changed(plan.config, ("model.decode_memory_gib", limit)))
     return plan
 
 
-def _with_model(plan: MemoryPlan, **settings: Any) -> MemoryPlan:
-    """With other settings of `model`."""
-    return replace(plan, config=replace(plan.config, model=replace(plan.config.model, **settings)))
+Change = tuple[str, Any]
+"""A config key and its new value."""
+
+
+def _changed(config: RunConfig, *changes: Change) -> RunConfig:
+    for key, value in changes:
+        section, _, name = key.partition(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
 
 
 def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the checkpointing that computes least again among those whose passes fit `room` bytes, for `auto`."""
-    for checkpointing in ("feed_forward", "selective"):
-        chosen = _with_model(plan, checkpointing=checkpointing)
-        if max(chosen.memory.total("rollout"), chosen.memory.total("update")) <= room:
-            return chosen
-    return _with_model(plan, checkpointing="full")
+    for checkpointing in ("feed_forward", "selective", "full"):
+        plan = replace(plan, config=_changed(plan.config, ("model.checkpointing", checkpointing)))
+        # `full` keeps least: it is taken whether it fits or not.
+        if checkpointing == "full" or max(plan.memory.total("rollout"), plan.memory.total("update")) <= room:
+            break
+    return plan
 
 
 def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the fewest videos of a group at once that fill the GPU, as far as they fit `room` bytes, for `auto`."""
-    rollout, size = plan.config.rollout, 1
+    rollout, training, size = plan.config.rollout, plan.config.training, 1
     group = math.gcd(rollout.batch_size, rollout.num_generations)
 
     def planned(size: int) -> MemoryPlan:
-        return replace(plan, config=replace(plan.config, rollout=replace(rollout, micro_batch_size=size)))
+        return replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
 
-    training = plan.config.training
     # A single pass collects a gradient per video, and several updates by the forward process split the videos.
     one_by_one = training.update == "single_pass" or (
         training.update == "forward_process" and training.updates_per_rollout > 1
@@ -369,9 +376,8 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
     """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
     description, model = held.description, held.config.model
     tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
-    cost = Cost(
-        linear=description.decode_flops(latent, tiled), elementwise=description.decode_traffic(latent, tiled, dtype)
-    )
+    flops, moved = description.decode_work(latent, tiled, dtype)
+    cost = Cost(linear=flops, elementwise=moved)
     predicted, doubt, bound = device.decode_seconds(cost, dtype)
     return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
 
@@ -421,9 +427,6 @@ def _evaluation_batches(held: MemoryPlan) -> int:
     return math.ceil(math.ceil(prompts * section.noises / section.batch_size) / held.layout.data_parallel)
 
 
-Change = tuple[str, Any]
-"""A config key and its new value."""
-
 UPDATES = {"single_pass": "two_phase", "two_phase": "single_pass"}
 """Updates that take the same gradient."""
 
@@ -448,10 +451,6 @@ class Option:
             f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}" for key, value in self.changes
         )
 
-    @property
-    def seconds(self) -> float:
-        return self.plan.seconds_per_video
-
 
 def find_options(plan: Plan, most: int = 8) -> list[Option]:
     """Changes that save memory and leave what is computed as it is, the fastest first.
@@ -466,7 +465,11 @@ def find_options(plan: Plan, most: int = 8) -> list[Option]:
         helping = [option for option in single if option.plan.fits]
         if single and not helping:
             helping = [_together(plan, single)]
-    return sorted(helping, key=lambda option: (not NOT_TIMED.isdisjoint(dict(option.changes)), option.seconds))[:most]
+
+    def cost(option: Option) -> tuple[bool, float]:
+        return not NOT_TIMED.isdisjoint(dict(option.changes)), option.plan.seconds_per_video
+
+    return sorted(helping, key=cost)[:most]
 
 
 def _together(plan: Plan, single: list[Option]) -> Option:
@@ -519,11 +522,8 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
 
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
     """The option, or None where the configuration refuses the changes."""
-    config = plan.asked
     try:
-        for key, value in changes:
-            section, _, name = key.partition(".")
-            config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        config = _changed(plan.asked, *changes)
     except ConfigError:
         return None
     changed = make_plan(

@@ -16,12 +16,12 @@ from math import prod
 import torch
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import VideoConfig
+from sage_fast.config.sections import VideoConfig, kl_uses
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
 from sage_fast.models.transformer import MAX_LEVELS
-from sage_fast.objective import anchor_kind, kl_uses
+from sage_fast.objective import anchor_kind
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights, compute_dtype

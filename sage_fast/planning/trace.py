@@ -8,25 +8,29 @@ Shapes: B batch, L text tokens.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.kernels import bytes_moved
+from sage_fast.kernels import moved
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
+from sage_fast.records import PromptEmbeds
+
+T = TypeVar("T")
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
@@ -38,17 +42,12 @@ THIN = 128
 """A product with a dimension of at most so many is memory traffic: its operands cost more time than its arithmetic."""
 
 
-def is_traffic(name: str, arguments: Sequence[Any]) -> bool:
-    """True if an operator costs its reads and writes: one that is elementwise, or a thin product.
+def is_thin(name: str, arguments: Sequence[Any]) -> bool:
+    """True if an operator is a matrix product with a dimension of at most `THIN`.
 
     Args:
         name: of the operator. arguments: its positional arguments.
     """
-    return name not in PRODUCTS or is_thin(name, arguments)
-
-
-def is_thin(name: str, arguments: Sequence[Any]) -> bool:
-    """True if an operator is a matrix product with a dimension of at most `THIN`; arguments as in `is_traffic`."""
     if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
     a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
@@ -124,7 +123,9 @@ class Call:
 
 
 class Tracer(TorchDispatchMode):
-    """Context manager that follows which storages are alive and adds up elementwise bytes.
+    """Context manager that adds up FLOPs by operator and elementwise bytes, and follows which storages are alive.
+
+    One mode does all three: a second one around it would double what a trace takes.
 
     Args:
         own: tensors that were there before; they do not count.
@@ -133,23 +134,26 @@ class Tracer(TorchDispatchMode):
     def __init__(self, own: list[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = self.elementwise = 0
+        self.flops: Counter[str] = Counter()
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and follow its results."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        results: list[Any] = []
-        traffic = bytes_moved(lambda: results.append(func(*args, **(kwargs or {}))))
-        if is_traffic(name, args):
-            self.elementwise += traffic
-        for leaf in tree_leaves(results):
+        if formula := flop_registry.get(func.overloadpacket):
+            self.flops[name] += formula(*args, **kwargs, out_val=result)
+        if name not in PRODUCTS or is_thin(name, args):
+            self.elementwise += moved(func, args, kwargs, result).total
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._follow(leaf.untyped_storage())
         if name == "attention_backward":
             # Flash kernels add up the gradient of the queries, the size of the first argument, in float32.
             self.peak = max(self.peak, self.now + 4 * args[0].numel())
-        return results[0]
+        return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -186,16 +190,29 @@ def traced_attention() -> Iterator[None]:
 
 def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
+    if not call.gradient:
+        # Nothing is kept, so how it would be kept makes no difference: one trace serves a plan and all its options.
+        call = replace(call, checkpointing="selective", guidance="paired", on_policy=True, collected=False)
     num_layers = dict(call.transformer)["num_layers"]
     if num_layers <= 3:
         return _trace(call, num_layers)
-    two, three = _trace(call, 2), _trace(call, 3)
-    values = {}
-    for field in fields(Cost):
-        first, second = getattr(two, field.name), getattr(three, field.name)
-        values[field.name] = first + (num_layers - 2) * (second - first)
     # What works beside the graph does so in one block at a time; with another number of blocks it is the same.
-    return Cost(**values | {"working": max(two.working, three.working)})
+    return extended(_trace(call, 2), _trace(call, 3), num_layers, ("working",))
+
+
+def extended(two: T, three: T, num_layers: int, of_a_block: tuple[str, ...]) -> T:
+    """The counts of any number of blocks, from those of 2 and 3: the blocks in the middle are alike.
+
+    Args:
+        two, three: records of numbers.
+        of_a_block: fields that do not add up over the blocks.
+    """
+    values = {}
+    for field in fields(two):  # type: ignore[arg-type]  # a dataclass
+        first, second = getattr(two, field.name), getattr(three, field.name)
+        in_all = first + (num_layers - 2) * (second - first)
+        values[field.name] = max(first, second) if field.name in of_a_block else in_all
+    return type(two)(**values)
 
 
 def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: int | None = None) -> Any:
@@ -210,7 +227,8 @@ def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: 
 
 
 @cache
-def _trace(call: Call, num_layers: int) -> Cost:
+def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmbeds]:
+    """The policy that calls of one kind share, without a gradient, and a prompt for it; its caches are filled."""
     dtype = getattr(torch, call.dtype)
     if call.trained == "lora":
         transformer = meta_transformer(dict(call.transformer), dtype, num_layers)
@@ -233,69 +251,52 @@ def _trace(call: Call, num_layers: int) -> Cost:
     family.choose_forward(transformer, model)
     prompt = family.empty_prompt(transformer.config, call.text_tokens, dtype)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
+    with torch.no_grad(), traced_attention() if call.forward == "stock" else nullcontext():
+        # Rotary tables, modulation: a run has them from its first step on.
+        latents = torch.empty(call.batch, *call.latent, device="meta")
+        policy.velocity(latents, torch.full((call.batch,), 0.5), [prompt] * call.batch)
+    return policy, prompt
+
+
+@cache
+def _trace(call: Call, num_layers: int) -> Cost:
+    kind = replace(call, gradient=False, guidance="paired", on_policy=True, collected=False)
+    policy, prompt = _traced_policy(kind, num_layers)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
+    transformer = policy.transformer
     trained = [p for p in transformer.parameters() if p.requires_grad]
-    attending = traced_attention if call.forward == "stock" else nullcontext
-    with torch.no_grad(), attending():
-        # Fills the caches: rotary tables, modulation.
-        policy.velocity(latents, sigma, prompts)
+    # Gradients are there from the second step of an update on; the plan counts them separately.
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter) if call.gradient and not call.collected else None
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
-    if call.gradient and not call.collected:
-        # Gradients are there from the second step of an update on; the plan counts them separately.
-        for parameter in trained:
-            parameter.grad = torch.empty_like(parameter)
-            own.append(parameter.grad)
-    run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
-    with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, attending():
-        run(tracer)
-    if call.forward == "stock":
-        # The counter's hooks on modules keep alive what torch's checkpointing computes again.
-        kept.clear()
-        with Tracer(own) as tracer, attending():
-            run(tracer)
-    flops = {str(key): value for key, value in counter.get_flop_counts()["Global"].items()}
-    attention = flops.pop("sage_fast.attention", 0)
-    attention_backward = flops.pop("sage_fast.attention_backward", 0)
-    # The text refiner attends by torch's own operators; their share is counted as the library's.
-    for name in [name for name in flops if "attention" in name]:
-        if "backward" in name:
-            attention_backward += flops.pop(name)
+    tracer = Tracer([*own, *(p.grad for p in trained if p.grad is not None)])
+    kept = [0]
+
+    def vjp(output: Tensor, cotangents: Any) -> None:
+        kept.append(tracer.now)
+        if call.collected:
+            torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
         else:
-            attention += flops.pop(name)
-    held = max(kept, default=0)
+            output.backward(cotangents[0])
+
+    with tracer, traced_attention() if call.forward == "stock" else nullcontext():
+        if call.gradient:
+            given = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
+            policy.velocity_and_gradient(latents, sigma, prompts, given, split=call.guidance == "split", vjp=vjp)
+        else:
+            with torch.no_grad():
+                policy.velocity(latents, sigma, prompts)
+    # Also of the text refiner, which attends by torch's own operators: its share is counted as the library's.
+    attention = {name: flops for name, flops in tracer.flops.items() if "attention" in name}
+    backward = sum(flops for name, flops in attention.items() if "backward" in name)
     return Cost(
-        linear=sum(flops.values()),
-        attention=attention,
-        attention_backward=attention_backward,
+        linear=tracer.flops.total() - sum(attention.values()),
+        attention=sum(attention.values()) - backward,
+        attention_backward=backward,
         elementwise=tracer.elementwise,
-        kept=held,
-        working=tracer.peak - held,
+        kept=max(kept),
+        working=tracer.peak - max(kept),
     )
-
-
-def _function(
-    policy: GuidedPolicy, call: Call, trained: list[Any], inputs: tuple[Tensor, Tensor, list[Any], Tensor]
-) -> tuple[Callable[[Tracer], None], list[int]]:
-    """The call, and a list to which it adds the bytes alive whenever a backward pass begins."""
-    latents, sigma, prompts, cotangent = inputs
-    kept: list[int] = []
-
-    def velocity(tracer: Tracer) -> None:
-        with torch.no_grad():
-            policy.velocity(latents, sigma, prompts)
-
-    def gradient(tracer: Tracer) -> None:
-        def vjp(output: Tensor, cotangents: Any) -> None:
-            kept.append(tracer.now)
-            if call.collected:
-                torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
-            else:
-                output.backward(cotangents[0])
-
-        cotangents = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
-        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", vjp=vjp)
-
-    return (gradient if call.gradient else velocity), kept

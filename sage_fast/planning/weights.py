@@ -1,7 +1,7 @@
 """The weights of a run: how many there are, what each costs beside itself, and how FSDP holds them on each GPU."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
 
@@ -10,7 +10,7 @@ import torch
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.planning.layout import Layout
-from sage_fast.planning.trace import meta_transformer
+from sage_fast.planning.trace import extended, meta_transformer
 from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 
 
@@ -47,12 +47,7 @@ def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     if layers <= 3:
         return _count(key, layers, modules, config.lora.rank, config.optimizer.name)
     two, three = (_count(key, n, modules, config.lora.rank, config.optimizer.name) for n in (2, 3))
-
-    def line(name: str) -> Any:
-        return getattr(two, name) + (layers - 2) * (getattr(three, name) - getattr(two, name))
-
-    kept = {"block": three.block, "largest": three.largest}
-    return Weights(**kept, **{field.name: line(field.name) for field in fields(Weights) if field.name not in kept})
+    return extended(two, three, layers, ("block", "largest"))
 
 
 def targets_of(config: RunConfig) -> tuple[str, ...] | None:

@@ -112,7 +112,13 @@ class _ClipSimilarity:
         images = self._embed_frames(frames.flatten(0, 1).cpu()).view(*frames.shape[:2], -1)
         # The videos of a group share their prompt.
         distinct = list(dict.fromkeys(prompts))
-        texts = self._embed_texts(distinct)[[distinct.index(prompt) for prompt in prompts]]
+        # Always to the full length: padding to the longest text would let one prompt change another's rounding.
+        tokens = self.tokenizer(
+            distinct, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+        )
+        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
+        embeds = functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
+        texts = embeds[[distinct.index(prompt) for prompt in prompts]]
         return (images * texts[:, None]).sum(-1).mean(1).cpu()
 
     def _embed_frames(self, frames: Tensor) -> Tensor:
@@ -124,15 +130,6 @@ class _ClipSimilarity:
             pixels = prepared["pixel_values"].to(self.device, self.dtype)
             embeds.append(_pooled(self.model.get_image_features(pixel_values=pixels)))
         return functional.normalize(torch.cat(embeds).float(), dim=-1)
-
-    def _embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """N texts to unit vectors (N, D) float32."""
-        # Always to the full length: padding to the longest text would let one prompt change another's rounding.
-        tokens = self.tokenizer(
-            list(texts), padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
-        )
-        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
-        return functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
 
 
 def _pooled(features: Any) -> Tensor:

@@ -30,13 +30,12 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import ModelConfig, check_heads
+from sage_fast.config.sections import ModelConfig, check_heads, kl_uses
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import effective_resume, rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
-from sage_fast.objective import kl_uses
 from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import copy_lora
 from sage_fast.policy.trained import weights_digest

@@ -273,24 +273,26 @@ def _html(comparison: Comparison) -> str:
     kl = ["kl/position", "kl/velocity"]
     wanted += [*kl, *(["kl/weight"] if logged & {*kl} else []), "kl/grad_share", "grad_norm"]
     columns = comparison.means.get(arms[0].name, {})
+    drawn: list[tuple[str, list[Line], dict[str, Any]]] = []
+    for key in wanted:
+        if key not in logged:
+            continue
+        lines = []
+        for number, arm in enumerate(arms):
+            # The mean over the arm's seeds, in a band of one standard deviation of them.
+            updates, means, spreads = arm.band(key)
+            line = Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15)
+            lines.append(line)
+        drawn.append((key, lines, {}))
     return render(
         "comparison.html",
         "Comparison of runs",
         sentences=_sentences(comparison),
         comparison=comparison,
         labels={name: direction_label(name, name in comparison.lower_is_better) for name in columns},
-        charts=charts(*((key, _lines(arms, key), {}) for key in wanted if key in logged)),
+        charts=charts(*drawn),
         bands=any(len(arm.runs) > 1 for arm in arms),
     )
-
-
-def _lines(arms: Sequence[Arm], key: str) -> list[Line]:
-    """A metric of every arm over its updates: the mean over its seeds, in a band of one standard deviation of them."""
-    lines = []
-    for number, arm in enumerate(arms):
-        updates, means, spreads = arm.band(key)
-        lines.append(Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15))
-    return lines
 
 
 def _sentences(comparison: Comparison) -> list[str]:

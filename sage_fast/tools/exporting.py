@@ -106,7 +106,10 @@ def export(
     source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
     directory = RunDirectory(source.folder.parent.parent)
     folder = Path(output_dir or directory.exported)
-    config = _config_of(source, overrides)
+    with tempfile.TemporaryDirectory() as saved:
+        file = Path(saved) / "checkpoint.yaml"
+        file.write_text(json.dumps(source.state["config"], ensure_ascii=False), encoding="utf-8")  # JSON is YAML
+        config = load_config(file, overrides)
     if not trust_config:
         check_trust(config, source.folder, named_code([], overrides), rewards=False)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
@@ -228,14 +231,6 @@ def _open(source: Path, chosen: str) -> Checkpoint:
     if found is None:
         raise ConfigError(f"--checkpoint {chosen} exports nothing. Give auto, best or a checkpoint folder.")
     return found
-
-
-def _config_of(checkpoint: Checkpoint, overrides: Sequence[str]) -> RunConfig:
-    """The configuration that a checkpoint was saved with, and overrides."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "checkpoint.yaml"
-        file.write_text(json.dumps(checkpoint.state["config"], ensure_ascii=False), encoding="utf-8")  # JSON is YAML
-        return load_config(file, overrides)
 
 
 def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:

@@ -252,11 +252,17 @@ def to_html(report: Report) -> str:
     """The page of the report."""
     base, trained = report.base, report.trained
     prompts = list(zip(base.prompts, base.reward, trained.reward, strict=True))
+    rows = []
+    for name, test in report.scores.items():
+        way = ""  # a colour for what is significant alone
+        if test.significant:
+            way = "gain" if (test.mean > 0) is not test.lower_is_better else "loss"
+        rows.append((direction_label(name, test.lower_is_better), way, test))
     return render(
         "evaluation.html",
         "Evaluation: base and trained",
         headline=headline(report),
-        rows=[(direction_label(n, t.lower_is_better), _way(t), t) for n, t in report.scores.items()],
+        rows=rows,
         notes=_notes(report),
         scales=[
             (name, scale.here, scale.published, *(f"{scale.factor * mean:.4g}" for mean in (test.before, test.after)))
@@ -267,13 +273,6 @@ def to_html(report: Report) -> str:
         prompts=sorted(prompts, key=lambda row: row[2] - row[1]),
         settings=report.settings,
     )
-
-
-def _way(test: PairedTest) -> str:
-    """`gain` or `loss` where a difference is significant, else an empty text."""
-    if not test.significant:
-        return ""
-    return "gain" if (test.mean > 0) is not test.lower_is_better else "loss"
 
 
 def _notes(report: Report) -> list[str]:

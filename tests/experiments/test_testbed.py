@@ -22,8 +22,7 @@ from experiments.exact_policy import ExactWorld, LearnablePolicy
 from experiments.findings import read_findings
 from experiments.testbed import TRIALS, ExactTraining, measure_testbed, noised_loss, reverse_loss, sample, train
 from sage_fast.config.load import load_config
-from sage_fast.config.sections import ForwardProcessConfig, VideoConfig
-from sage_fast.objective import ObjectiveConfig
+from sage_fast.config.sections import ForwardProcessConfig, ObjectiveConfig, VideoConfig
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from sage_fast.objective import KLMode, ObjectiveConfig, kl_uses, policy_loss
+from sage_fast.config.sections import KLMode, ObjectiveConfig, kl_uses
+from sage_fast.objective import policy_loss
 from sage_fast.sde import sigma_schedule, transition_table
 
 GUIDANCE = 6.0

@@ -251,6 +251,7 @@ class HunyuanTransformer(ModelFamily):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
+    adaln_targets = ("norm1.linear", "norm1_context.linear")
     pipeline = "HunyuanVideo15Pipeline"
     clients: ClassVar = {
         "diffusers": Client("diffusers"),

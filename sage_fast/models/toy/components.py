@@ -141,11 +141,6 @@ def load_components(model: ModelConfig) -> Components:
     return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
 
 
-def _decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
-    """One product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once."""
-    return Decoding(peak_bytes=4 * 4.0 * videos * math.prod(latent))
-
-
 class Toy(HunyuanTransformer):
     """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
 
@@ -158,8 +153,9 @@ class Toy(HunyuanTransformer):
             transformer=transformer,
             text_tokens=len(["a", "red", "circle", "moving", "left"]),
             latent_shape=PatchCodec().latent_shape,
-            decoding=_decoding,
-            decode_flops=lambda latent, tiled: 2.0 * math.prod(latent) * LATENT_CHANNELS,
+            # A product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once.
+            decoding=lambda latent, videos, section, on_gpu: Decoding(peak_bytes=16.0 * videos * math.prod(latent)),
+            decode_work=lambda latent, tiled, dtype: (2.0 * math.prod(latent) * LATENT_CHANNELS, 0.0),
             forward_work=forward_work,
             modulation=modulation(transformer),
         )

@@ -97,8 +97,7 @@ class Wan(WanTransformer):
             decoding=lambda latent, videos, section, on_gpu: _decoding(
                 decoder(_decode_dtype(section)), latent, section.decode_limit_gib
             ),
-            decode_flops=lambda latent, tiled: float(_decode_counts(decoder(), latent, tiled)[0]),
-            decode_traffic=lambda latent, tiled, dtype: float(_decode_counts(decoder(), latent, tiled)[1]),
+            decode_work=lambda latent, tiled, dtype: _decode_counts(decoder(), latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,
             encoder_gb=TEXT_ENCODER_GB,

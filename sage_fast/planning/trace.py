@@ -231,7 +231,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     )
     family = family_of(transformer)
     family.choose_forward(transformer, model)
-    prompt = family.empty_prompt(transformer.config, call.text_tokens, dtype)
+    prompt = family.empty_prompt({**transformer.config, **dict(call.transformer)}, call.text_tokens, dtype)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
     latents = torch.empty(call.batch, *call.latent, device="meta")
     cotangent = torch.empty_like(latents)

@@ -38,7 +38,7 @@ class Prompt:
     image: str | None = None
 
     def asked(self, height: int, width: int) -> "str | Pictured":
-        """What a prompt encoder is asked for, for videos of a size: the text, or with a picture both."""
+        """The question to a prompt encoder for videos of a size, in pixels: the text, or a text with its picture."""
         return self.text if self.image is None else Pictured(self.text, self.image, height, width)
 
 
@@ -57,7 +57,7 @@ class Pictured(NamedTuple):
 
 
 def text_of(asked: str | Pictured) -> str:
-    """The words of what a prompt encoder is asked for."""
+    """The words in a question to a prompt encoder."""
     return asked if isinstance(asked, str) else asked.text
 
 

@@ -89,7 +89,7 @@ class WeightFacts:
     least_steps: int | None = None
     """Fewest denoising steps with which its owners say that it draws correctly; None where they say nothing."""
     pictures: bool = False
-    """Whether it animates the picture of a prompt; without one it cannot run, and with text alone it takes none."""
+    """True for weights that animate the picture of a prompt: each prompt needs one then, and has none otherwise."""
 
     def check_pictures(self, prompts: Sequence[Prompt]) -> None:
         """ValueError where prompts lack the picture that the model animates, or have one that it would not read."""

@@ -314,8 +314,8 @@ def _image(value: object, path: Path, where: str) -> str | None:
     image = path.parent / str(value).strip()
     if not image.is_file():
         raise ValueError(
-            f"{where}: image {_shown(value)} is no file in {path.parent}; write the path of a picture, relative to the "
-            "prompt file, or rename the column if it holds something else"
+            f"{where}: there is no picture {_shown(value)} in {path.parent}; write its path relative to the prompt "
+            "file, or rename the column 'image' if it holds something else"
         )
     return str(image.absolute())
 

@@ -173,7 +173,7 @@ def write_videos(
 
 
 def _identity(prompt: Prompt) -> dict[str, Any]:
-    """What decides a prompt's video, as JSON values: of a picture its content, wherever it lies."""
+    """The parts of a prompt that decide its video, as JSON values; of a picture its content, not its place."""
     values = {name: value for name, value in asdict(prompt).items() if name != "image"}
     return values if prompt.image is None else values | {"image": content_digest(prompt.image)}
 

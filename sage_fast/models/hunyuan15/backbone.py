@@ -250,13 +250,15 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
 
 
 def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """Parts of `forward_work` outside a text-to-video velocity: the condition channels, and the last block's text
-    queries, projections and feed-forward.
+    """Parts of `forward_work` that no velocity needs: the last block's text queries, projections and feed-forward, and
+    the condition channels of text-to-video.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     n, length = video_tokens, text_tokens
     per_token = 2 + 2 * config["mlp_ratio"]
-    linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
+    linear = 2 * length * per_token * d * d
+    if not image_tokens(config):
+        linear += 2 * n * d * (config["in_channels"] - config["out_channels"])
     return Work(linear=linear, attention=4 * length * (n + length) * d)
 
 

@@ -2,7 +2,7 @@
 
 `save_diffusers_layout` writes what `HunyuanVideo15Pipeline.save_pretrained` writes: every component of the published
 repositories with its real class, a tokenizer with the chat template and special tokens of Qwen2.5-VL, and a system
-prompt of 108 tokens. `save_image_to_video` writes that of `HunyuanVideo15ImageToVideoPipeline`.
+prompt of 108 tokens. `build_image_to_video` makes the pipeline from pictures.
 """
 
 import json
@@ -138,13 +138,6 @@ def build_image_to_video() -> HunyuanVideo15ImageToVideoPipeline:
     pipeline = HunyuanVideo15ImageToVideoPipeline(image_encoder=siglip, feature_extractor=processor, **components)
     pipeline.set_progress_bar_config(disable=True)
     pipeline.target_size = 64
-    return pipeline
-
-
-def save_image_to_video(folder: Path) -> HunyuanVideo15ImageToVideoPipeline:
-    """Write the layout of hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v, and return its pipeline."""
-    pipeline = build_image_to_video()
-    pipeline.save_pretrained(folder)
     return pipeline
 
 

@@ -169,7 +169,7 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(world: Path, tmp_path
 
 
 def weights_check(config: RunConfig) -> Check:
-    return next(check for check in _files(config) if check.name in ("model weights", "HunyuanVideo-1.5"))
+    return next(check for check in _files(config) if check.name == "model weights")
 
 
 def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
@@ -208,7 +208,12 @@ def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------ a run
 
 
-@pytest.mark.parametrize("words", [[], ["--training.update=single_pass", "--rollout.micro_batch_size=1"]])
+SINGLE_PASS = pytest.param(
+    ["--training.update=single_pass", "--rollout.micro_batch_size=1"], marks=pytest.mark.slow, id="single_pass"
+)
+
+
+@pytest.mark.parametrize("words", [pytest.param([], id="two_phase"), SINGLE_PASS])
 def test_three_updates_and_a_resume_to_the_bit(words: list[str], world: Path, tmp_path: Path) -> None:
     for name, parts in (("whole", (3,)), ("parts", (2, 3))):
         (tmp_path / name).mkdir()
@@ -233,7 +238,7 @@ def test_two_ranks_train_like_one_process(words: list[str], world: Path, tmp_pat
     for records, _, _ in run_ranks(train, 2, file, sharded):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
             for key in {"reward/mean", "grad_norm", "eval/0", "eval/1"} & wanted.keys():
-                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6), (update, key)
+                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-5), (update, key)
 
 
 def test_videos_of_pictures_are_generated_evaluated_and_exported(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from sage_fast.config.load import load_config
     from sage_fast.config.schema import RunConfig
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
-    from sage_fast.records import RolloutRecord
+    from sage_fast.records import Prompt, RolloutRecord
     from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
     from sage_fast.tools.api import TrainedRun, evaluate, generate, open_run, train
     from sage_fast.tools.exporting import export
@@ -22,6 +22,7 @@ __all__ = [
     "Acceleration",
     "Callback",
     "EvaluationRecord",
+    "Prompt",
     "RolloutRecord",
     "RunConfig",
     "SageError",
@@ -44,7 +45,7 @@ _HOMES = {
     "sage_fast.config.errors": ("SageError",),
     "sage_fast.config.load": ("load_config",),
     "sage_fast.config.schema": ("RunConfig",),
-    "sage_fast.records": ("RolloutRecord",),
+    "sage_fast.records": ("Prompt", "RolloutRecord"),
     "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
     "sage_fast.tools.api": ("TrainedRun", "evaluate", "generate", "open_run", "train"),
     "sage_fast.tools.exporting": ("export",),

@@ -4,13 +4,14 @@
     -> metrics
 
 Shapes: B samples of a micro-batch, N of a rollout, V of a rollout on all ranks; T rollout steps, K trained steps per
-sample; C F H W latent channels, frames, rows, columns; L text tokens, D text width; P prompts of a rollout, G videos
-per prompt.
+sample; C F H W latent channels, frames, rows, columns; L text tokens, Li image tokens, D their width; P prompts of a
+rollout, G videos per prompt.
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ class Prompt:
 
     `index` names the prompt in the run: the noise of a sample is a function of it, so it must be unique and must
     not depend on the order in which prompts are visited. `seed` is mixed with the run's seed, see `noise_seed`.
+    `image` is the file of the picture that an image-to-video model animates.
 
     Example: `Prompt(text="a red circle moving left", index=17)`
     """
@@ -33,6 +35,30 @@ class Prompt:
     text: str
     index: int
     seed: int | None = None
+    image: str | None = None
+
+    def asked(self, height: int, width: int) -> "str | Pictured":
+        """The question to a prompt encoder for videos of a size, in pixels: the text, or a text with its picture."""
+        return self.text if self.image is None else Pictured(self.text, self.image, height, width)
+
+
+class Pictured(NamedTuple):
+    """A text and the picture that a video of it begins with.
+
+    image: its file. height, width: of the video, in pixels; the picture is scaled and cropped to them.
+
+    Example: `Pictured("the fox jumps", "fox.png", 480, 832)`
+    """
+
+    text: str
+    image: str
+    height: int
+    width: int
+
+
+def text_of(asked: str | Pictured) -> str:
+    """The words in a question to a prompt encoder."""
+    return asked if isinstance(asked, str) else asked.text
 
 
 SHORT_CAPTION = 40
@@ -48,24 +74,33 @@ def word_count(prompt: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptEmbeds:
-    """Text conditioning of one prompt: the valid tokens only, no padding and hence no mask.
+    """Conditioning of one prompt: the valid tokens only, no padding and hence no mask.
 
     text: (L, D) float; the language model's tokens, L >= 1.
     glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt quotes nothing.
+    image: (Li, Di) float; the vision encoder's tokens of the picture, None where there is none.
+    frame: (C, 1, H, W) float; the picture as the latents of the first frame, None where there is none.
 
     Example: "a red circle moving left" in the toy world is `text` of shape (5, 32) and `glyph` of shape (0, 32).
     """
 
     text: Tensor
     glyph: Tensor
+    image: Tensor | None = None
+    frame: Tensor | None = None
 
     @property
-    def lengths(self) -> tuple[int, int]:
-        """(L, Lg)."""
-        return len(self.text), len(self.glyph)
+    def lengths(self) -> tuple[int, int, int]:
+        """(L, Lg, Li)."""
+        return len(self.text), len(self.glyph), 0 if self.image is None else len(self.image)
 
     def to(self, device: torch.device | str) -> "PromptEmbeds":
-        return PromptEmbeds(text=self.text.to(device), glyph=self.glyph.to(device))
+        picture = [None if part is None else part.to(device) for part in (self.image, self.frame)]
+        return PromptEmbeds(text=self.text.to(device), glyph=self.glyph.to(device), image=picture[0], frame=picture[1])
+
+    def beside(self, prompt: "PromptEmbeds") -> "PromptEmbeds":
+        """These words with another prompt's picture: the unconditional branch, in which guidance keeps the picture."""
+        return self if prompt.image is None else replace(self, image=prompt.image, frame=prompt.frame)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -141,12 +141,12 @@ def sample_trajectory(
 class Sampler:
     """Samples videos of prompts from a loaded model: those of a rollout, of an evaluation, and of `generate`.
 
-    velocity: of a batch and the keys of its noise. embed: conditioning of a text. initial: noise to start from. table:
-    the steps. seed, update, usual: of the noise, see `noise_seed`. kernels, keep_steps: see `sample_trajectory`.
+    velocity: of a batch and the keys of its noise. embed: conditioning of a prompt. initial: noise to start from.
+    table: the steps. seed, update, usual: of the noise, see `noise_seed`. kernels, keep_steps: see `sample_trajectory`.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
-    embed: Callable[[str], PromptEmbeds]
+    embed: Callable[[Prompt], PromptEmbeds]
     initial: Callable[[Sequence[NoiseKey]], Tensor]
     table: TransitionTable
     seed: int
@@ -157,7 +157,7 @@ class Sampler:
 
     def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
         """Samples of prompts and their members."""
-        return [Sample(prompt=p, embeds=self.embed(p.text), member=member) for p, member in members]
+        return [Sample(prompt=p, embeds=self.embed(p), member=member) for p, member in members]
 
     def __call__(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one micro-batch."""
@@ -170,7 +170,7 @@ def evaluation_sampler(
     rollout: RolloutConfig,
     evaluation: EvaluationConfig,
     policy: GuidedPolicy,
-    embed: Callable[[str], PromptEmbeds],
+    embed: Callable[[Prompt], PromptEmbeds],
     initial: Callable[[Sequence[NoiseKey]], Tensor],
     *,
     sde_type: str = "ode",

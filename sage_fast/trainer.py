@@ -21,6 +21,7 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import VideoConfig
 from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
 from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
 from sage_fast.distributed.start import rank_device
@@ -35,7 +36,7 @@ from sage_fast.objectives.base import Objective, Parts, gather_terms, name_promp
 from sage_fast.optim import unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
-from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
+from sage_fast.records import Pictured, Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
 from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
@@ -139,11 +140,12 @@ class Trainer:
             self.decoder.latent_shape(video.num_frames, video.height, video.width)
             for video in (config.video, config.evaluation_video)
         )
+        components.check_pictures([*prompts, *eval_prompts])
         used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
         lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
         if self.engine.sharded:
-            train, scored = ({lengths[p.text] for p in group if p.text in lengths} for group in (prompts, eval_prompts))
+            train, scored = ({lengths[p] for p in group if p in lengths} for group in (prompts, eval_prompts))
             check_lockstep(config.rollout, config.evaluation, train, scored)
         parts = Parts(
             policy=self.policy,
@@ -165,21 +167,27 @@ class Trainer:
         self._seconds: dict[str, float] = {}
         self._had_spread = True
 
-    def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[str, tuple[int, int]]:
-        """Encode the prompts, and return the numbers of tokens by text.
+    def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
+        """Encode the prompts, with a picture for both sizes of videos, and return the numbers of tokens of each.
 
         Before the transformer is on the GPU, because there may not be room for both.
         """
         self.encoder = encoder
-        texts = [self.config.rollout.negative_prompt, *(prompt.text for prompt in prompts)]
+        videos = self.config.video, self.config.evaluation_video
+        sizes = dict.fromkeys((video.height, video.width) for video in videos)
+        asked = [self.config.rollout.negative_prompt, *(p.asked(*size) for size in sizes for p in prompts)]
         lengths = encoder.prepare(
-            texts, self.world, lambda done, total: self.progress("encoding of prompts", done, total, "")
+            asked, self.world, lambda done, total: self.progress("encoding of prompts", done, total, "")
         )
-        return dict(zip(texts, lengths, strict=True))
+        return dict(zip(prompts, lengths[1:], strict=False))  # of one size; the other has as many tokens
 
-    def embed(self, text: str) -> PromptEmbeds:
+    def embed(self, asked: str | Pictured) -> PromptEmbeds:
         """Conditioning of one of the run's prompts, or of the negative one, on this rank's device."""
-        return self.encoder.encode([text])[0].to(self.device)
+        return self.encoder.encode([asked])[0].to(self.device)
+
+    def _embed_for(self, video: VideoConfig) -> Callable[[Prompt], PromptEmbeds]:
+        """Function from one of the run's prompts to its conditioning for videos of that size."""
+        return lambda prompt: self.embed(prompt.asked(video.height, video.width))
 
     def _prepare_model(self, components: Components) -> None:
         """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
@@ -251,7 +259,8 @@ class Trainer:
         ranks at the same time.
         """
         rollout, members = self.config.rollout, self.config.rollout.num_generations
-        samples = make_groups(self._prompts(), lambda prompt: self.embed(prompt.text), members, self.own_videos)
+        embed = self._embed_for(self.config.video)
+        samples = make_groups(self._prompts(), embed, members, self.own_videos)
         table = rollout_table(rollout, self.rollouts)
 
         def initial(keys: Sequence[NoiseKey]) -> Tensor:
@@ -261,7 +270,7 @@ class Trainer:
 
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
-            embed=self.embed,
+            embed=embed,
             initial=initial,
             table=table,
             seed=self.config.seed,
@@ -414,7 +423,8 @@ class Trainer:
         """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights."""
         section = self.config.evaluation
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
-        sampler = evaluation_sampler(self.config.rollout, section, self.policy, self.embed, initial)
+        embed = self._embed_for(self.config.evaluation_video)
+        sampler = evaluation_sampler(self.config.rollout, section, self.policy, embed, initial)
         with self.evaluated_weights(), self.engine.phase("evaluation"):
             return evaluate(sampler, self._new_scoring(), self.eval_prompts, section, return_videos=return_videos)
 

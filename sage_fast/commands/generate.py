@@ -5,6 +5,7 @@ examples:
   sage-fast generate hv15_352x624_lora_1gpu --checkpoint none --prompts my.txt --output_dir videos
   sage-fast generate runs/mine --prompts my.txt --output_dir videos         newest checkpoint of a run
   sage-fast generate hv15_480p_lora_1gpu --lora exported --prompts my.txt --output_dir videos
+  sage-fast generate runs/mine --prompt "the fox runs" --image fox.png --output_dir videos      from a picture
   sage-fast generate runs/mine --output_dir noisy --sampler sage_grpo --num-videos 4
                                                                         what the exploration of the training looks like
 
@@ -38,19 +39,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="a prompt, in any language that the model reads; repeat the option for more",
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="image-to-video: the picture that the video begins with; one for all prompts, or one for each",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
     from sage_fast.config.errors import ConfigError
+    from sage_fast.records import Prompt
     from sage_fast.tools.api import generate
 
     if options.prompt and options.prompts:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
+    if options.image and len(options.image) not in (1, len(options.prompt)):
+        raise ConfigError(
+            f"{len(options.image)} --image and {len(options.prompt)} --prompt were given. Give one picture for all "
+            "prompts or one for each; a prompt file names pictures in its column 'image'."
+        )
+    pictures = options.image * (len(options.prompt) if len(options.image) == 1 else 1)
+    texts = enumerate(zip(options.prompt, pictures, strict=bool(pictures)))
+    pictured = [Prompt(text=text, index=index, image=file) for index, (text, file) in texts]
     there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
-        options.prompt or None,
+        pictured or options.prompt or None,
         options.output_dir,
         checkpoint=options.checkpoint,
         lora=options.lora,

@@ -227,7 +227,7 @@ class DataConfig(Section, key="data"):
     """Training prompts."""
 
     prompts: str | list[str] = field(metadata={FREE: PLACE})
-    """CSV (columns prompt, optional index and seed), JSON or text file of prompts, or a list of the texts themselves.
+    """CSV (columns prompt, optional index, seed and image), JSON or text file of prompts, or a list of the texts alone.
     A relative path is looked for in the folder of the YAML that names it, then in the working directory, then among the
     files that ship."""
     prompt_key: str = free("prompt", PLACE)

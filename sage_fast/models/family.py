@@ -23,13 +23,13 @@ from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights
 from sage_fast.models.transformer import FusedForward, Layout, in_parts
-from sage_fast.records import PromptEmbeds
+from sage_fast.records import Prompt, PromptEmbeds
 
 logger = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
-    """Turns prompts into conditioning.
+    """Turns texts into conditioning, and for weights that animate pictures (`WeightFacts.pictures`) `Pictured` texts.
 
     For `doctor --deep` it may have a method `encode_plainly(text) -> Tensor`: the tokens `PromptEmbeds.text` of one
     prompt, computed without its own shortcuts.
@@ -37,11 +37,12 @@ class PromptEncoder(Protocol):
 
     def prepare(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Any],
         world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[tuple[int, int]]:
-        """Have what `encode` will be asked for at hand, such as on disk, and return (L, Lg) of every text. Collective.
+    ) -> Sequence[tuple[int, ...]]:
+        """Have what `encode` will be asked for at hand, such as on disk, and return the lengths of every text: (L, Lg),
+        and Li where there are pictures. Collective.
 
         A run calls it once, with all its texts, before the transformer is on the GPU: an encoder may load large models
         for the call and release them after. A call that takes long says at intervals, by `progress`, how many texts are
@@ -50,7 +51,7 @@ class PromptEncoder(Protocol):
         """
         ...
 
-    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+    def encode(self, texts: Sequence[Any]) -> list[PromptEmbeds]:
         """One record per text, on the CPU; the empty string is the unconditional prompt of classifier-free guidance.
 
         A run calls it in every rollout, with the texts of the videos of this rank.
@@ -87,6 +88,21 @@ class WeightFacts:
     """Timestep shift that the model was published with; None where nothing says."""
     least_steps: int | None = None
     """Fewest denoising steps with which its owners say that it draws correctly; None where they say nothing."""
+    pictures: bool = False
+    """True for weights that animate the picture of a prompt: each prompt needs one then, and has none otherwise."""
+
+    def check_pictures(self, prompts: Sequence[Prompt]) -> None:
+        """ValueError where prompts lack the picture that the model animates, or have one that it would not read."""
+        wrong = [prompt for prompt in prompts if (prompt.image is not None) is not self.pictures]
+        if not wrong:
+            return
+        those = f"{len(wrong)} of {len(prompts)} prompts have {'no' if self.pictures else 'a'} picture"
+        kind, other = ("image", "text") if self.pictures else ("text", "image")
+        fix = "Name one in the column 'image' of the prompt file" if self.pictures else "Leave the column 'image' out"
+        raise ValueError(
+            f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are {kind}-to-video. {fix}, or set "
+            f"model.path to {other}-to-video weights, such as 480p_{other[0]}2v."
+        )
 
     def check_guidance(self, guidance_scale: float, key: str = "rollout.guidance_scale") -> None:
         """ValueError where guidance is distilled into weights that would be guided once more."""
@@ -129,7 +145,7 @@ class WeightFacts:
 
 @dataclass(kw_only=True)
 class Components(WeightFacts):
-    """The three parts of a text-to-video model that a run is made of, and facts about its weights.
+    """The three parts of a video model that a run is made of, and facts about its weights.
 
     The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
     """
@@ -174,7 +190,8 @@ class Work:
 class ModelDescription:
     """A model before it is loaded, as the planner sees it.
 
-    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty prompt alike.
+    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty prompt alike, image_tokens among
+    them, those of a picture.
     forward_work: (transformer, video tokens, text tokens) -> what one forward computes.
     modulation: numbers that a table of the modulation holds per noise level; 0 where the family has no such table.
     latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
@@ -192,6 +209,7 @@ class ModelDescription:
     decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
     decode_work: Callable[[tuple[int, int, int, int], bool, str], tuple[float, float]]
     forward_work: Callable[[Mapping[str, Any], int, int], Work]
+    image_tokens: int = 0
     modulation: int = 0
     decoder_gb: float = 0.0
     encoder_gb: float = 0.0
@@ -284,6 +302,10 @@ class ModelFamily(ABC):
         """Name and address of the licence of its weights, which binds what is trained from them; None for none."""
         return None
 
+    def pipeline_class(self, model: ModelConfig) -> str:
+        """diffusers' class of pipelines with these weights."""
+        return self.pipeline
+
     def pipeline_base(self, model: ModelConfig) -> str | None:
         """Base model as a stock diffusers pipeline loads it, a folder or a repository; None where none does."""
         return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None
@@ -329,7 +351,7 @@ class ModelFamily(ABC):
 
     @staticmethod
     def dead_modules(transformer: Any) -> tuple[str, ...]:
-        """Modules that cannot influence a text-to-video velocity: their gradient is None or exactly zero.
+        """Modules that cannot influence the velocity: their gradient is None or exactly zero.
 
         Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
         """

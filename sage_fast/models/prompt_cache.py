@@ -25,9 +25,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from sage_fast.config.files import fingerprint, replacing
+from sage_fast.config.files import content_digest, fingerprint, replacing
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-from sage_fast.records import SHORT_CAPTION, PromptEmbeds, word_count
+from sage_fast.records import SHORT_CAPTION, Pictured, PromptEmbeds, text_of, word_count
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +62,20 @@ class CachedPromptEncoder(ABC):
         """Folders of the encoders and tokenizers."""
 
     @abstractmethod
-    def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
+    def _encode(self, texts: Sequence[Any]) -> Generator[tuple[int, ...], None, None]:
         """Load the encoders, `_write` the conditioning of the texts one by one, free the encoders.
 
-        Yields the numbers of tokens of each text before any were cut off. A text goes through its encoder alone and
-        without padding, which its tokens do not see: what is cached depends on nothing but the text.
+        Yields the numbers of tokens of each text before any were cut off: (L, Lg), and Li of a `Pictured` text. A text
+        goes through its encoder alone and without padding, which its tokens do not see: what is cached depends on
+        nothing but the text and its picture.
         """
 
     def prepare(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str | Pictured],
         world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, ...]]:
         """As in `PromptEncoder`: encode into the cache what it lacks. Ranks whose cache is the same folder share that.
 
         A rank that is killed loses what it was encoding at that moment; the next start goes on with the rest.
@@ -87,10 +88,11 @@ class CachedPromptEncoder(ABC):
         ranks = self._ranks_that_share(world, unique)
         place, count = ranks.index(world.rank), len(ranks)
         # A prompt or two may be a trial, or the empty one of guidance.
-        if world.is_main and len(unique) > 2 and (median := statistics.median(map(word_count, unique))) < SHORT_CAPTION:
+        words = (word_count(text_of(text)) for text in unique)
+        if world.is_main and len(unique) > 2 and (median := statistics.median(words)) < SHORT_CAPTION:
             logger.warning("The median prompt has %d words; %s is used with captions of %s.", median, *self.usual)
         share = range(place, len(unique), count)
-        counts: dict[int, tuple[int, int]] = {}
+        counts: dict[int, tuple[int, ...]] = {}
         for number in share:
             if (found := self._read(unique[number], checked=False)) is not None:
                 counts[number] = found[1]
@@ -105,14 +107,15 @@ class CachedPromptEncoder(ABC):
         everywhere = world.gather(counts)
         by_text = {unique[number]: count for rank in ranks for number, count in everywhere[rank].items()}
         if world.is_main:
-            self._warn_of_unread(by_text)
-        return [(min(by_text[text][0], self.limits[0]), min(by_text[text][1], self.limits[1])) for text in texts]
+            self._warn_of_unread({text_of(text): count for text, count in by_text.items()})
+        # Texts without a picture have no third number.
+        return [(*map(min, by_text[text], self.limits), (*by_text[text], 0)[2]) for text in texts]
 
     def _encode_in_rounds(
-        self, own: Sequence[str], total: int, world: World, progress: Callable[[int, int], None]
-    ) -> list[tuple[int, int]]:
+        self, own: Sequence[str | Pictured], total: int, world: World, progress: Callable[[int, int], None]
+    ) -> list[tuple[int, ...]]:
         """Encode this rank's share of the `total` texts, and return their numbers of tokens. Collective."""
-        counts: list[tuple[int, int]] = []
+        counts: list[tuple[int, ...]] = []
         with (
             closing(self._encode(own)) as encoded,
             tqdm(total=total, desc="prompts", unit="prompt", disable=None if total and world.is_main else True) as bar,
@@ -126,7 +129,7 @@ class CachedPromptEncoder(ABC):
             bar.update(total - bar.n)
         return counts
 
-    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
+    def encode(self, texts: Sequence[str | Pictured]) -> list[PromptEmbeds]:
         """One record per text, valid tokens only, on the CPU. The empty text is the unconditional prompt.
 
         Texts that the cache lacks, or has damaged, are encoded. Raises as `prepare`.
@@ -137,7 +140,7 @@ class CachedPromptEncoder(ABC):
             found = [self._read(text) for text in texts]
         return [read[0] for read in found if read is not None]
 
-    def _ranks_that_share(self, world: World, texts: Sequence[str]) -> list[int]:
+    def _ranks_that_share(self, world: World, texts: Sequence[str | Pictured]) -> list[int]:
         """The ranks that have this rank's cache and look for the same in it, itself among them.
 
         Nodes may have separate caches. That all have read the same prompts is checked later.
@@ -157,16 +160,22 @@ class CachedPromptEncoder(ABC):
 
     # ------------------------------------------------------------------------------------------ cache
 
-    def path_of(self, text: str) -> Path:
-        """The file of a text's conditioning: a hash of the text, the encoders' files and the template."""
+    def path_of(self, text: str | Pictured) -> Path:
+        """The file of a text's conditioning: a hash of the text, the encoders' files and the template.
+
+        With a picture also of the picture's content and of the size that it is cropped to.
+        """
         if self._identity is None:
             kinds = (".json", ".jinja", ".txt", ".safetensors", ".bin")
             files = [[path for path in folder.iterdir() if path.suffix in kinds] for folder in self.folders]
             self._identity = json.dumps([CACHE_VERSION, self.template, *map(fingerprint, files)])
-        key = hashlib.blake2b(f"{self._identity}\n{text}".encode(), digest_size=20).hexdigest()
+        asked = f"{self._identity}\n{text_of(text)}"
+        if not isinstance(text, str):
+            asked += f"\n{content_digest(text.image)} {text.height}x{text.width}"
+        key = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 
-    def _read(self, text: str, *, checked: bool = True) -> tuple[PromptEmbeds, tuple[int, int]] | None:
+    def _read(self, text: str | Pictured, *, checked: bool = True) -> tuple[PromptEmbeds, tuple[int, ...]] | None:
         """The conditioning of a text, and its numbers of tokens before any were cut off.
 
         None where the cache lacks it. A damaged entry is removed, with a warning.
@@ -177,27 +186,28 @@ class CachedPromptEncoder(ABC):
         path = self.path_of(text)
         try:
             with safe_open(path, framework="pt") as file:
-                tensors = {name: file.get_tensor(name) for name in ("text", "glyph")}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  no mapping
                 metadata = file.metadata() or {}
             if checked:
                 # Copied, because the run may outlive the mapped file.
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-            if metadata.get("prompt") != text or (checked and metadata.get("checksum") != _checksum(tensors)):
+            if metadata.get("prompt") != text_of(text) or (checked and metadata.get("checksum") != _checksum(tensors)):
                 raise ValueError("its content does not match its checksum")
-            count = json.loads(metadata.get("tokens", ""))
+            count = tuple(json.loads(metadata.get("tokens", "")))
+            embeds = PromptEmbeds(**tensors)
         except FileNotFoundError:
             return None
-        except (SafetensorError, ValueError, OSError) as error:
+        except (SafetensorError, TypeError, ValueError, OSError) as error:
             logger.warning("Cached prompt %s is damaged (%s): it is encoded again.", path, error)
             path.unlink(missing_ok=True)
             return None
-        return PromptEmbeds(**tensors), (count[0], count[1])
+        return embeds, count
 
-    def _write(self, text: str, embeds: PromptEmbeds, count: tuple[int, int]) -> None:
-        tensors = {"text": embeds.text.cpu().contiguous(), "glyph": embeds.glyph.cpu().contiguous()}
+    def _write(self, text: str | Pictured, embeds: PromptEmbeds, count: tuple[int, ...]) -> None:
+        tensors = {name: value.cpu().contiguous() for name, value in vars(embeds).items() if value is not None}
         # Not waiting for the disk: an entry that a loss of power has cut off is found damaged, and encoded again.
         with replacing(self.path_of(text), lasting=False) as partial:
-            metadata = {"prompt": text, "checksum": _checksum(tensors), "tokens": json.dumps(count)}
+            metadata = {"prompt": text_of(text), "checksum": _checksum(tensors), "tokens": json.dumps(count)}
             save_file(tensors, partial, metadata=metadata)
 
     def _load(self, model_class: Any, folder: Path) -> Any:
@@ -224,7 +234,7 @@ class CachedPromptEncoder(ABC):
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()
 
-    def _warn_of_unread(self, counts: Mapping[str, tuple[int, int]]) -> None:
+    def _warn_of_unread(self, counts: Mapping[str, tuple[int, ...]]) -> None:
         """Say which prompts the encoders do not see whole.
 
         Args:

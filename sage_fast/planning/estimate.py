@@ -331,8 +331,9 @@ def make_plan(
     exchanges = Counter(held, visited, evaluation_tokens=tokens, eval_batches=batches).exchanges()
     longest = longest_prompt(config, layout.data_parallel)
     forward = description.forward_work(description.transformer, held.video_tokens, description.text_tokens)
+    words = description.text_tokens - description.image_tokens
     longer = description.forward_work(
-        description.transformer, held.video_tokens, round(longest * description.text_tokens)
+        description.transformer, held.video_tokens, round(longest * words) + description.image_tokens
     )
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None

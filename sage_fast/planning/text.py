@@ -211,9 +211,10 @@ def assumptions(plan: Plan) -> list[str]:
     config, device, layout = plan.config, plan.device, plan.layout
     product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
     most, least = CONVOLUTION_SHARES
+    pictures = f" ({plan.description.image_tokens} of a picture)" if plan.description.image_tokens else ""
     lines = [
         "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations traced on the meta device",
-        f"every prompt has {plan.description.text_tokens} text tokens, the empty one too; no glyph tokens",
+        f"every prompt has {plan.description.text_tokens} text tokens{pictures}, the empty one too; no glyph tokens",
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
         f"reached of them: products {LINEAR_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, elementwise "

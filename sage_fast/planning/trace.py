@@ -249,7 +249,7 @@ def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmb
     )
     family = family_of(transformer)
     family.choose_forward(transformer, model)
-    prompt = family.empty_prompt(transformer.config, call.text_tokens, dtype)
+    prompt = family.empty_prompt({**transformer.config, **dict(call.transformer)}, call.text_tokens, dtype)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
     with torch.no_grad(), traced_attention() if call.forward == "stock" else nullcontext():
         # Rotary tables, modulation: a run has them from its first step on.

@@ -2,10 +2,10 @@
 
     v = v_u + g (v_c - v_u)             dL/dv_c = g dL/dv,    dL/dv_u = (1 - g) dL/dv
 
-v_c is the velocity of the prompt, v_u that of the empty prompt. The branches are two dense calls because their text
-lengths differ; at g = 1 only the conditional one exists. The gradient is a vector-Jacobian product (VJP) with the
-cotangent dL/dv, so it splits exactly: the branches can be differentiated together, or one after the other with only
-one branch's activations alive at a time.
+v_c is the velocity of the prompt, v_u that of the empty prompt, beside the same picture where there is one. The
+branches are two dense calls because their text lengths differ; at g = 1 only the conditional one exists. The gradient
+is a vector-Jacobian product (VJP) with the cotangent dL/dv, so it splits exactly: the branches can be differentiated
+together, or one after the other with only one branch's activations alive at a time.
 
 Shapes: B batch, C channels, F frames, H, W.
 """
@@ -74,7 +74,7 @@ class GuidedPolicy:
         conditional = model_velocity(self.transformer, latents, sigma, prompts)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._uncond_velocity(latents, sigma))
+        return self._guided(conditional, self._uncond_velocity(latents, sigma, prompts))
 
     def velocity_and_gradient(
         self,
@@ -112,18 +112,18 @@ class GuidedPolicy:
         conditional = output.detach()
         if callable(cotangents):
             with torch.no_grad():
-                uncond = self._uncond_velocity(latents, sigma)
+                uncond = self._uncond_velocity(latents, sigma, prompts)
             cotangents = cotangents(self._guided(conditional, uncond))
         vjp(output, [scale * cotangent for cotangent in cotangents])
         # The VJP has released the first branch's activations before the second branch makes its own.
         with torch.enable_grad():
-            output = self._uncond_velocity(latents, sigma)
+            output = self._uncond_velocity(latents, sigma, prompts)
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _uncond_velocity(self, latents: Tensor, sigma: Tensor) -> Tensor:
-        """Velocity of the empty prompt."""
-        return model_velocity(self.transformer, latents, sigma, [self.uncond] * len(latents))
+    def _uncond_velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+        """Velocity of the empty prompt, beside the pictures of the prompts."""
+        return model_velocity(self.transformer, latents, sigma, [self.uncond.beside(prompt) for prompt in prompts])
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
         return uncond + self.guidance_scale * (conditional - uncond)

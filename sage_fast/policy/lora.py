@@ -95,7 +95,7 @@ def add_lora(
 
 
 def train_all(transformer: Any) -> None:
-    """Make every weight trainable that can influence a text-to-video velocity.
+    """Make every weight trainable that can influence the velocity.
 
     ValueError unless the weights are float32: the optimizer needs full-precision masters.
     """

@@ -8,8 +8,9 @@
     [{"prompt": "a red circle", "seed": 7}, "a blue square"]
 
 ``index`` (default: the row's number, from 0) tells prompts apart in the random state and in file names; where not all
-are whole numbers it is left alone. ``seed`` is mixed with the run's for a prompt's noise. Other columns are left alone,
-so a data set's own file can be used as it is; `data.prompt_key` names the column of prompts that is not ``prompt``.
+are whole numbers it is left alone. ``seed`` is mixed with the run's for a prompt's noise. ``image`` is the file of the
+picture that an image-to-video model animates, relative to the prompt file. Other columns are left alone, so a data
+set's own file can be used as it is; `data.prompt_key` names the column of prompts that is not ``prompt``.
 """
 
 import csv
@@ -18,12 +19,12 @@ import logging
 import os
 import re
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import read_json, read_text
+from sage_fast.config.files import content_digest, read_json, read_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import digest
 from sage_fast.distributed.start import rank
@@ -71,8 +72,13 @@ def _read_prompts(key: str, given: str | list[str], column: str) -> list[Prompt]
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
-    """Digest of the training and evaluation prompts with their indices and seeds."""
-    return digest([[(p.text, p.index, p.seed) for p in group] for group in (prompts, eval_prompts)])
+    """Digest of the training and evaluation prompts with their indices, seeds and the content of their pictures."""
+
+    def values(prompt: Prompt) -> tuple[object, ...]:
+        picture = () if prompt.image is None else (content_digest(prompt.image),)
+        return prompt.text, prompt.index, prompt.seed, *picture
+
+    return digest([[values(prompt) for prompt in group] for group in (prompts, eval_prompts)])
 
 
 def read_prompts(path: str | os.PathLike[str] | Sequence[str], key: str = "prompt") -> list[Prompt]:
@@ -116,11 +122,11 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     """The prompts of a file; a plan asks for the same ones many times."""
     rows: list[_Row] = []
     empty, marked = [], []
-    for where, text, index, seed in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
+    for where, text, index, seed, image in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
         if _NO_TEXT.search(text):
             raise ValueError(f"{where}: the prompt has an escape of half a character (\\ud800 to \\udfff) or of none")
         if seen := _visible(text):
-            rows.append((where, seen, index, seed))
+            rows.append((where, seen, index, seed, image))
             marked += [where] if _UNSEEN.search(text) else []
         else:
             empty.append(where)
@@ -130,7 +136,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         _note(path, f"{len(empty)} empty prompts were skipped, the first at {empty[0]}")
     if marked:
         _note(path, f"marks of no width were removed from {len(marked)} prompts, the first at {marked[0]}")
-    odd = [(where, index) for where, _, index, _ in rows if not _is_left_out(index) and _whole(index) is None]
+    odd = [(where, index) for where, _, index, *_ in rows if not _is_left_out(index) and _whole(index) is None]
     if odd:
         _note(
             path,
@@ -139,7 +145,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         )
     prompts: list[Prompt] = []
     taken: dict[int, str] = {}
-    for where, text, index, seed in rows:
+    for where, text, index, seed, image in rows:
         number = None if odd or _is_left_out(index) else _whole(index)
         if number is None:
             number = len(prompts)
@@ -149,7 +155,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
                 "its own index, or none of them any (they are then numbered from 0)"
             )
         taken[number] = where
-        prompts.append(Prompt(text=text, index=number, seed=_seed(seed, where)))
+        prompts.append(Prompt(text=text, index=number, seed=_seed(seed, where), image=_image(image, path, where)))
     _note_texts(str(path), tuple(prompt.text for prompt in prompts))
     return tuple(prompts)
 
@@ -189,8 +195,8 @@ def _note(source: object, text: str) -> None:
         logger.warning("%s: %s.", source, text)
 
 
-# A reader yields (path:line, prompt, raw index or None, raw seed or None).
-_Row = tuple[str, str, object, object]
+# A reader yields (path:line, prompt, raw index or None, raw seed or None, raw image or None).
+_Row = tuple[str, str, object, object, object]
 
 
 def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
@@ -216,7 +222,7 @@ def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
         row = dict(zip(header, cells, strict=False))
-        yield f"{path}:{start}", row.get(key.strip().lower(), ""), row.get("index"), row.get("seed")
+        yield f"{path}:{start}", row.get(key.strip().lower(), ""), *_own(row)
 
 
 def _header(cells: list[str], where: str, key: str) -> list[str]:
@@ -250,7 +256,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
             raise ValueError(f"{where}: no key named {key!r}; found {found}{advice}")
         if not isinstance(row[key], str | None):
             raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
-        yield where, row[key] or "", row.get("index"), row.get("seed")
+        yield where, row[key] or "", *_own(row)
 
 
 def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
@@ -258,7 +264,7 @@ def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
         if number == 0 and _visible(content).strip("\"'").lower() in {*_TITLES, key.lower()}:
             _note(path, f"the first line, {content!r}, is taken for the title of a column and is not a prompt")
         else:
-            yield f"{path}:{line}", content, None, None
+            yield f"{path}:{line}", content, None, None, None
 
 
 _OTHER_KEY = "; data.prompt_key, or evaluation.prompt_key for an evaluation's own file, names the one with the prompts"
@@ -276,6 +282,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
     for number, line in enumerate(re.split("\r\n?|\n", text), start=1):
         if line.strip():
             yield number, line.strip()
+
+
+def _own(row: Mapping[str, object]) -> tuple[object, object, object]:
+    return row.get("index"), row.get("seed"), row.get("image")
 
 
 def _is_left_out(value: object) -> bool:
@@ -296,6 +306,18 @@ def _seed(value: object, where: str) -> int | None:
             f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; fix it or leave it out"
         )
     return seed
+
+
+def _image(value: object, path: Path, where: str) -> str | None:
+    if _is_left_out(value):
+        return None
+    image = path.parent / str(value).strip()
+    if not image.is_file():
+        raise ValueError(
+            f"{where}: there is no picture {_shown(value)} in {path.parent}; write its path relative to the prompt "
+            "file, or rename the column 'image' if it holds something else"
+        )
+    return str(image.absolute())
 
 
 def _shown(value: object) -> str:

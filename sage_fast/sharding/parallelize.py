@@ -407,14 +407,14 @@ def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig,
 
 
 def check_lockstep(
-    rollout: RolloutConfig, evaluation: EvaluationConfig, train: set[tuple[int, int]], scored: set[tuple[int, int]]
+    rollout: RolloutConfig, evaluation: EvaluationConfig, train: set[tuple[int, ...]], scored: set[tuple[int, ...]]
 ) -> None:
     """ConfigError unless all ranks run equally many dense batches, as they must where a forward communicates weights.
 
     A batch of prompts with different numbers of tokens runs as several.
 
     Args:
-        train, scored: the lengths that training and evaluation prompts have.
+        train, scored: the lengths (text, glyph and image tokens) that training and evaluation prompts have.
     """
     if rollout.num_generations % rollout.videos_at_once and len(train) > 1:
         raise ConfigError(

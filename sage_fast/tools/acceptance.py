@@ -140,8 +140,9 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
 
 def _prompt(config: RunConfig, components: Components) -> Iterator[Check]:
     """One prompt as a run encodes it, or has encoded it, against the whole conversation without padding."""
-    encoder, text = components.prompt_encoder, load_prompts(config)[0][0].text
-    (embeds,) = encoder.encode([text])
+    encoder, prompt, video = components.prompt_encoder, load_prompts(config)[0][0], config.video
+    text = prompt.text
+    (embeds,) = encoder.encode([prompt.asked(video.height, video.width)])
     plain: Callable[[str], Tensor] | None = getattr(encoder, "encode_plainly", None)
     if plain is None:
         yield _info("prompt", f"{len(embeds.text)} tokens; the family has no second way to encode it")
@@ -154,7 +155,8 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     """The fused forward against diffusers' own: the same weights, latents, noise level and prompt."""
     device, video = rank_device(config.model.device), config.video
     transformer, prompt = components.transformer.to(device), load_prompts(config)[0][0]
-    (embeds,) = [e.to(device) for e in components.prompt_encoder.encode([prompt.text])]
+    asked = [prompt.asked(video.height, video.width)]
+    (embeds,) = [e.to(device) for e in components.prompt_encoder.encode(asked)]
     shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
     key = NoiseKey(seed=config.seed, update=0, prompt_index=prompt.index, sample_index=0)
     latents = initial_noise([key], shape, device=device)

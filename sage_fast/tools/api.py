@@ -33,6 +33,7 @@ from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.adapters import adapter_file, read_adapter
 from sage_fast.policy.trained import weights_digest
+from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score
 from sage_fast.run import run as training
@@ -99,7 +100,7 @@ class TrainedRun:
 
     @speaking_python
     def generate(
-        self, prompts: str | Sequence[str], output_dir: str | Path | None = None, **options: Any
+        self, prompts: str | Prompt | Sequence[str | Prompt], output_dir: str | Path | None = None, **options: Any
     ) -> list[Path]:
         """Write videos of prompts with the trained model, and return their files; see `generate`."""
         return generate(self, prompts, output_dir, **options)
@@ -241,7 +242,7 @@ def evaluate(
 
 def generate(
     run: RunLike,
-    prompts: str | Sequence[str] | None,
+    prompts: str | Prompt | Sequence[str | Prompt] | None,
     output_dir: str | Path | None = None,
     *,
     checkpoint: str = "auto",
@@ -257,7 +258,8 @@ def generate(
     A video that is there already, made alike, is kept.
 
     Args:
-        prompts: one text or several; None takes the run's evaluation prompts.
+        prompts: one text or several, or with pictures `Prompt(text=..., image="file.png", index=0)`, whose places in
+            the list number them; None takes the run's evaluation prompts.
         output_dir: a folder; None means `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the model that the run starts
             from) or a checkpoint folder. lora: an adapter instead, also of `model.adapter`.
@@ -276,12 +278,19 @@ def generate(
     config = _config_of(run)
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
-    if prompts is not None:
-        evaluation = replace(evaluation, prompts=_texts(prompts), num_prompts=None)
+    given = [prompts] if isinstance(prompts, Prompt) else prompts
+    if given is not None:
+        texts = given if isinstance(given, str) else [p.text if isinstance(p, Prompt) else p for p in given]
+        evaluation = replace(evaluation, prompts=_texts(texts), num_prompts=None)
     if seed is not None:
         evaluation = replace(evaluation, seed=seed)
     config = replace(config, evaluation=evaluation)
     records = load_eval_prompts(config)
+    if given is not None and not isinstance(given, str):
+        records = [
+            replace(record, image=_file(p.image), seed=p.seed) if isinstance(p, Prompt) else record
+            for record, p in zip(records, given, strict=True)
+        ]
     chosen = _choose_weights(config, checkpoint, lora)
     if chosen is not None:
         config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
@@ -323,6 +332,13 @@ def _texts(prompts: str | Sequence[str]) -> list[str]:
             "configuration, as data.prompts (train) or evaluation.prompts (generate)."
         )
     return [prompts] if isinstance(prompts, str) else list(prompts)
+
+
+def _file(image: str | None) -> str | None:
+    """The picture of a prompt. ConfigError where there is no such file."""
+    if image is not None and not Path(image).is_file():
+        raise ConfigError(f"There is no picture {image}. A path is relative to the working directory.")
+    return image
 
 
 def _one_process() -> None:

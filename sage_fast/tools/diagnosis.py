@@ -290,6 +290,9 @@ def _files(config: RunConfig) -> Iterator[Check]:
         facts.check_guidance(config.rollout.guidance_scale)
         fix = "--forward_process.sampling_guidance=null"
         facts.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
+        fix = "see the message"
+        with suppress(ConfigError):  # the check of the prompts says it
+            facts.check_pictures([prompt for group in load_prompts(config) for prompt in group])
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return

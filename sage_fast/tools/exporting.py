@@ -269,6 +269,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
     lora, family = result.format == "lora", model_family(config.model.family)
     base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
+    pipeline = family.pipeline_class(config.model)
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
         base_model_relation="adapter" if lora else "finetune",
@@ -276,7 +277,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         license="other" if licence else None,
         license_name=licence[0] if licence else None,
         license_link=licence[1] if licence else None,
-        pipeline_tag="text-to-video",
+        pipeline_tag="image-to-video" if "ImageToVideo" in pipeline else "text-to-video",
         tags=["grpo", "reinforcement-learning", "sage-fast", *(["lora"] if lora else [])],
     )
     card = ModelCard.from_template(
@@ -289,6 +290,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         config=config,
         adapter_file=result.adapter_file,
         family=family,
+        pipeline=pipeline,
         command=family.clients[result.layout].command.format(
             folder=repr(str(result.folder)),
             file=result.adapter_file,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import content_digest, write_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, ModelConfig
 from sage_fast.distributed.start import rank_device
@@ -38,15 +38,14 @@ SHEET_ROWS = 16
 class Generator:
     """A model that is ready to sample: the one that the run starts from, until `use_trained` is called.
 
-    prompts: those that it can be asked for. embed: conditioning of the text of one, on `device`. latent_shape:
-    (C, F, H, W).
+    prompts: those that it can be asked for. embed: conditioning of one, on `device`. latent_shape: (C, F, H, W).
     """
 
     config: RunConfig
     policy: GuidedPolicy
     decoder: VideoDecoder
     prompts: Sequence[Prompt]
-    embed: Callable[[str], PromptEmbeds]
+    embed: Callable[[Prompt], PromptEmbeds]
     latent_shape: tuple[int, int, int, int]
     device: torch.device
     acceleration: FusedForward | None
@@ -85,12 +84,13 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
     try:
         components = load_model(config.model, config.lora, read=False)
         components.check_guidance(config.rollout.guidance_scale)
+        components.check_pictures(prompts)
         components.warn(config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps})
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
         encoder, negative = components.prompt_encoder, config.rollout.negative_prompt
-        encoder.prepare([negative, *(p.text for p in prompts)])
+        encoder.prepare([negative, *(p.asked(video.height, video.width) for p in prompts)])
         unconditional = encoder.encode([negative])[0].to(device)
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
@@ -103,7 +103,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         policy=GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale),
         decoder=components.video_decoder,
         prompts=prompts,
-        embed=lambda text: encoder.encode([text])[0].to(device),
+        embed=lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(device),
         latent_shape=latent_shape,
         device=device,
         acceleration=acceleration,
@@ -148,7 +148,7 @@ def write_videos(
     records = {
         name: settings
         | {"noise_seed": noise_seed(p, config.evaluation.seed, EvaluationConfig.seed)}
-        | {"prompt": asdict(p), "member": member}
+        | {"prompt": _identity(p), "member": member}
         for name, (p, member) in plan.items()
     }
     # The record goes first: a video without one would be a stranger's to the next call.
@@ -170,6 +170,12 @@ def write_videos(
     cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
     media.contact_sheet(output / "contact_sheet.png", cells)
     return paths
+
+
+def _identity(prompt: Prompt) -> dict[str, Any]:
+    """The parts of a prompt that decide its video, as JSON values; of a picture its content, not its place."""
+    values = {name: value for name, value in asdict(prompt).items() if name != "image"}
+    return values if prompt.image is None else values | {"image": content_digest(prompt.image)}
 
 
 def initial_weights(model: ModelConfig) -> str:

@@ -3,6 +3,7 @@
 FOLDER/
     before.json  after.json     scores per prompt of the base and the trained model
     base/  trained/             every video, and settings.json: what the scores were made with
+    pictures/                   what the videos begin with that the page shows, of image-to-video
     evaluation.json             every number, also per prompt
     evaluation.html             one page with everything, in light and dark; it plays the videos of base/ and trained/
     contact_sheet.png           frames of both models, base above trained
@@ -58,8 +59,8 @@ class Report:
 
     scores: paired tests by score, the reward first. weights: score name -> weight in the reward. resamples: of the
     bootstrap. settings: of both evaluations, as JSON values. videos: prompt's number -> name of its video in base/ and
-    in trained/, from the largest gain to the largest loss. scales: of the scores that say how they compare with
-    published ones.
+    in trained/, from the largest gain to the largest loss. pictures: prompt's number -> file of what its videos begin
+    with. scales: of the scores that say how they compare with published ones.
 
     Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained, weights={"VQ": 1.0}, ...)`
     """
@@ -71,6 +72,7 @@ class Report:
     resamples: int
     settings: Mapping[str, Any]
     videos: Mapping[int, str]
+    pictures: Mapping[int, str] = field(default_factory=dict)
     scales: Mapping[str, Scale] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -122,6 +124,7 @@ class PairedEvaluation:
         base, trained = self.scores("base"), self.scores("trained")
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
+        shown = spread_over_ranks(differences, num_videos)
         return Report(
             scores=paired_tests(base, trained, weights=weights, resamples=resamples),
             base=base,
@@ -133,9 +136,19 @@ class PairedEvaluation:
                 "prompts": portable(self.config.evaluation.prompts or self.config.data.prompts),
                 **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
             },
-            videos={i: self.files[i] for i in spread_over_ranks(differences, num_videos)},
+            videos={i: self.files[i] for i in shown},
+            pictures=self._pictures(shown),
             scales=reward_scales(self.config.reward.rewards),
         )
+
+    def _pictures(self, numbers: Sequence[int]) -> dict[int, str]:
+        """Write what the videos of some prompts begin with, and return the files in the folder."""
+        found, video = dict[int, str](), self.config.evaluation_video
+        for number in numbers:
+            if (image := self.prompts[number].image) is not None:
+                found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
+                media.write_picture(self.folder / found[number], image, (video.width, video.height))
+        return found
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
         """Scores of one model: those in the folder if they were made with the same settings."""
@@ -269,7 +282,10 @@ def to_html(report: Report) -> str:
             for name, test in report.scores.items()
             if (scale := report.scales.get(name)) is not None
         ],
-        videos=[(base.prompts[i], trained.reward[i] - base.reward[i], name) for i, name in report.videos.items()],
+        videos=[
+            (base.prompts[i], trained.reward[i] - base.reward[i], name, report.pictures.get(i))
+            for i, name in report.videos.items()
+        ],
         prompts=sorted(prompts, key=lambda row: row[2] - row[1]),
         settings=report.settings,
     )

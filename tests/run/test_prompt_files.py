@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.config.load import load_config
-from sage_fast.run.prompt_files import load_prompts, read_prompts
+from sage_fast.run.prompt_files import load_prompts, prompts_digest, read_prompts
 
 READ = {
     "csv-in-any-order": (
@@ -55,7 +55,28 @@ def test_what_is_read(tmp_path, name, content, expected):
     assert [(p.text, p.index, p.seed) for p in read_prompts(tmp_path / name)] == expected
 
 
+def test_a_picture_lies_beside_the_prompt_file_and_counts_by_its_content(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a/fox.png").write_bytes(b"fox")
+    texts = {
+        "a/p.csv": "Prompt,Image\na fox,fox.png\na cat,\n",
+        "p.jsonl": '{"prompt": "a fox", "image": "a/fox.png"}\n"a cat"',
+    }
+    for name, content in texts.items():
+        (tmp_path / name).write_text(content)
+    first, second = (read_prompts(tmp_path / name) for name in texts)
+    assert first == second and [p.image for p in first] == [str(tmp_path / "a/fox.png"), None]
+    before = prompts_digest(first, []), prompts_digest([], first[1:])
+    (tmp_path / "a/fox.png").write_bytes(b"a wolf")
+    assert prompts_digest(first, []) != before[0] and prompts_digest([], first[1:]) == before[1]
+
+
 MISTAKES = {
+    "no-picture": (
+        "p.csv",
+        "prompt,image\na,b.png\n",
+        r"p\.csv:2: there is no picture 'b\.png' in .*rename the column",
+    ),
     "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key,"),
     "two-prompt-columns": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: .*rename all but one"),
     "other-separator": ("p.csv", "prompt;seed\na;1\n", r"p\.csv:1: .*separated by commas"),

@@ -2,7 +2,7 @@
 
 `save_diffusers_layout` writes what `HunyuanVideo15Pipeline.save_pretrained` writes: every component of the published
 repositories with its real class, a tokenizer with the chat template and special tokens of Qwen2.5-VL, and a system
-prompt of 108 tokens.
+prompt of 108 tokens. `build_image_to_video` makes the pipeline from pictures.
 """
 
 import json
@@ -15,9 +15,11 @@ from diffusers import (
     AutoencoderKLHunyuanVideo15,
     ClassifierFreeGuidance,
     FlowMatchEulerDiscreteScheduler,
+    HunyuanVideo15ImageToVideoPipeline,
     HunyuanVideo15Pipeline,
     HunyuanVideo15Transformer3DModel,
 )
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
 from transformers import (
@@ -25,6 +27,9 @@ from transformers import (
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
     Qwen2Tokenizer,
+    SiglipImageProcessor,
+    SiglipVisionConfig,
+    SiglipVisionModel,
     T5Config,
     T5EncoderModel,
 )
@@ -32,6 +37,7 @@ from transformers import (
 LATENT_CHANNELS = 4
 TEXT_DIM = 32
 GLYPH_DIM = 24
+IMAGE_TOKENS = 4
 PREFIX_TOKENS = 108
 """Tokens of the system prompt and the start of the user's turn, which the pipeline crops."""
 
@@ -118,6 +124,28 @@ def save_diffusers_layout(folder: Path, **options: Any) -> HunyuanVideo15Pipelin
     pipeline = build_pipeline(**options)
     pipeline.save_pretrained(folder)
     return pipeline
+
+
+def build_image_to_video() -> HunyuanVideo15ImageToVideoPipeline:
+    """The same pipeline from pictures, with a SigLIP of `IMAGE_TOKENS` tokens; videos have about 64x64 pixels."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        siglip = SiglipVisionModel(SiglipVisionConfig(image_size=28, patch_size=14, **sizes)).eval()
+        _make_distinct(siglip)
+    processor = SiglipImageProcessor(size={"height": 28, "width": 28})
+    components = build_pipeline().components
+    pipeline = HunyuanVideo15ImageToVideoPipeline(image_encoder=siglip, feature_extractor=processor, **components)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.target_size = 64
+    return pipeline
+
+
+def picture(file: Path, *, seed: int = 0, size: tuple[int, int] = (96, 64)) -> Path:
+    """Write a picture of random blocks, (width, height) pixels."""
+    blocks = torch.randint(0, 256, (4, 6, 3), generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
+    Image.fromarray(blocks.numpy()).resize(size).save(file)
+    return file
 
 
 def _chat_tokenizer() -> Qwen2Tokenizer:

@@ -1,7 +1,9 @@
 """Code for diffusers' `HunyuanVideo15Transformer3DModel`: its velocity, fused or by diffusers' forward, and its names.
 
 Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
-* the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video;
+* the input has 2C+1 channels: C latents, C condition latents and one mask; the last C+1 are zero for text-to-video, and
+  for image-to-video the picture's latents and 1 in the first latent frame;
+* the tokens of a picture stand before glyph tokens and text; guidance keeps the picture in both branches;
 * the time input is sigma * 1000 and stays float32: rounding it to the model's dtype moves the sampler off the
   trajectory that the log-probability is computed for;
 * glyph and image tokens that do not exist are passed as zero-length tensors, so nothing is padded but ragged text;
@@ -13,6 +15,7 @@ Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -21,9 +24,12 @@ from torch import Tensor, nn
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Client, ModelFamily, Work
-from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, all_adaln_layers
+from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, all_adaln_layers, picture_condition
 from sage_fast.models.transformer import Layout, velocity_dtype
 from sage_fast.records import PromptEmbeds
+
+IMAGE_TOKENS = 729
+"""Tokens of a picture: 27 x 27 patches of the vision encoder."""
 
 
 def velocity(
@@ -45,18 +51,19 @@ def velocity(
         return packed.to(velocity_dtype(transformer))
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
-    batch, channels, *size = latents.shape
-    condition = latents.new_zeros(batch, channels + 1, *size)
+    images = [p.image.to(dtype) for p in prompts if p.image is not None]
     text, text_mask = _pad([p.text for p in prompts], dtype)
     glyph, glyph_mask = _pad([p.glyph for p in prompts], dtype)
     result: Tensor = transformer(
-        hidden_states=torch.cat([latents, condition], dim=1).to(dtype),
+        hidden_states=torch.cat([latents, picture_condition(latents, prompts)], dim=1).to(dtype),
         timestep=sigma * 1000.0,
         encoder_hidden_states=text,
         encoder_attention_mask=text_mask,
         encoder_hidden_states_2=glyph,
         encoder_attention_mask_2=glyph_mask,
-        image_embeds=text.new_zeros(batch, 0, transformer.config["image_embed_dim"]),
+        image_embeds=torch.stack(images)
+        if images
+        else text.new_zeros(len(latents), 0, transformer.config["image_embed_dim"]),
         return_dict=False,
     )[0]
     return result.to(velocity_dtype(transformer))
@@ -76,12 +83,12 @@ def _pad(tokens: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ...]:
     """See `ModelFamily.dead_modules`.
 
-    The last block's text output is never read, so what only feeds it is dead; no image token exists. A family whose
-    prompts lack a kind of token names more of them as the transformer's `unread_modules`.
+    The last block's text output is never read, so what only feeds it is dead. Without pictures so is what embeds them.
+    A family whose prompts lack another kind of token names its modules as the transformer's `unread_modules`.
     """
     last = f"transformer_blocks.{len(transformer.transformer_blocks) - 1}"
     return (
-        "image_embedder",
+        *(() if getattr(transformer, "reads_pictures", False) else ("image_embedder",)),
         f"{last}.attn.to_add_out",
         f"{last}.attn.add_q_proj",
         f"{last}.attn.norm_added_q",
@@ -177,10 +184,12 @@ def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Ten
 
 
 def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
-    """A transformer with random weights; `unread_modules` of its config are those of `dead_modules`."""
-    known = {k: v for k, v in config.items() if k != "unread_modules" and not k.startswith("_")}
+    """A transformer with random weights; `unread_modules` and `reads_pictures` of its config are for `dead_modules`."""
+    own = {"unread_modules": (), "reads_pictures": False}
+    known = {k: v for k, v in config.items() if k not in own and not k.startswith("_")}
     transformer = HunyuanVideo15Transformer3DModel(**known)
-    transformer.unread_modules = config.get("unread_modules", ())
+    for name, default in own.items():
+        setattr(transformer, name, config.get(name, default))
     return transformer
 
 
@@ -199,42 +208,57 @@ def always_read(transformer: HunyuanVideo15Transformer3DModel) -> None:
 
 
 def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
-    """See `ModelFamily.empty_prompt`."""
+    """See `ModelFamily.empty_prompt`; of the tokens of a model that reads pictures, `IMAGE_TOKENS` are of one."""
+    empty, pictures = partial(torch.empty, dtype=dtype, device="meta"), image_tokens(config)
     return PromptEmbeds(
-        text=torch.empty(tokens, config["text_embed_dim"], dtype=dtype, device="meta"),
-        glyph=torch.empty(0, config["text_embed_2_dim"], dtype=dtype, device="meta"),
+        text=empty(tokens - pictures, config["text_embed_dim"]),
+        glyph=empty(0, config["text_embed_2_dim"]),
+        image=empty(pictures, config["image_embed_dim"]) if pictures else None,
+        frame=empty(config["out_channels"], 1, 1, 1) if pictures else None,
     )
+
+
+def image_tokens(config: Mapping[str, Any]) -> int:
+    """Tokens of a picture in a transformer of this config: none where it reads none."""
+    return IMAGE_TOKENS if config.get("reads_pictures") else 0
 
 
 def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
     """One forward with packed tokens: 2 (N + L) 12 D^2 linear and 4 (N + L)^2 D attention per block, plus embedders.
 
     Args:
-        config: of diffusers' transformer.
+        config: of diffusers' transformer, with `reads_pictures` where it does.
+        text_tokens: L of the blocks, those of a picture among them.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     n, length = video_tokens, text_tokens
     per_token = 4 + 2 * config["mlp_ratio"]
     block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
     time = 2 * (256 * d + d * d)
-    text = config["text_embed_dim"]
+    text, images = config["text_embed_dim"], image_tokens(config)
+    length -= images  # the refiner is for text alone
     refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
     refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
     ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
+    if images:
+        ends += 2 * images * config["image_embed_dim"] * (config["image_embed_dim"] + d)
+    refining = config["num_refiner_layers"] * 4 * length**2 * d
     return Work(
         linear=config["num_layers"] * block + time + refiner + ends,
-        attention=config["num_layers"] * 4 * (n + length) ** 2 * d + config["num_refiner_layers"] * 4 * length**2 * d,
+        attention=config["num_layers"] * 4 * (n + text_tokens) ** 2 * d + refining,
     )
 
 
 def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """Parts of `forward_work` outside a text-to-video velocity: the condition channels, and the last block's text
-    queries, projections and feed-forward.
+    """Parts of `forward_work` that no velocity needs: the last block's text queries, projections and feed-forward, and
+    the condition channels of text-to-video.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     n, length = video_tokens, text_tokens
     per_token = 2 + 2 * config["mlp_ratio"]
-    linear = 2 * length * per_token * d * d + 2 * n * d * (config["in_channels"] - config["out_channels"])
+    linear = 2 * length * per_token * d * d
+    if not image_tokens(config):
+        linear += 2 * n * d * (config["in_channels"] - config["out_channels"])
     return Work(linear=linear, attention=4 * length * (n + length) * d)
 
 

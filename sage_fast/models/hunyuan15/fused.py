@@ -1,4 +1,4 @@
-"""The fused forward of HunyuanVideo-1.5 over diffusers' own class and weights, for text-to-video.
+"""The fused forward of HunyuanVideo-1.5 over diffusers' own class and weights, from text and from pictures.
 
     from sage_fast import accelerate
 
@@ -7,8 +7,8 @@
 
 The forward of the transformer and of its blocks is replaced. Class, parameters, their names and `state_dict` stay, so
 LoRA adapters, `save_pretrained` and FSDP work as before. The result is that of diffusers up to rounding, computed
-without what a text-to-video model does not need: padded text, the zero image tokens and with them the mask, the zero
-condition channels, and the last block's text output. Timesteps stay float32.
+without what the video does not need: padded text and with it the mask, the last block's text output, and without a
+picture its zero tokens and zero condition channels. Timesteps stay float32.
 
 Samples whose prompts have equally many tokens run as one dense batch; a batch of ragged prompts runs as several.
 
@@ -269,9 +269,11 @@ class Acceleration(FusedForward):
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
-        groups: dict[tuple[int, int], list[int]] = {}
+        if prompts[0].frame is not None:
+            latents = torch.cat([latents, picture_condition(latents, prompts)], dim=1)
+        groups: dict[tuple[int, int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
-            groups.setdefault((prompt.text.shape[0], prompt.glyph.shape[0]), []).append(row)
+            groups.setdefault(prompt.lengths, []).append(row)
         # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
         device = latents.device.type
         with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
@@ -324,16 +326,18 @@ class Acceleration(FusedForward):
         return F.linear(latents.flatten(2).transpose(1, 2), weight, proj.bias)
 
     def embed_text(self, prompts: Sequence[PromptEmbeds], timestep: Tensor, dtype: torch.dtype) -> Tensor:
-        """Text tokens (B, L, D): glyph tokens, then the language model's, refined with the timestep."""
+        """Text tokens (B, L, D): the picture's, the glyphs', then the language model's, refined with the timestep."""
         transformer: Any = self.transformer
         device = timestep.device
         texts = torch.stack([p.text.to(device, dtype) for p in prompts])
         kind = transformer.cond_type_embed.weight
-        text = transformer.context_embedder(texts, timestep, None) + kind[0]
-        if prompts[0].glyph.shape[0] == 0:
-            return text
-        glyphs = [transformer.context_embedder_2(p.glyph.to(device, dtype)) + kind[1] for p in prompts]
-        return torch.cat([torch.stack(glyphs), text], dim=1)
+        parts = [transformer.context_embedder(texts, timestep, None) + kind[0]]
+        if len(prompts[0].glyph):
+            glyphs = [transformer.context_embedder_2(p.glyph.to(device, dtype)) + kind[1] for p in prompts]
+            parts.insert(0, torch.stack(glyphs))
+        if images := [p.image.to(device, dtype) for p in prompts if p.image is not None]:
+            parts.insert(0, transformer.image_embedder(torch.stack(images)) + kind[2])
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
     def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, (N, head dim) float32, of a latent size."""
@@ -381,22 +385,18 @@ class Acceleration(FusedForward):
     ) -> list[PromptEmbeds]:
         """Padded conditions with masks, as diffusers' pipeline passes them, to records of valid tokens.
 
-        Waits for the GPU once per mask tensor, not once per step.
-
-        Raises:
-            ValueError: image tokens that are not zero.
+        Waits for the GPU once per mask tensor, not once per step. Image tokens that are all zero stand for none. The
+        picture's latents stay channels of the padded input.
         """
+        images: Sequence[Tensor | None] = [None] * len(text)
         if image is not None and image.shape[1] and _remembered(self._images, image, lambda: bool(image.any())):
-            raise ValueError(
-                "The fused forward is for text-to-video, and image_embeds is not zero. Undo the acceleration for "
-                "image-to-video."
-            )
+            images = list(image)
         texts = self._valid(text, mask)
         if glyph is None or glyph_mask is None:
             glyphs = [text.new_zeros(0, self.transformer.config["text_embed_2_dim"])] * len(texts)
         else:
             glyphs = self._valid(glyph, glyph_mask)
-        return [PromptEmbeds(text=t, glyph=g) for t, g in zip(texts, glyphs, strict=True)]
+        return [PromptEmbeds(text=t, glyph=g, image=i) for t, g, i in zip(texts, glyphs, images, strict=True)]
 
     def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
         valid = _remembered(self._masks, mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
@@ -427,8 +427,8 @@ def accelerate(
     with the float32 latents alone as `hidden_states`.
 
     Args:
-        model: a text-to-video HunyuanVideo-1.5, with or without LoRA adapters, or a pipeline that has one as its
-            `transformer`.
+        model: a HunyuanVideo-1.5, text-to-video or image-to-video, with or without LoRA adapters, or a pipeline that
+            has one as its `transformer`.
         attention: backend of `sage_fast.models.attention.attention`; `auto` is the fastest one that is installed.
         kernels: `triton`, `reference` (plain PyTorch), or `auto`.
         checkpointing: what blocks save for the backward pass, see `block.py`.
@@ -465,6 +465,20 @@ def accelerate(
         acceleration.settings(device, dtype)
     acceleration.install()
     return acceleration
+
+
+def picture_condition(latents: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    """Condition channels (B, C + 1, F, H, W) of latents (B, C, F, H, W), in their type.
+
+    The pictures' latents and a mask of ones in the first latent frame; zero in the others, and everywhere where the
+    prompts have no picture.
+    """
+    batch, channels, *size = latents.shape
+    condition = latents.new_zeros(batch, channels + 1, *size)
+    if frames := [p.frame.to(latents) for p in prompts if p.frame is not None]:
+        condition[:, :channels, :1] = torch.stack(frames)
+        condition[:, channels, 0] = 1.0
+    return condition
 
 
 def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:

@@ -17,8 +17,8 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder, require
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
-from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, animates_pictures
+from sage_fast.models.hunyuan15.backbone import IMAGE_TOKENS, HunyuanTransformer, forward_work, modulation
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
 from sage_fast.models.stored import weight_files
 
@@ -42,7 +42,7 @@ HUNYUAN_VIDEO_15: dict[str, Any] = {
     "task_type": "t2v",
     "use_meanflow": False,
 }
-"""The published text-to-video transformer, 8,326,608,160 parameters."""
+"""The published transformer, 8,326,608,160 parameters."""
 
 TEXT_TOKENS = 250
 """Tokens of a prompt of a long sentence or two."""
@@ -64,13 +64,16 @@ VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
 """Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
 encoder, 0.22 B in float32."""
 
+VISION_GB, PICTURE_FLOPS, PICTURE_BYTES = 1.7, 0.6e12, 729 * 1152 * 4
+"""SigLIP's 0.43 B parameters in float32, 1e9 bytes; its work for a picture, and its tokens."""
+
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
 """1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of
 parameters in float32, of the language model in bfloat16."""
 
 
-def encoding(language: dict[str, Any], words: float) -> tuple[float, float]:
-    """FLOPs of the language model for a prompt of so many words, and bytes of its tokens.
+def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -> tuple[float, float]:
+    """FLOPs of the language model for a prompt of so many words, and bytes of its tokens; with those of a picture.
 
     Example: 150 words are 205 tokens, 313 with the template before them: 4.1e12 FLOPs and 1.5e6 bytes.
     """
@@ -80,7 +83,8 @@ def encoding(language: dict[str, Any], words: float) -> tuple[float, float]:
     keys = width * language["num_key_value_heads"] / language["num_attention_heads"]
     weights = 2 * width * (width + keys) + 3 * width * language["intermediate_size"]
     flops = 2 * layers * (weights * length + width * length**2)
-    return flops, tokens * width * (4 if language.get("dtype") == "float32" else 2)
+    size = tokens * width * (4 if language.get("dtype") == "float32" else 2)
+    return (flops + PICTURE_FLOPS, size + PICTURE_BYTES) if picture else (flops, size)
 
 
 PRODUCTS = frozenset({"convolution", "bmm"})
@@ -172,16 +176,25 @@ def published_model(**changes: Any) -> ModelDescription:
 def describe_local(model: ModelConfig) -> ModelDescription:
     """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
     folder = local_folder(model.path) if model.path else None
+    pictures, published, changes = animates_pictures(model.path), HUNYUAN_VIDEO_15, dict[str, Any]()
+    if pictures:
+        published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
+        changes = {
+            "transformer": published,
+            "text_tokens": TEXT_TOKENS + IMAGE_TOKENS,
+            "image_tokens": IMAGE_TOKENS,
+            "encoder_gb": TEXT_ENCODER_GB + VISION_GB,
+            "encoding": partial(encoding, LANGUAGE_MODEL, picture=True),
+        }
     if folder is None:
-        return published_model()
-    changes: dict[str, Any] = {}
+        return published_model(**changes)
     if size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
         changes["decoder_gb"] = size / 1e9
     file = folder / "transformer" / "config.json"
     if file.is_file():
         stored = json.loads(file.read_text(encoding="utf-8"))
         # Without diffusers' own entries, such as `_class_name`.
-        transformer = HUNYUAN_VIDEO_15 | {key: value for key, value in stored.items() if not key.startswith("_")}
+        transformer = published | {key: value for key, value in stored.items() if not key.startswith("_")}
 
         def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
             _, *sizes = _published_decoder().latent_shape(num_frames, height, width)
@@ -190,7 +203,8 @@ def describe_local(model: ModelConfig) -> ModelDescription:
         changes |= {"transformer": transformer, "latent_shape": latent_shape}
     file = folder / "text_encoder" / "config.json"
     if file.is_file():
-        changes["encoding"] = partial(encoding, LANGUAGE_MODEL | json.loads(file.read_text(encoding="utf-8")))
+        language = LANGUAGE_MODEL | json.loads(file.read_text(encoding="utf-8"))
+        changes["encoding"] = partial(encoding, language, picture=pictures)
     return published_model(**changes)
 
 
@@ -208,11 +222,16 @@ class HunyuanVideo15(HunyuanTransformer):
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
         patterns = []
-        for part in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        pictures = animates_pictures(path)
+        for part in ("transformer", "vae", "text_encoder", "text_encoder_2", *(["image_encoder"] if pictures else [])):
             patterns += [f"{part}/config.json", f"{part}/*.safetensors"]
         patterns += ["tokenizer/tokenizer_config.json", "tokenizer_2/tokenizer_config.json"]
         repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
-        whole = require("HunyuanVideo-1.5", path, patterns, repository, gigabytes=DOWNLOAD_GB)
+        size = DOWNLOAD_GB
+        if pictures:
+            patterns.append("feature_extractor/preprocessor_config.json")
+            repository, size = repository.replace("t2v", "i2v"), size + VISION_GB
+        whole = require("HunyuanVideo-1.5", path, patterns, repository, gigabytes=size)
         missing = list(whole.missing)
         # Shards that an index names and that are not there, as after an interrupted download.
         for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
@@ -229,6 +248,9 @@ class HunyuanVideo15(HunyuanTransformer):
 
     def licence(self) -> tuple[str, str]:
         return "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
+    def pipeline_class(self, model: ModelConfig) -> str:
+        return IMAGE_TO_VIDEO if animates_pictures(model.path) else self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.

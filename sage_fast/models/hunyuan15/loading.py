@@ -2,7 +2,8 @@
 
 `model.path` is one of
 
-* a folder as diffusers saves a `HunyuanVideo15Pipeline`: transformer/, vae/, text_encoder/, tokenizer/, ...;
+* a folder as diffusers saves a `HunyuanVideo15Pipeline`: transformer/, vae/, text_encoder/, tokenizer/, ...; or a
+  `HunyuanVideo15ImageToVideoPipeline`, with image_encoder/ and feature_extractor/ too;
 * the id of such a repository on the Hugging Face hub, downloaded into its cache, or taken from there when offline.
 """
 
@@ -14,13 +15,13 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, animates_pictures
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, require_file, require_weights
 from sage_fast.models.stored import open_transformer, read_json
 
-SUPPORTED = "480p_t2v, 720p_t2v or 480p_t2v_distilled"
+SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"
 
 DISTILLED_STEPS = 50
 """Steps that weights with distilled guidance must use, by the README of Tencent-Hunyuan/HunyuanVideo-1.5."""
@@ -30,8 +31,16 @@ _PARTS = {
     "vae": "diffusion_pytorch_model",
     "text_encoder": "model",
     "text_encoder_2": "model",
+    "image_encoder": "model",
 }
 """Folders with weights in diffusers' layout, and the stem of their files."""
+
+_TEXT_PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+_PICTURE_PARTS = ("image_encoder", "feature_extractor")
+"""Folders of every model, and of image-to-video alone."""
+
+_CONFIGURATION = {"tokenizer": "tokenizer_config.json", "feature_extractor": "preprocessor_config.json"}
+"""Kinds of folders -> the file that each has, where it is not config.json."""
 
 
 def load_components(model: ModelConfig) -> Components:
@@ -41,7 +50,7 @@ def load_components(model: ModelConfig) -> Components:
 
     Raises:
         ValueError: files are missing or damaged (the message names the file and the command that gets it), or the
-            weights are of a variant that cannot be trained from text alone.
+            weights are of a variant that cannot be trained.
         OSError: a folder cannot be written to.
     """
     cache = cache_folder(model)
@@ -49,6 +58,7 @@ def load_components(model: ModelConfig) -> Components:
     dtype = getattr(torch, model.dtype)
     on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
     transformer, weights = open_transformer(HunyuanVideo15Transformer3DModel, root / "transformer", dtype)
+    transformer.reads_pictures = facts.pictures
     return Components(
         transformer=transformer,
         weights=weights,
@@ -57,6 +67,7 @@ def load_components(model: ModelConfig) -> Components:
             tokenizer=root / "tokenizer",
             glyph_encoder=root / "text_encoder_2",
             glyph_tokenizer=root / "tokenizer_2",
+            vision=(root / "image_encoder", root / "feature_extractor", root / "vae") if facts.pictures else None,
             cache=cache / "prompts",
             device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
         ),
@@ -67,6 +78,7 @@ def load_components(model: ModelConfig) -> Components:
         guidance_distilled=facts.guidance_distilled,
         shift=facts.shift,
         least_steps=facts.least_steps,
+        pictures=facts.pictures,
     )
 
 
@@ -78,7 +90,7 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
 
     Raises as `load_components`.
     """
-    parts = (*_PARTS, "tokenizer", "tokenizer_2", "scheduler", "guider")
+    parts = (*_TEXT_PARTS, *_PICTURE_PARTS, "scheduler", "guider")
     path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
     folder, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
     return folder, _check(folder, repository)
@@ -88,13 +100,14 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
     """Facts of a folder in diffusers' layout. ValueError for missing files, and for a model that cannot be trained."""
     index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
-    if kind != "HunyuanVideo15Pipeline":
-        _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline")
+    if kind not in ("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO):
+        _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline or {IMAGE_TO_VIDEO}")
+    pictures = kind == IMAGE_TO_VIDEO
     source = repository or likely_repository(root)
-    for name in ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"):
+    for name in _TEXT_PARTS + (_PICTURE_PARTS if pictures else ()):
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
         command = fetch_command(source) if repository else fetch_command(source, f"{name}/*", folder=root)
-        require_file(root / name / ("tokenizer_config.json" if "tokenizer" in name else "config.json"), command)
+        require_file(root / name / _CONFIGURATION.get(name.removesuffix("_2"), "config.json"), command)
         if name in _PARTS:
             require_weights(root / name, _PARTS[name], command)
     config_file = root / "transformer" / "config.json"
@@ -105,7 +118,7 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         _refuse(config_file, "says use_meanflow: the model is step-distilled, so its velocity is not that of a flow")
     # Published text-to-video pipelines carry task_type i2v in this file, so it counts only where nothing else speaks.
     if not index and config.get("task_type") == "i2v":
-        _refuse(config_file, "says task_type i2v: the model animates an image")
+        _refuse(config_file, "says task_type i2v, and only model_index.json can tell whether that is so")
     guider = root / "guider" / "guider_config.json"
     distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
     scheduler = root / "scheduler" / "scheduler_config.json"
@@ -114,6 +127,7 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         guidance_distilled=str(guider) if distilled else None,
         shift=None if shift is None else float(shift),
         least_steps=DISTILLED_STEPS if distilled else None,
+        pictures=pictures,
     )
 
 
@@ -121,7 +135,8 @@ def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
     large = config.is_file() and read_json(config).get("target_size") == 960
-    return DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
+    name = DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
+    return name.replace("t2v", "i2v") if animates_pictures(str(root)) else name
 
 
 def _refuse(where: Path, why: str) -> None:

@@ -1,8 +1,8 @@
-"""Prompts to conditioning with the two text encoders of HunyuanVideo-1.5.
+"""Prompts to conditioning with the text encoders of HunyuanVideo-1.5, and for image-to-video with its vision encoder.
 
-Qwen2.5-VL reads the prompt in a chat template, ByT5 reads what the prompt puts in quotation marks. Both go through the
-static encode methods of diffusers' `HunyuanVideo15Pipeline`, so template, crop and hidden layer are the stock ones. The
-encoders are 14 GiB.
+Qwen2.5-VL reads the prompt in a chat template, ByT5 reads what the prompt puts in quotation marks. SigLIP and the video
+autoencoder read the picture. All go through the static encode methods of diffusers' pipelines, so template, crop and
+hidden layer are the stock ones, and how a picture is scaled. The encoders are 14 GiB.
 """
 
 import inspect
@@ -10,17 +10,20 @@ import json
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import HunyuanVideo15Pipeline
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
+from diffusers.utils import load_image
 from torch import Tensor, nn
 
 from sage_fast.models.prompt_cache import CachedPromptEncoder
-from sage_fast.records import PromptEmbeds
+from sage_fast.models.snapshot import load_vae
+from sage_fast.records import Pictured, PromptEmbeds, text_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +46,10 @@ _TEMPLATE = {
 
 @dataclass(kw_only=True)
 class HunyuanPromptEncoder(CachedPromptEncoder):
-    """Encodes prompts, or finds them in its cache: text (L, 3584) and glyph (Lg, 1472).
+    """Encodes prompts, or finds them in its cache: text (L, 3584), glyph (Lg, 1472), image (729, 1152) and frame.
 
-    Lg is 0 for a text without quotation marks. The stock pipeline encodes the unconditional prompt as one space. Both
-    encoders compute in the data type that their weights are stored in.
+    Lg is 0 for a text without quotation marks, and a text alone has no image. The stock pipeline encodes the
+    unconditional prompt as one space. The encoders compute in the data type that their weights are stored in.
     """
 
     text_encoder: Path
@@ -57,6 +60,8 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
     """Folder of ByT5's encoder."""
     glyph_tokenizer: Path
     """Folder of its tokenizer."""
+    vision: tuple[Path, Path, Path] | None = None
+    """Folders of SigLIP, of its processor and of the video autoencoder; None for text-to-video."""
 
     template = _TEMPLATE
     limits = (MAX_TEXT_TOKENS, MAX_GLYPH_TOKENS)
@@ -64,7 +69,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
 
     @property
     def folders(self) -> Sequence[Path]:
-        return self.text_encoder, self.tokenizer, self.glyph_encoder, self.glyph_tokenizer
+        return self.text_encoder, self.tokenizer, self.glyph_encoder, self.glyph_tokenizer, *(self.vision or ())
 
     @torch.no_grad()
     def encode_plainly(self, text: str) -> Tensor:
@@ -87,15 +92,17 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             del encoder
             self._release()
 
-    def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
+    def _encode(self, texts: Sequence[str | Pictured]) -> Generator[tuple[int, ...], None, None]:
         if not texts:
             return
-        encode_glyphs = self._load_glyph_encoder() if any(map(extract_glyph_texts, texts)) else None
+        encode_glyphs = self._load_glyph_encoder() if any(extract_glyph_texts(text_of(t)) for t in texts) else None
+        encode_picture = None if all(isinstance(text, str) for text in texts) else self._load_vision()
         width = json.loads((self.glyph_encoder / "config.json").read_text(encoding="utf-8"))["d_model"]
         no_glyphs = torch.zeros(0, width)
         encoder, tokenizer = self._load_text_encoder()
         try:
-            for text in texts:
+            for asked in texts:
+                text = text_of(asked)
                 messages = format_text_input([text], _TEMPLATE["system_message"])
                 (ids,) = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids
                 length = len(ids) - _TEMPLATE["crop_start"]
@@ -110,11 +117,44 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
                 glyph, glyph_length = no_glyphs.to(states.dtype), 0
                 if encode_glyphs is not None and (quoted := extract_glyph_texts(text)):
                     glyph, glyph_length = encode_glyphs(text, quoted)
-                self._write(text, PromptEmbeds(text=states, glyph=glyph), (length, glyph_length))
-                yield length, glyph_length
+                embeds, count = PromptEmbeds(text=states, glyph=glyph), [length, glyph_length]
+                if encode_picture is not None and isinstance(asked, Pictured):
+                    image, frame = encode_picture(asked)
+                    embeds = replace(embeds, image=image, frame=frame)
+                    count.append(len(image))
+                self._write(asked, embeds, tuple(count))
+                yield tuple(count)
         finally:
-            del encoder, encode_glyphs
+            del encoder, encode_glyphs, encode_picture
             self._release()
+
+    def _load_vision(self) -> Callable[[Pictured], tuple[Tensor, Tensor]]:
+        """Function from a picture to its tokens (Li, 1152) and to the latents (C, 1, H, W) of the first frame.
+
+        The autoencoder computes in float32: it is one frame.
+        """
+        from transformers import SiglipImageProcessor, SiglipVisionModel
+
+        assert self.vision is not None, "a run without pictures in its model refuses them"
+        encoder, processor, autoencoder = self.vision
+        siglip = self._load(SiglipVisionModel, encoder)
+        vae = load_vae(AutoencoderKLHunyuanVideo15, autoencoder, torch.float32).to(self.device)
+        scaling = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.spatial_compression_ratio, do_resize=False)
+        features, stock = SiglipImageProcessor.from_pretrained(processor), HunyuanVideo15ImageToVideoPipeline
+
+        @torch.no_grad()
+        def encode(asked: Pictured) -> tuple[Tensor, Tensor]:
+            size = {"height": asked.height, "width": asked.width}
+            try:
+                # Upright, as its camera says, and in RGB. SigLIP sees the cropped picture too.
+                picture = scaling.resize(load_image(asked.image), **size, resize_mode="crop")
+            except OSError as error:
+                raise ValueError(f"{asked.image} cannot be read as a picture: {error}") from error
+            tokens = stock._get_image_embeds(siglip, features, picture, torch.device(self.device))
+            latents = stock._get_image_latents(vae, scaling, picture, **size, device=torch.device(self.device))
+            return tokens[0], latents[0]
+
+        return encode
 
     def _load_glyph_encoder(self) -> Callable[[str, str], tuple[Tensor, int]]:
         """Function from a text and its quotations to ByT5's tokens (Lg, 1472) of these, and their number uncut."""
@@ -163,7 +203,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
                 "chat template was changed. Take the one that was published with the weights."
             )
 
-    def _warn_of_unread(self, counts: Mapping[str, tuple[int, int]]) -> None:
+    def _warn_of_unread(self, counts: Mapping[str, tuple[int, ...]]) -> None:
         """Also say which prompts are mostly quotations."""
         super()._warn_of_unread(counts)
         if quoted := [text for text in counts if 2 * sum(map(len, _QUOTED.findall(text))) > len(text)]:

@@ -67,7 +67,7 @@ class WordEncoder:
         texts: Sequence[str],
         world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[tuple[int, int]]:
+    ) -> list[tuple[int, ...]]:
         """(L, Lg) of every text. ValueError as `encode`."""
         return [embeds.lengths for embeds in self.encode(texts)]
 

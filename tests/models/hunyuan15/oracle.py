@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import diffusers.models.embeddings as embeddings
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from sage_fast.records import PromptEmbeds
 
-TEXT_WIDTH, GLYPH_WIDTH, CHANNELS = 24, 20, 4
+TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH, CHANNELS = 24, 20, 12, 4
+SIZE = 2, 3, 4
 
 
 def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0, **config: object):
@@ -25,7 +27,7 @@ def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, see
         "num_refiner_layers": 1,
         "text_embed_dim": TEXT_WIDTH,
         "text_embed_2_dim": GLYPH_WIDTH,
-        "image_embed_dim": 12,
+        "image_embed_dim": IMAGE_WIDTH,
         "rope_axes_dim": (4, 6, 6),
         "target_size": 16,
         "task_type": "t2v",
@@ -40,16 +42,21 @@ def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, see
     return (model.double() if dtype == torch.float64 else model.to(dtype)).eval()
 
 
-def prompt(text: int, glyph: int = 0, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> PromptEmbeds:
-    """Random tokens of one prompt."""
+def prompt(
+    text: int, glyph: int = 0, image: int = 0, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> PromptEmbeds:
+    """Random tokens of one prompt, and of its picture where that has any."""
     generator = torch.Generator().manual_seed(seed)
-    return PromptEmbeds(
-        text=torch.randn(text, TEXT_WIDTH, generator=generator, dtype=torch.float64).to(dtype),
-        glyph=torch.randn(glyph, GLYPH_WIDTH, generator=generator, dtype=torch.float64).to(dtype),
-    )
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    words = PromptEmbeds(text=draw(text, TEXT_WIDTH), glyph=draw(glyph, GLYPH_WIDTH))
+    frame = draw(CHANNELS, 1, *SIZE[1:]).float()  # the type of latents, in any model
+    return replace(words, image=draw(image, IMAGE_WIDTH), frame=frame) if image else words
 
 
-def latents(batch: int, *, seed: int = 0, size: Sequence[int] = (2, 3, 4)) -> Tensor:
+def latents(batch: int, *, seed: int = 0, size: Sequence[int] = SIZE) -> Tensor:
     """Random float32 latents (B, C, F, H, W)."""
     return torch.randn(batch, CHANNELS, *size, generator=torch.Generator().manual_seed(100 + seed))
 
@@ -57,7 +64,7 @@ def latents(batch: int, *, seed: int = 0, size: Sequence[int] = (2, 3, 4)) -> Te
 def padded_arguments(
     x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], dtype: torch.dtype, *, extra: int = 3
 ) -> dict[str, object]:
-    """Arguments of diffusers' pipeline: 65-channel latents, padded tokens with masks, zero image tokens."""
+    """Arguments of diffusers' pipelines: latents with condition channels, padded tokens with masks, image tokens."""
     batch = len(prompts)
 
     def pad(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -70,15 +77,19 @@ def padded_arguments(
 
     text, text_mask = pad([p.text for p in prompts])
     glyph, glyph_mask = pad([p.glyph for p in prompts])
-    condition = x.new_zeros(batch, CHANNELS + 1, *x.shape[2:])
+    condition, image = x.new_zeros(batch, CHANNELS + 1, *x.shape[2:], dtype=dtype), torch.zeros(batch, 5, IMAGE_WIDTH)
+    if prompts[0].image is not None:
+        image = torch.stack([p.image for p in prompts])
+        condition[:, :CHANNELS, 0] = torch.stack([p.frame[:, 0] for p in prompts]).to(dtype)
+        condition[:, CHANNELS, 0] = 1
     return {
-        "hidden_states": torch.cat([x, condition], dim=1).to(dtype),
+        "hidden_states": torch.cat([x.to(dtype), condition], dim=1),
         "timestep": timestep.to(dtype),
         "encoder_hidden_states": text,
         "encoder_attention_mask": text_mask,
         "encoder_hidden_states_2": glyph,
         "encoder_attention_mask_2": glyph_mask,
-        "image_embeds": torch.zeros(batch, 5, 12, dtype=dtype),
+        "image_embeds": image.to(dtype),
         "return_dict": False,
     }
 

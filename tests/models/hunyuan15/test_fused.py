@@ -30,13 +30,14 @@ PROMPTS = {
     "glyph": [(5, 3), (5, 3)],
     "ragged": [(5, 0), (7, 2), (5, 0)],
     "one-token": [(1, 1)],
+    "pictures": [(5, 0, 6), (7, 2, 6), (5, 0, 6)],
 }
 CHECKPOINTING = ("none", "feed_forward", "selective", "full")
 Gradients = dict[str, Tensor]
 
 
 def prompts_of(case: str, dtype: torch.dtype) -> list[PromptEmbeds]:
-    return [prompt(text, glyph, seed=i, dtype=dtype) for i, (text, glyph) in enumerate(PROMPTS[case])]
+    return [prompt(*lengths, seed=i, dtype=dtype) for i, lengths in enumerate(PROMPTS[case])]
 
 
 def cotangent(like: Tensor) -> Tensor:
@@ -82,6 +83,7 @@ def assert_same_gradients(given: Gradients, expected: Gradients, tolerance: floa
 )
 def test_outputs_and_every_gradient_are_those_of_diffusers(case: str, checkpointing: Any, dtype: torch.dtype) -> None:
     model, tolerance = tiny_transformer(dtype=dtype), 1e-10 if dtype == torch.float64 else 1e-5
+    model.reads_pictures = case == "pictures"
     prompts = prompts_of(case, dtype)
     x, timestep = latents(len(prompts)), torch.linspace(100.3, 900.7, len(prompts))
     expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, dtype))
@@ -403,15 +405,13 @@ def test_generating_in_inference_mode_then_training() -> None:
 # ---------------------------------------------------------------------------------------------- refused
 
 
-def test_what_is_more_than_text_to_video_or_plain_lora_is_refused() -> None:
+def test_what_is_more_than_plain_lora_is_refused() -> None:
     from accelerate import cpu_offload
     from peft import LoraConfig
 
     model = tiny_transformer()
     accelerate(model)
     prompts, x, timestep = prompts_of("one", torch.float32), latents(1), torch.tensor([300.0])
-    with pytest.raises(ValueError, match="text-to-video"):
-        model(**padded_arguments(x, timestep, prompts, torch.float32) | {"image_embeds": torch.ones(1, 5, 12)})
     with pytest.raises(ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"):
         packed(model, x, timestep.bfloat16(), prompts)
     with pytest.raises(ValueError, match="use_meanflow"):

@@ -211,7 +211,7 @@ class CheckpointWriter:
         return self.root / f".{checkpoint_name(update)}.{self._attempt}.partial"
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> "_CopiesPlanner":
-        """Who writes what: as at the save before, unless a rank has other tensors than it had then.
+        """Settle who writes what: as at the save before, unless a rank has other tensors than it had then.
 
         Tensors that several ranks hold are dealt to them in turn, the largest first. All holders come to the same
         answer by themselves, so nothing is copied or planned twice.

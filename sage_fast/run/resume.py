@@ -17,12 +17,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
+from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints
 from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
-from sage_fast.distributed.start import restart_count
 from sage_fast.distributed.world import World
 from sage_fast.run.directory import RunDirectory, read_metrics
 
@@ -60,7 +59,7 @@ def find_start(
         )
     if resume == "restart":
         return None, has_run, {}
-    checkpoint = _checkpoint_of_this_job(resume, checkpoints, world) or find_checkpoint(resume, checkpoints, world)
+    checkpoint = find_checkpoint(resume, checkpoints, world)
     if checkpoint is None:
         if has_run:
             agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
@@ -72,14 +71,6 @@ def find_start(
 
 def _has_history(directory: RunDirectory) -> bool:
     return directory.metrics.exists() and directory.metrics.stat().st_size > 0
-
-
-def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Checkpoint | None:
-    """The newest checkpoint of a restarted job whose first start was at a given one: it does not begin there again."""
-    if resume in ("none", "auto") or not world.any(restart_count() > 0):
-        return None
-    newest = newest_checkpoint(checkpoints, world)
-    return newest if newest is not None and newest.state["config"]["resume"] == resume else None
 
 
 def _check_may_start_again(config: RunConfig) -> None:

@@ -32,7 +32,7 @@ from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import ModelConfig, check_heads
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
-from sage_fast.distributed.start import effective_resume, rank_device, start_world
+from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
@@ -140,9 +140,6 @@ def train(
     section = config.distributed
     device = rank_device(config.model.device)
     world = start_world(section, config.training.mode, device, to_dict(config))
-    # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
-    if world.any(effective_resume(config.resume) != config.resume):
-        config = replace(config, resume="auto")
     try:
         with HangGuard(world, section.startup_timeout_seconds) as guard:
             return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.commands import cli
@@ -138,19 +139,6 @@ def test_what_fails_on_one_rank_is_said_by_all(kind: Any, message: str, tiny_mod
     assert len(re.findall(message, text)) == 2, text
 
 
-def restarted(rank: int) -> None:
-    """torchrun's count of restarts is that of a node; here each rank stands for one."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
-
-
-def test_where_one_node_is_restarted_all_go_on(tiny_model: Path, tmp_path: Path) -> None:
-    file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
-    for updates, disturb in ((1, None), (2, restarted)):
-        results, text = on_ranks(2, ["train", file, f"--training.num_updates={updates}"], tmp_path, disturb)
-        assert [code for _, code in results] == [0, 0], text
-    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
-
-
 @pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
 def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     file = write_run(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
@@ -177,11 +165,53 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(dies_once), "train", file]
+    command += ["--resume=auto"]
     environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     end = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert end.returncode == 0, end.stderr
-    assert end.stderr.count("as with --resume auto") == 1
+    assert end.stderr.count("Going on from ") == 1
     assert "Done: " in end.stdout
     results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert [code for _, code in results] == [0, 0], text
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_a_spare_node_goes_on_where_one_is_lost(tiny_model: Path, tmp_path: Path) -> None:
+    """Three agents of one process for two places: the second dies with its process, the third takes its place."""
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4})
+    node = tmp_path / "node.py"
+    node.write_text(
+        "import os, signal, sys\n"
+        "from sage_fast.commands import cli\n"
+        "from tests.distributed.test_failures import KILL, at_update\n"
+        "def lose():\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    KILL()\n"
+        "if sys.argv.pop(1) == '1':\n"
+        "    at_update(lose, 0, 2, 0)\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:2", "--nproc_per_node=1", "--max-restarts=3"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{meeting}", "--rdzv_id=spare"]
+    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = []
+    for number in range(3):
+        if number == 2:
+            while not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None:
+                time.sleep(0.2)
+        settings = (
+            f"--rdzv_conf=is_host={number == 0},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+        )
+        words = [*command, settings, str(node), str(number), "train", file, "--resume=auto"]
+        log = (tmp_path / f"agent-{number}").open("w")
+        agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
+    try:
+        codes = [agent.wait(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    text = "".join((tmp_path / f"agent-{number}").read_text() for number in range(3))
+    assert codes == [0, -signal.SIGKILL, 0], text
+    assert "Going on from " in text and not list((tmp_path / "run").glob("previous-*")), text
+    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.distributed.start import check_restartable, rank_device
+from sage_fast.config.sections import DistributedConfig
+from sage_fast.distributed.start import check_restartable, rank_device, start_world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,10 +58,21 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_restarts_in_a_shared_store_are_refused() -> None:
     """Plain torch 2.13 would hang after the first one."""
     shared, restarts = {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
-    check_restartable(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
-    check_restartable(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    check_restartable("restart", shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_restartable("auto", restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     with pytest.raises(ConfigError, match=r"--max-restarts=3, .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check_restartable(shared | restarts)
+        check_restartable("auto", shared | restarts)
+
+
+@pytest.mark.parametrize("resume", ["none", "restart", "runs/mine/checkpoints/update-000040"])
+def test_restarts_that_would_not_go_on_are_refused_before_the_processes_meet(
+    resume: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replaced node starts the same words again with a restart count of 0, so no process could tell."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=rf"--resume {resume} .*Give --resume auto"):
+        start_world(DistributedConfig(), "lora", torch.device("cpu"), {"resume": resume})
 
 
 # ---------------------------------------------------------------------------------------------- scripts
@@ -131,7 +143,7 @@ def test_the_scripts(tmp_path: Path) -> None:
     assert bash("torchrun.sh", "my config.yaml", "--seed=1", environment=here) == (0, "")
     rest = ["-m", "sage_fast", "train", "my config.yaml"]
     meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=a", "--max-restarts=2"]
-    assert_called(tmp_path, [*meeting, *rest, "--seed=1"])
+    assert_called(tmp_path, [*meeting, *rest[:3], "--resume", "auto", *rest[3:], "--seed=1"])
     assert "usage" in bash("torchrun.sh", environment=here)[1]
 
     assert bash("slurm.sbatch", environment=environment) == (0, "")

@@ -91,7 +91,7 @@ def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) 
         resume: of the configuration.
 
     Raises:
-        ConfigError: torchrun may restart the processes, and would let them share one store or begin anew.
+        ConfigError: torchrun may restart the processes, and would let them share one store, or not go on with the run.
     """
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if restarts and resume != "auto":

@@ -14,6 +14,7 @@ import logging
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,26 @@ def check_same_run(
 
 
 # ------------------------------------------------------------------------------------------ what is kept
+
+
+def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
+    """The configuration with the `rollout.batch_size` that gives a run its videos per rollout on other ranks.
+
+    Args:
+        videos: per rollout, of the checkpoint. dp_degree: data-parallel ranks that there are now.
+
+    Raises:
+        ConfigError: they cannot share the videos evenly, which would be another run.
+    """
+    size, rest = divmod(videos, dp_degree)
+    if rest:
+        raise ConfigError(
+            f"The checkpoint's run has {videos} videos per rollout, which {dp_degree} data-parallel ranks cannot share "
+            "evenly. Start as many processes, or use such degrees, that their number divides it."
+        )
+    if size != config.rollout.batch_size:
+        logger.info("rollout.batch_size is %d here: the run has %d videos per rollout.", size, videos)
+    return replace(config, rollout=replace(config.rollout, batch_size=size))
 
 
 def move_aside(directory: RunDirectory) -> None:

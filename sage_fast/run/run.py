@@ -53,7 +53,7 @@ from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
+from sage_fast.run.resume import abandon_after, describe_changes, find_start, keep_videos, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer, used_prompts
 
@@ -177,7 +177,10 @@ class Run:
         self.lease.refuse_others()
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
-        state = {"update": 0, "rollouts": 0} if self.checkpoint is None else self.checkpoint.state["trainer"]
+        state = {"update": 0, "rollouts": 0}
+        if self.checkpoint is not None:
+            state = self.checkpoint.state["trainer"]
+            config = self.config = keep_videos(config, self.checkpoint.state["videos_per_rollout"], world.dp_degree)
         self.trainer = build_trainer(
             config,
             self.world,
@@ -397,15 +400,6 @@ class Run:
             raise ConfigError(
                 "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
                 "would no longer be the ones the run compares. Restore the file, or start a new run."
-            )
-        videos = self.checkpoint.state["videos_per_rollout"]
-        if videos != trainer.videos_per_rollout:
-            ranks = trainer.world.dp_degree
-            raise ConfigError(
-                f"The checkpoint's run has {videos} videos per rollout, this one {trainer.videos_per_rollout} "
-                f"(rollout.batch_size {config.rollout.batch_size} on {ranks} data-parallel rank(s)), which would be "
-                f"another run. "
-                + (f"Set rollout.batch_size to {videos // ranks}." if videos % ranks == 0 else "Use other degrees.")
             )
         try:
             trainer.check_fit(self.checkpoint.shapes)

@@ -71,9 +71,8 @@ def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> Non
 def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"training": {"mode": "full", "num_updates": 3}, "optimizer": {"name": "muon"}}
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, **settings)
-    for ranks, updates in ((4, 1), (2, 2), (1, 3)):
-        words = ["train", file, f"--rollout.batch_size={8 // ranks}", f"--training.num_updates={updates}"]
-        words += ["--resume=auto"]
+    for ranks, updates in ((4, 1), (2, 2), (1, 3)):  # the same words, and the same 8 videos
+        words = ["train", file, "--rollout.batch_size=2", f"--training.num_updates={updates}", "--resume=auto"]
         words += ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"] if ranks == 4 else []
         results, text = on_ranks(ranks, words, tmp_path)
         assert [code for _, code in results] == [0] * ranks, text
@@ -83,9 +82,6 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp
     for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
         for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
-    # Another number of videos would be another run.
-    results, text = on_ranks(1, ["train", file, "--resume=auto", "--training.num_updates=6"], tmp_path)
-    assert [code for _, code in results] == [2] and "Set rollout.batch_size to 8" in text
 
 
 def hang(rank: int) -> None:

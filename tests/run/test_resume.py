@@ -16,6 +16,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
+from sage_fast.run.resume import keep_videos
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
@@ -198,3 +199,10 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     assert second.train().test is not None
     # "Before" is the model that this run starts from: the adapter's.
     assert second.evaluation.baseline == after
+
+
+def test_a_run_keeps_its_videos_on_other_ranks(tiny_run: MakeRun) -> None:
+    config = tiny_run("--rollout.micro_batch_size=1")
+    assert [keep_videos(config, 8, ranks).rollout.batch_size for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(ConfigError, match="8 videos per rollout, which 3 data-parallel ranks cannot share evenly"):
+        keep_videos(config, 8, 3)

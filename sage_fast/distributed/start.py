@@ -4,8 +4,10 @@ torch and this file read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORC
 is needed, because every command imports this file.
 """
 
+import contextlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -117,6 +119,9 @@ def start_world(
 ) -> "World":
     """Join the processes that the launcher has started; `SINGLE_PROCESS` where it started none.
 
+    Each group that training uses has communicated when this returns: a network that does not carry it is found in a
+    minute, not after the model, the prompts and the first rollout.
+
     Args:
         distributed: degrees and timeouts.
         mode: what is trained; it decides degrees that are left open.
@@ -126,6 +131,7 @@ def start_world(
     Raises:
         ConfigError: the degrees do not fit the number of processes, the ranks differ, or a restart would not go on.
     """
+    import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -141,6 +147,10 @@ def start_world(
     if "RANK" not in os.environ:
         return SINGLE_PROCESS
     check_restartable(str(configuration.get("resume", "auto")))
+    # gloo connects every rank with every other one, twice: more than the usual 1,024 descriptors with 512 ranks.
+    with contextlib.suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     seconds = distributed.startup_timeout_seconds
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
@@ -156,6 +166,11 @@ def start_world(
         mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
         fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
+    assert world.mesh is not None and world.fsdp_mesh is not None
+    set_group_timeouts(distributed.timeout_seconds)
+    for group in (None, world.sp_group, *world.fsdp_mesh.get_all_groups()):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     set_group_timeouts(seconds)  # torch gives the groups of a mesh its default
     return world
 

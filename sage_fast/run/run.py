@@ -139,8 +139,8 @@ def train(
     """
     section = config.distributed
     device = rank_device(config.model.device)
-    world = start_world(section, config.training.mode, device, to_dict(config))
     try:
+        world = start_world(section, config.training.mode, device, to_dict(config))
         with HangGuard(world, section.startup_timeout_seconds) as guard:
             return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
     except RuntimeError as error:

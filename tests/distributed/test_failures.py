@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from torch import distributed as dist
 
 from sage_fast.checkpoint import list_checkpoints
 from sage_fast.commands import cli
+from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed import failure
+from sage_fast.distributed.start import start_world
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
 from sage_fast.trainer import Trainer
-from tests.distributed.ranks import try_ranks, write_run
+from tests.distributed.ranks import run_ranks, try_ranks, write_run
 from tests.made_runs import numbers
 
 pytestmark = pytest.mark.slow
@@ -58,6 +61,36 @@ def at_update(action: Callable[[], object], victim: int, update: int, rank: int)
         return iterate(self)
 
     Trainer.iterate = disturbed  # type: ignore[method-assign]
+
+
+def broken_network(rank: int) -> None:
+    """Small messages pass, and the first tensor of a group of the mesh does not."""
+    reduce = dist.all_reduce
+
+    def fail(tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+        if group is not None:
+            raise dist.DistBackendError("NCCL error: unhandled system error")
+        return reduce(tensor, *rest, **options)
+
+    dist.all_reduce = fail
+    Trainer.__init__ = None  # type: ignore[method-assign, assignment]  # nothing is loaded
+
+
+def test_a_network_that_does_not_carry_is_found_before_the_model_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["train", write_run(tiny_model, tmp_path), "--distributed.sp=2"]
+    results, text = on_ranks(2, words, tmp_path, broken_network)
+    assert results == [("gone", 1)] * 2 and text.count("A collective failed: NCCL error") == 2, text
+
+
+def join_with_few_descriptors() -> bool:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
+    start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
+    return len(os.listdir("/proc/self/fd")) > 40
+
+
+def test_a_low_limit_of_descriptors_is_raised() -> None:
+    assert all(run_ranks(join_with_few_descriptors, 16))
 
 
 def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:

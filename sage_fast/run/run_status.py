@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -324,11 +325,13 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     status, written = read_status(directory)
     quiet = None if written is None else max(0.0, now - written)
     condition: Condition = "unknown"
+    # The lock of another machine is not seen on every mount; there a status that is fresh tells of its run.
+    elsewhere = holder != "" and f" on {platform.node()}," not in holder
     if written is None:
         condition = "running" if alive else "unknown"
     elif status is not None and status.state != "running":
         condition = status.state
-    elif not alive:
+    elif not alive and not (status is not None and quiet is not None and elsewhere and quiet <= patience(status)):
         condition = "killed"
     elif status is not None and quiet is not None:
         condition = "hangs" if quiet > patience(status) else "running"

@@ -46,6 +46,7 @@ from sage_fast.checkpoint.folder import (
 )
 from sage_fast.config.errors import CheckpointError
 from sage_fast.config.files import sync, write_text
+from sage_fast.distributed.failure import is_communication_error
 from sage_fast.distributed.world import OWN_TIMEOUT, SINGLE_PROCESS, World
 
 T = TypeVar("T")
@@ -191,6 +192,10 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and is_communication_error(error):
+            # What was still written needs the ranks that are gone or hang: who waited for it would not say so.
+            logger.warning("A checkpoint that was being written is not complete; earlier ones are intact.")
+            return
         try:
             self.close()
         except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with

@@ -13,6 +13,7 @@ runs/NAME/
 
 import json
 import logging
+import os
 import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -138,6 +139,10 @@ def train(
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:  # where NCCL writes what it waited for; else each node's /tmp
+        folder = Path(config.output_dir).absolute() / "flight_recorder"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
     device = rank_device(config.model.device)
     try:
         world = start_world(section, config.training.mode, device, to_dict(config))

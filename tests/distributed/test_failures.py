@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint import list_checkpoints, writer
 from sage_fast.commands import cli
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed import failure
@@ -117,20 +117,27 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
-def hang(rank: int) -> None:
-    """Let rank 1 stop before its second update."""
+def hang(pending: bool, rank: int) -> None:
+    """Let rank 1 stop before its second update; with `pending`, while it also writes the first one's checkpoint."""
     if rank == 1:
-        failure.STACKS_AFTER = 2.0
+        failure.STACKS_AFTER = 10.0
+        if pending:
+            writer.describe_files = lambda *_: time.sleep(600)  # type: ignore[assignment, return-value]
     at_update(partial(time.sleep, 600), 1, 1, rank)
 
 
-def test_a_rank_that_hangs_shows_where_and_ends(tiny_model: Path, tmp_path: Path) -> None:
-    words = ["train", write_run(tiny_model, tmp_path), "--distributed.timeout_seconds=8"]
-    results, text = on_ranks(2, words, tmp_path, hang)
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_rank_that_hangs_shows_where_and_ends(pending: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """The others say so as soon as a collective has failed, and only the one that hangs shows its threads."""
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, checkpoint={"every": 1 if pending else 9})
+    words = ["train", file, "--distributed.timeout_seconds=8"]
+    results, text = on_ranks(2, words, tmp_path, partial(hang, pending))
     assert results == [("gone", 1)] * 2, text
     hung = (tmp_path / "log-1").read_text()
-    assert "Timeout (0:00:10)!" in hung and "in disturbed" in hung, text
+    assert "Timeout (0:00:18)!" in hung and "in disturbed" in hung, text
     assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, text
+    said, shown = ((tmp_path / f"log-{rank}").stat().st_mtime for rank in (0, 1))
+    assert said < shown - 5, "it waited for the other to end"
 
 
 def poison(rank: int) -> None:

@@ -36,7 +36,7 @@ from sage_fast.optim import unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
-from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
+from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     Progress,
@@ -272,7 +272,7 @@ class Trainer:
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
-        scoring = self._new_scoring(phase=self._phase)
+        scoring = self._new_scoring(phase=self._phase, seed=(self.config.seed, self.update))
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
@@ -416,7 +416,8 @@ class Trainer:
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
         sampler = evaluation_sampler(self.config.rollout, section, self.policy, self.embed, initial)
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            return evaluate(sampler, self._new_scoring(), self.eval_prompts, section, return_videos=return_videos)
+            scoring = self._new_scoring(seed=(section.seed, -1))  # every evaluation's, so that they pair
+            return evaluate(sampler, scoring, self.eval_prompts, section, return_videos=return_videos)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
@@ -451,7 +452,6 @@ class Trainer:
             "rollouts": self.rollouts,
             **self.objective.state(),
             "optimizer": self.engine.state(),
-            "rng": generator_state(),
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -473,7 +473,6 @@ class Trainer:
         for group, snapshot in self._snapshots().items():
             snapshot.load_tensors(tensors, group)
         self.engine.load_state(state["optimizer"])
-        load_generator_state(state["rng"])
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))
         self.rollouts = int(state["rollouts"])

@@ -193,7 +193,7 @@ class CheckpointWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and is_communication_error(error):
-            # What was still written needs the ranks that are gone or hang: who waited for it would not say so.
+            # The others cannot complete a checkpoint either; to wait for them here would hide why the run ends.
             logger.warning("A checkpoint that was being written is not complete; earlier ones are intact.")
             return
         try:

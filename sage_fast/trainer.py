@@ -8,7 +8,7 @@ arrives as `Components`.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -410,14 +410,14 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
-        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights."""
+    def evaluate(self, on_video: Callable[[int, Tensor], None] | None = None) -> Evaluation:
+        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights. See `evaluate`."""
         section = self.config.evaluation
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
         sampler = evaluation_sampler(self.config.rollout, section, self.policy, self.embed, initial)
         with self.evaluated_weights(), self.engine.phase("evaluation"):
             scoring = self._new_scoring(seed=(section.seed, -1))  # every evaluation's, so that they pair
-            return evaluate(sampler, scoring, self.eval_prompts, section, return_videos=return_videos)
+            return evaluate(sampler, scoring, self.eval_prompts, section, on_video=on_video)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""

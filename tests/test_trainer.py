@@ -295,9 +295,9 @@ def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:
     for name, value in trainer.ema.values.items():
         # The decay of the first update is 1 / 10: the average warms up.
         torch.testing.assert_close(value, 0.1 * start[name] + 0.9 * after[name])
-    averaged = trainer.evaluate()[0].reward
+    averaged = trainer.evaluate().reward
     trainer.ema.refresh()
-    assert trainer.evaluate()[0].reward != averaged
+    assert trainer.evaluate().reward != averaged
     assert all(torch.equal(after[n], p) for n, p in weights(trainer).items())
 
 
@@ -481,7 +481,7 @@ def test_what_a_reward_draws_is_a_function_of_seed_update_and_video(tiny_run: Ma
     again.update, again.rollouts = 1, 1
     draws(torch.empty(0), ["another process has drawn less or more"])
     assert again.iterate()["reward/mean"] == second
-    assert trainer.evaluate()[0].reward == again.evaluate()[0].reward
+    assert trainer.evaluate().reward == again.evaluate().reward
 
 
 def constant(videos: Tensor, prompts: Sequence[str]) -> Tensor:

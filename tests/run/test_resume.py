@@ -195,7 +195,7 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     assert second.trainer.objective.anchor is not None
     for name, value in second.trainer.objective.anchor.tensors().items():
         assert torch.equal(value, trained[name])
-    after = first.trainer.evaluate()[0]
+    after = first.trainer.evaluate()
     assert second.train().test is not None
     # "Before" is the model that this run starts from: the adapter's.
     assert second.evaluation.baseline == after

@@ -252,10 +252,14 @@ class VideoScoring:
         else:
             self.scored.append(ScoredBatch(numbers=numbers, scores=scores, failed=failed))
 
-    def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+    def wait(self) -> None:
+        """Wait for what is being scored elsewhere."""
         for batch in self.pending:
             batch.result()
+
+    def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+        self.wait()
         return gather_scores(self.scored, self.error, count, self.world)
 
 

@@ -229,9 +229,9 @@ class Trainer:
         # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
         self.objective.begin(self.update, self.rollouts)
         with self.engine.phase("rollout"), self.objective.sampling():
-            trajectories, scoring = self._rollout()
+            rollout = self._rollout()
         with self._phase("reward"):
-            scored, metrics = self._score(trajectories, scoring)
+            scored, metrics = self._score(*rollout)
         with self._phase("anchor"), self.engine.phase("anchor"):
             self.objective.measure(scored)
         with self._phase("update"), self.engine.phase("update"):
@@ -244,8 +244,8 @@ class Trainer:
         whole = {"time/iteration": sum(self._seconds.values())}
         return {"update": self.update} | metrics | skipped | times | whole
 
-    def _rollout(self) -> tuple[list[Trajectory], VideoScoring]:
-        """Sample this rank's videos and decode them; their scores arrive in what is returned beside them.
+    def _rollout(self) -> tuple[list[Trajectory], tuple[dict[str, Tensor], Tensor]]:
+        """Sample this rank's videos, decode and score them; the scores of all ranks are returned beside them.
 
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
         ranks at the same time.
@@ -284,7 +284,10 @@ class Trainer:
             for first, trajectory in unscored:
                 scoring.add(trajectory, first=first, turn=first)
             unscored.clear()
-        return trajectories, scoring
+        with self._phase("reward"):
+            scoring.wait()
+        with self._phase("waiting"):  # for the slowest rank, which `time/slowest` names
+            return trajectories, scoring.gather(self.videos_per_rollout)
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -301,11 +304,11 @@ class Trainer:
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
 
     def _score(
-        self, trajectories: Sequence[Trajectory], scoring: VideoScoring
+        self, trajectories: Sequence[Trajectory], scores_of_all: tuple[dict[str, Tensor], Tensor]
     ) -> tuple[ScoredRollout, dict[str, float]]:
-        """Gather the scores of the rollout from all ranks and turn them into advantages; metrics of the rewards."""
+        """Turn the scores of the rollout into advantages; metrics of the rewards."""
         config = self.config
-        columns, failed = scoring.gather(self.videos_per_rollout)
+        columns, failed = scores_of_all
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():

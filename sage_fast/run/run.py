@@ -14,6 +14,7 @@ runs/NAME/
 import json
 import logging
 import os
+import platform
 import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -296,15 +298,21 @@ class Run:
             Whether the run is finished: not where it was stopped, or its last evaluation was put off.
         """
         config, trainer, world = self.config, self.trainer, self.world
-        total, record = config.training.num_updates, None
+        total = config.training.num_updates
+        record: dict[str, Any] | None = None
         saved, seconds_saving = trainer.update, 0.0
         while trainer.update < total and not world.any(self._stop_requested):
             self.lease.check()
-            record = trainer.iterate() | {"time/checkpoint": seconds_saving}
+            record = {**trainer.iterate(), "time/checkpoint": seconds_saving}
             self.guard.use_steady_timeout(config.distributed.timeout_seconds)
-            everywhere = world.gather((self._stop_requested, peak_memory_gib(trainer.device)))
-            stops, peaks = zip(*everywhere, strict=True)
+            own = sum(record.get(f"time/{phase}", 0.0) for phase in ("rollout", "decode", "reward"))
+            answer = (self._stop_requested, peak_memory_gib(trainer.device), own, platform.node())
+            stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
+            if world.size > 1:
+                slow = seconds.index(max(seconds))
+                times = f"{seconds[slow]:.3g} s for its videos, median {median(seconds):.3g} s"
+                record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
             evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
             seconds_saving = 0.0

@@ -64,7 +64,8 @@ class Status:
 
     state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
-    paired, over update 0. worse: see `describe_worse`. seconds_left: by the measured pace. longest_seconds: that it has
+    paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
+    seconds_left: by the measured pace. longest_seconds: that it has
     gone without progress. videos_per_rollout: on all ranks. error: that ended it. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
@@ -81,6 +82,7 @@ class Status:
     reward: float | None = None
     gain: float | None = None
     worse: str | None = None
+    slowest: str | None = None
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
@@ -198,7 +200,7 @@ class RunProgress:
         if "eval/reward_mean" in record:
             scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
-        self.status = replace(self.status, update=update, **scores)
+        self.status = replace(self.status, update=update, slowest=record.get("time/slowest"), **scores)
         self.status = replace(self.status, seconds_left=self.seconds_left())
         if "gain" in scores and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)

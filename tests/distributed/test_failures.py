@@ -1,6 +1,7 @@
 """Whole runs on several ranks: one that dies, hangs or meets NaN ends all; what was saved goes on bit for bit."""
 
 import os
+import platform
 import re
 import resource
 import signal
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from sage_fast import rollout
 from sage_fast.checkpoint import list_checkpoints, writer
 from sage_fast.commands import cli
 from sage_fast.config.sections import DistributedConfig
@@ -91,6 +93,25 @@ def join_with_few_descriptors() -> bool:
 
 def test_a_low_limit_of_descriptors_is_raised() -> None:
     assert all(run_ranks(join_with_few_descriptors, 16))
+
+
+def sleep_in_the_rollout(rank: int) -> None:
+    sample = rollout.sample_trajectory
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(2.0 * rank)
+        return sample(*arguments, **options)
+
+    rollout.sample_trajectory = slow
+
+
+def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(tiny_model: Path, tmp_path: Path) -> None:
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 1})
+    results, text = on_ranks(2, ["train", file], tmp_path, sleep_in_the_rollout)
+    assert [code for _, code in results] == [0, 0], text
+    (row,) = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert row["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
+    assert row["time/reward"] < 0.4 and row["time/waiting"] > 2.0
 
 
 def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:

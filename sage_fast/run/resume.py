@@ -11,6 +11,7 @@ the run stops and asks for `--resume restart`.
 
 import difflib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -25,6 +26,7 @@ from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
 from sage_fast.distributed.world import World
 from sage_fast.run.directory import RunDirectory, read_metrics
+from sage_fast.run.run_status import read_status
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +70,25 @@ def find_start(
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
     logger.info("Going on from %s.", checkpoint.folder)
     return checkpoint, False, changes
+
+
+def refuse_repetition(directory: RunDirectory, world: World, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a start that a launcher repeats after the run has failed by its own error. Collective.
+
+    A resume repeats the run exactly, so the failure would come back, after all GPUs have loaded the model. Who starts
+    it by hand has changed something that no configuration tells of, such as the room on a disk.
+
+    Raises:
+        ConfigError: it would fail again.
+    """
+    retries = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    status, _ = read_status(directory.path) if world.is_main and any(map(int, retries)) else (None, None)
+    failed = None if status is None or not status.repeats else (status.update, status.error)
+    if found := world.broadcast(failed):
+        raise ConfigError(
+            f"The run has failed after update {found[0]} by its own error, and would fail again: {found[1]} Change what "
+            "it names, then start a new job with --resume auto."
+        )
 
 
 def _has_history(directory: RunDirectory) -> bool:

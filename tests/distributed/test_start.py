@@ -101,7 +101,8 @@ def fake_cluster(folder: Path, **variables: str) -> dict[str, str]:
     script(folder / "python", record)
     # srun lasts until the run is asked to stop, as one does that saves then.
     lasting = 'if [[ -n "${LASTS:-}" ]]; then until [[ -e "$OUTPUT_DIR/STOP" ]]; do sleep 0.05; done; echo saved; fi\n'
-    script(folder / "srun", record + lasting + 'exit "${STATUS:-0}"')
+    saving = 'if [[ -n "${SAVES:-}" ]]; then mkdir -p "$OUTPUT_DIR/checkpoints/update-000002"; fi\n'
+    script(folder / "srun", record + lasting + saving + 'exit "${STATUS:-0}"')
     nodes = 'if [[ "$1" == show ]]; then printf "node03\\nnode04\\n"; '
     script(folder / "scontrol", nodes + f'else echo "$@" >> {folder}/scontrol-calls; fi')
     (folder / "my runs").mkdir()
@@ -168,9 +169,15 @@ def test_two_runs_of_the_script_at_a_time_do_not_meet(tmp_path: Path) -> None:
     assert "HEAD: the node" in bash("torchrun.sh", "a.yaml", environment=environment | {"NNODES": "2"})[1]
 
 
-@pytest.mark.parametrize(("status", "restarts", "requeued"), [("137", "3", True), ("1", "20", False)])
-def test_the_slurm_script_queues_a_failed_job_again(tmp_path: Path, status: str, restarts: str, requeued: bool) -> None:
-    environment = fake_cluster(tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts)
+@pytest.mark.parametrize(
+    ("status", "restarts", "saves", "requeued"),
+    [("137", "3", "1", True), ("1", "20", "1", False), ("137", "3", "", False), ("137", "0", "", True)],
+)
+def test_the_slurm_script_queues_a_failed_job_again_as_long_as_it_makes_progress(
+    tmp_path: Path, status: str, restarts: str, saves: str, requeued: bool
+) -> None:
+    environment = fake_cluster(tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts, SAVES=saves)
+    (tmp_path / "my runs/checkpoints/update-000001").mkdir(parents=True)
     assert bash("slurm.sbatch", environment=environment)[0] == int(status)
     assert (tmp_path / "scontrol-calls").exists() == requeued
 

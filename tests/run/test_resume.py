@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -175,6 +176,32 @@ def test_a_reward_that_fails_again_can_be_left_out_on_resume(tiny_run: MakeRun, 
     result = Run(tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")).train()
     rows = numbers(result.output_dir)
     assert [row["reward/dropped_groups"] for row in rows] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC", "SLURM"])
+def test_a_launcher_does_not_repeat_what_would_fail_again(
+    tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """A failure of the run's own; not a collective that failed, and not a start by hand."""
+    run = Run(tiny_run(QUIET))
+    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
+    with pytest.raises(RewardError, match="no eyes"):
+        run.train()
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="after update 1 by an error of its own.*no eyes"),
+    ):
+        patch.setattr("sage_fast.run.run.build_trainer", None)  # nothing is loaded
+        Run(tiny_run(QUIET, "--resume=auto"))
+    monkeypatch.delenv(f"{launcher}_RESTART_COUNT")
+    again = Run(tiny_run(QUIET, "--resume=auto"))
+    again.trainer.iterate = Mock(side_effect=RuntimeError("Connection closed by peer"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        again.train()
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
+    fails_on.clear()
+    assert Run(tiny_run(QUIET, "--resume=auto")).train().finished
 
 
 # ------------------------------------------------------------------------------------------ from another run's adapter

@@ -86,8 +86,8 @@ def refuse_repetition(directory: RunDirectory, world: World, environment: Mappin
     failed = None if status is None or not status.repeats else (status.update, status.error)
     if found := world.broadcast(failed):
         raise ConfigError(
-            f"The run has failed after update {found[0]} by its own error, and would fail again: {found[1]} Change what "
-            "it names, then start a new job with --resume auto."
+            f"The run has failed after update {found[0]} by its own error, and would fail again: {found[1]} Change "
+            "what it names, then start a new job with --resume auto."
         )
 
 

@@ -233,6 +233,7 @@ class Run:
                 result = self._conclude(finished)
                 self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
+                self.guard.progress()  # the time that a collective has waited is not that of the last words
                 self._write_final_status("failed", error)
                 raise
             finally:

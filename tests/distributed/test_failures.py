@@ -99,19 +99,19 @@ def sleep_in_the_rollout(rank: int) -> None:
     sample = rollout.sample_trajectory
 
     def slow(*arguments: Any, **options: Any) -> Any:
-        time.sleep(2.0 * rank)
+        time.sleep(3.0 * rank)
         return sample(*arguments, **options)
 
     rollout.sample_trajectory = slow
 
 
 def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(tiny_model: Path, tmp_path: Path) -> None:
-    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 1})
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
     results, text = on_ranks(2, ["train", file], tmp_path, sleep_in_the_rollout)
     assert [code for _, code in results] == [0, 0], text
-    (row,) = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert row["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
-    assert row["time/reward"] < 0.4 and row["time/waiting"] > 2.0
+    first, second = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert first["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
+    assert second["time/reward"] < 0.6 and second["time/waiting"] > 3.0, "two batches of 3 s"
 
 
 def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp
 def hang(pending: bool, rank: int) -> None:
     """Let rank 1 stop before its second update; with `pending`, while it also writes the first one's checkpoint."""
     if rank == 1:
-        failure.STACKS_AFTER = 10.0
+        failure.STACKS_AFTER = 30.0
         if pending:
             writer.describe_files = lambda *_: time.sleep(600)  # type: ignore[assignment, return-value]
     at_update(partial(time.sleep, 600), 1, 1, rank)
@@ -149,16 +149,15 @@ def hang(pending: bool, rank: int) -> None:
 
 @pytest.mark.parametrize("pending", [False, True])
 def test_a_rank_that_hangs_shows_where_and_ends(pending: bool, tiny_model: Path, tmp_path: Path) -> None:
-    """The others say so as soon as a collective has failed, and only the one that hangs shows its threads."""
+    """The others end when their collective has failed, and only the one that hangs shows its threads."""
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, checkpoint={"every": 1 if pending else 9})
     words = ["train", file, "--distributed.timeout_seconds=8"]
     results, text = on_ranks(2, words, tmp_path, partial(hang, pending))
     assert results == [("gone", 1)] * 2, text
     hung = (tmp_path / "log-1").read_text()
-    assert "Timeout (0:00:18)!" in hung and "in disturbed" in hung, text
+    assert "Timeout (0:00:38)!" in hung and "in disturbed" in hung, text
     assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, text
-    said, shown = ((tmp_path / f"log-{rank}").stat().st_mtime for rank in (0, 1))
-    assert said < shown - 5, "it waited for the other to end"
+    assert "Timeout (" not in (tmp_path / "log-0").read_text(), text
 
 
 def poison(rank: int) -> None:

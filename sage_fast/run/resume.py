@@ -47,11 +47,13 @@ def find_start(
         keys that the user allowed to differ from the checkpoint's.
 
     Raises:
-        ConfigError: a new run would start where there is one already, or the checkpoint is of another configuration.
+        ConfigError: a new run would start where there is one already, the checkpoint is of another configuration, or a
+            launcher repeats what would fail again.
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
     check_allowed(allow_changes, config)
     directory, resume = RunDirectory(config.output_dir), config.resume
+    _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
     has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
@@ -72,7 +74,7 @@ def find_start(
     return checkpoint, False, changes
 
 
-def refuse_repetition(directory: RunDirectory, world: World, environment: Mapping[str, str] = os.environ) -> None:
+def _refuse_repetition(directory: RunDirectory, world: World, environment: Mapping[str, str] = os.environ) -> None:
     """Refuse a start that a launcher repeats after the run has failed by its own error. Collective.
 
     A resume repeats the run exactly, so the failure would come back, after all GPUs have loaded the model. Who starts

@@ -56,14 +56,7 @@ from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import (
-    abandon_after,
-    describe_changes,
-    find_start,
-    keep_videos,
-    move_aside,
-    refuse_repetition,
-)
+from sage_fast.run.resume import abandon_after, describe_changes, find_start, keep_videos, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer, used_prompts
 
@@ -189,7 +182,6 @@ class Run:
         self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease.refuse_others()
-        refuse_repetition(self.files, world)
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
         state = {"update": 0, "rollouts": 0}
@@ -319,8 +311,8 @@ class Run:
             stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
             if world.size > 1:
-                slow = seconds.index(max(seconds))
-                times = f"{seconds[slow]:.3g} s for its videos, median {median(seconds):.3g} s"
+                most, slow = max(zip(seconds, range(world.size), strict=True))
+                times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
             evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))

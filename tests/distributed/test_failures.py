@@ -26,6 +26,7 @@ from sage_fast.distributed.start import start_world
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
+from sage_fast.run.run import Run
 from sage_fast.trainer import Trainer
 from tests.distributed.ranks import run_ranks, try_ranks, write_run
 from tests.made_runs import numbers
@@ -120,6 +121,34 @@ def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> Non
     assert results == [("gone", -signal.SIGKILL), ("gone", 1)], text
     assert re.search(r"\[rank 1\] error: A collective failed: .*--resume auto", text), text
     assert "Traceback" not in text, text
+
+
+def at_phase(phase: str, victim: int, update: int, rank: int) -> None:
+    """Kill the rank `victim` in a phase of an update."""
+    tell = Run._tell
+
+    def told(self: Run, name: str, *rest: Any) -> None:
+        if rank == victim and name == phase and self.trainer.update == update:
+            KILL()
+        tell(self, name, *rest)
+
+    Run._tell = told  # type: ignore[method-assign]
+
+
+def test_kills_of_either_rank_cost_the_update_in_progress(tiny_model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"training": {"num_updates": 5}, "evaluation": {"every": 0}}
+    file = write_run(tiny_model, tmp_path, **settings, checkpoint={"every": 1, "asynchronous": False})
+    # Updates done, and of which there is a checkpoint when the rank dies.
+    for phase, victim, update, saved in (("rollout", 1, 1, 1), ("update", 0, 2, 2), ("checkpoint", 1, 4, 3)):
+        words = ["train", file, TIMEOUT, "--resume=auto"]
+        results, text = on_ranks(2, words, tmp_path, partial(at_phase, phase, victim, update))
+        assert ("gone", -signal.SIGKILL) in results, text
+        assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == f"update-{saved:06d}"
+    results, text = on_ranks(2, ["train", file, "--resume=auto"], tmp_path)
+    assert [code for _, code in results] == [0, 0], text
+    results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
+    assert [code for _, code in results] == [0, 0], text
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
 def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp_path: Path) -> None:

@@ -285,9 +285,8 @@ def evaluate(
     prompts: Sequence[Prompt],
     section: EvaluationConfig,
     *,
-    return_videos: Collection[int] = (),
     on_video: Callable[[int, Tensor], None] | None = None,
-) -> tuple[Evaluation, dict[int, Tensor]]:
+) -> Evaluation:
     """Generate and score `section.noises` videos per prompt.
 
     Collective: batches are dealt to the data-parallel ranks in turn.
@@ -296,18 +295,13 @@ def evaluate(
         scoring: fresh, with the ranks in `world`; its `progress` sees every batch of this rank. Its `on_failure`
             says whether a prompt that a reward fails on ends the evaluation or is left out.
         prompts: S of them.
-        return_videos: numbers of the prompts whose videos are returned.
-        on_video: called with the number of each prompt and its first video (F, 3, H, W) uint8 on the CPU, on the rank
-            that decoded it, so that videos can go to files instead of memory.
-
-    Returns:
-        The scores, and on rank 0 the first videos by prompt number, (F, 3, H, W) uint8 each.
+        on_video: called with the number of each prompt and its first video (F, 3, H, W) uint8, on the rank that decoded
+            it; videos go to files there, not to another rank.
 
     Raises:
         RewardError: a reward failed and `on_failure` is stop, or no prompt could be scored. On all ranks.
     """
     world = scoring.world
-    videos: dict[int, Tensor] = {}
     sampled: list[tuple[int, int, Trajectory]] = []
     # The first videos of all prompts come first, so a video's number is its prompt's there.
     members = [(prompt, member) for member in range(section.noises) for prompt in prompts]
@@ -326,17 +320,13 @@ def evaluate(
             continue
         for first, turn, trajectory in sampled:
             for place, video in scoring.add(trajectory, first=first, turn=turn):
-                if place in return_videos:
-                    videos[place] = video.cpu()
                 if on_video is not None and place < len(prompts):
-                    on_video(place, video.cpu())
+                    on_video(place, video)
         sampled.clear()
     scores, failed = scoring.gather(len(members))
     failed = failed.view(section.noises, -1).any(0)
     if bool(failed.all()):
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
-    for others in world.gather_to_main(videos):
-        videos |= others
     columns = {name: column.view(section.noises, -1)[:, ~failed] for name, column in scores.items()}
     scores = {name: column.mean(0) for name, column in columns.items()}
     yes_no = [name for name, column in columns.items() if bool((column * (1 - column) == 0).all())]
@@ -348,4 +338,4 @@ def evaluate(
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
         shown={name: columns[name][0].tolist() for name in yes_no},
-    ), dict(sorted(videos.items()))
+    )

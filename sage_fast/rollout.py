@@ -26,7 +26,7 @@ from sage_fast.noise import NoiseKey, initial_noise, noise_ids
 from sage_fast.objective import loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
-from sage_fast.rewards.base import OnFailure, describe_batch
+from sage_fast.rewards.base import OnFailure, describe_batch, seed_generators
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
@@ -193,7 +193,8 @@ class VideoScoring:
 
     Ranks that share a video (sequence parallelism) have the same latents, so each decodes and scores every sp-th one.
 
-    phase: entered with "decode" and "reward", for timing. progress: as in an iteration.
+    phase: entered with "decode" and "reward", for timing. progress: as in an iteration. seed: of the global generators
+    before each batch, together with the number of its first video; None leaves them alone.
     """
 
     decoder: VideoDecoder
@@ -202,6 +203,7 @@ class VideoScoring:
     world: World = SINGLE_PROCESS
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     progress: Progress = lambda phase, done, total, subject: None
+    seed: tuple[int, int] | None = None
     scored: list[ScoredBatch] = field(default_factory=list)
     error: str | None = None
     pending: list[Future[None]] = field(default_factory=list)
@@ -228,6 +230,9 @@ class VideoScoring:
         if thread := self.reward.thread:
             self.pending.append(thread.submit(self._score, videos, own, numbers))
         else:
+            if self.seed is not None:
+                key = hashlib.sha256(repr((*self.seed, numbers[0])).encode())
+                seed_generators(int.from_bytes(key.digest()[:8], "little"))
             with self.phase("reward"):
                 self._score(videos, own, numbers)
         return list(zip(numbers, videos, strict=True))
@@ -247,10 +252,14 @@ class VideoScoring:
         else:
             self.scored.append(ScoredBatch(numbers=numbers, scores=scores, failed=failed))
 
-    def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+    def wait(self) -> None:
+        """Wait for what is being scored elsewhere."""
         for batch in self.pending:
             batch.result()
+
+    def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
+        self.wait()
         return gather_scores(self.scored, self.error, count, self.world)
 
 

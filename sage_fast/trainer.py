@@ -8,7 +8,7 @@ arrives as `Components`.
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -37,7 +37,7 @@ from sage_fast.optim import unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.records import Pictured, Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
-from sage_fast.rewards.base import describe_batch, generator_state, load_generator_state
+from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     Progress,
@@ -237,9 +237,9 @@ class Trainer:
         # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
         self.objective.begin(self.update, self.rollouts)
         with self.engine.phase("rollout"), self.objective.sampling():
-            trajectories, scoring = self._rollout()
+            rollout = self._rollout()
         with self._phase("reward"):
-            scored, metrics = self._score(trajectories, scoring)
+            scored, metrics = self._score(*rollout)
         with self._phase("anchor"), self.engine.phase("anchor"):
             self.objective.measure(scored)
         with self._phase("update"), self.engine.phase("update"):
@@ -252,8 +252,8 @@ class Trainer:
         whole = {"time/iteration": sum(self._seconds.values())}
         return {"update": self.update} | metrics | skipped | times | whole
 
-    def _rollout(self) -> tuple[list[Trajectory], VideoScoring]:
-        """Sample this rank's videos and decode them; their scores arrive in what is returned beside them.
+    def _rollout(self) -> tuple[list[Trajectory], tuple[dict[str, Tensor], Tensor]]:
+        """Sample this rank's videos, decode and score them; the scores of all ranks are returned beside them.
 
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
         ranks at the same time.
@@ -281,7 +281,7 @@ class Trainer:
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
-        scoring = self._new_scoring(phase=self._phase)
+        scoring = self._new_scoring(phase=self._phase, seed=(self.config.seed, self.update))
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
@@ -293,7 +293,10 @@ class Trainer:
             for first, trajectory in unscored:
                 scoring.add(trajectory, first=first, turn=first)
             unscored.clear()
-        return trajectories, scoring
+        with self._phase("reward"):
+            scoring.wait()
+        with self._phase("waiting"):  # for the slowest rank, which `time/slowest` names
+            return trajectories, scoring.gather(self.videos_per_rollout)
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -310,11 +313,11 @@ class Trainer:
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
 
     def _score(
-        self, trajectories: Sequence[Trajectory], scoring: VideoScoring
+        self, trajectories: Sequence[Trajectory], scores_of_all: tuple[dict[str, Tensor], Tensor]
     ) -> tuple[ScoredRollout, dict[str, float]]:
-        """Gather the scores of the rollout from all ranks and turn them into advantages; metrics of the rewards."""
+        """Turn the scores of the rollout into advantages; metrics of the rewards."""
         config = self.config
-        columns, failed = scoring.gather(self.videos_per_rollout)
+        columns, failed = scores_of_all
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():
@@ -419,14 +422,15 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ evaluation
 
-    def evaluate(self, return_videos: Collection[int] = ()) -> tuple[Evaluation, dict[int, Tensor]]:
-        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights."""
+    def evaluate(self, on_video: Callable[[int, Tensor], None] | None = None) -> Evaluation:
+        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights. See `evaluate`."""
         section = self.config.evaluation
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
         embed = self._embed_for(self.config.evaluation_video)
         sampler = evaluation_sampler(self.config.rollout, section, self.policy, embed, initial)
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            return evaluate(sampler, self._new_scoring(), self.eval_prompts, section, return_videos=return_videos)
+            scoring = self._new_scoring(seed=(section.seed, -1))  # every evaluation's, so that they pair
+            return evaluate(sampler, scoring, self.eval_prompts, section, on_video=on_video)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
@@ -461,7 +465,6 @@ class Trainer:
             "rollouts": self.rollouts,
             **self.objective.state(),
             "optimizer": self.engine.state(),
-            "rng": generator_state(),
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -483,7 +486,6 @@ class Trainer:
         for group, snapshot in self._snapshots().items():
             snapshot.load_tensors(tensors, group)
         self.engine.load_state(state["optimizer"])
-        load_generator_state(state["rng"])
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))
         self.rollouts = int(state["rollouts"])

@@ -91,9 +91,10 @@ def test_a_file_that_is_no_complete_evaluation_is_named(tmp_path: Path, text: st
 
 def test_the_evaluation_during_training_has_a_size_of_its_own(tiny_run: Callable[..., RunConfig]) -> None:
     trainer = build_trainer(tiny_run("--evaluation.height=32", "--evaluation.width=24"))
-    evaluation, videos = trainer.evaluate([0])
+    videos: dict[int, Tensor] = {}
+    evaluation = trainer.evaluate(videos.__setitem__)
     assert videos[0].shape[-2:] == (32, 24) and len(evaluation.reward) == 4
-    assert trainer.evaluate()[0] == evaluation
+    assert trainer.evaluate() == evaluation
 
 
 def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[..., RunConfig]) -> None:
@@ -108,7 +109,7 @@ def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[.
         return velocity(latents, sigma, prompts)
 
     trainer.policy.velocity = watched  # type: ignore[method-assign]
-    scores = trainer.evaluate()[0]
+    scores = trainer.evaluate()
     steps = trainer.config.evaluation_steps
     first, second, third = (trainer.embed(p.text).text for p in trainer.eval_prompts)
     expected = [first, second] * steps + [third, first] * steps + [second, third] * steps
@@ -142,13 +143,13 @@ def test_a_prompt_with_a_noise_that_failed_is_left_out(
         return scores, failed
 
     trainer = build_trainer(tiny_run("--evaluation.num_prompts=3", "--evaluation.noises=2"))
-    whole = trainer.evaluate()[0]
+    whole = trainer.evaluate()
     monkeypatch.setattr(VideoScoring, "gather", failing)
-    assert trainer.evaluate()[0] == whole.only({0, 1, 2} - {lost % 3})
+    assert trainer.evaluate() == whole.only({0, 1, 2} - {lost % 3})
 
 
 def test_the_noise_of_an_evaluation_is_that_of_its_seed(tiny_run: Callable[..., RunConfig]) -> None:
     first, same, other = (
-        build_trainer(tiny_run(*words)).evaluate()[0].reward for words in ((), ("--seed=0",), ("--evaluation.seed=5",))
+        build_trainer(tiny_run(*words)).evaluate().reward for words in ((), ("--seed=0",), ("--evaluation.seed=5",))
     )
     assert first == same != other

@@ -296,9 +296,9 @@ def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:
     for name, value in trainer.ema.values.items():
         # The decay of the first update is 1 / 10: the average warms up.
         torch.testing.assert_close(value, 0.1 * start[name] + 0.9 * after[name])
-    averaged = trainer.evaluate()[0].reward
+    averaged = trainer.evaluate().reward
     trainer.ema.refresh()
-    assert trainer.evaluate()[0].reward != averaged
+    assert trainer.evaluate().reward != averaged
     assert all(torch.equal(after[n], p) for n, p in weights(trainer).items())
 
 
@@ -410,9 +410,7 @@ def test_nothing_of_the_state_is_lost_in_a_checkpoint(
     fresh = resumed.state()
     for _ in range(3):
         trainer.iterate()
-    drawn()
     state = trainer.state()
-    drawn()
     assert not [key for key in state if state[key] == fresh[key]] and state["kl_weight"]["history"]
     before = everything(resumed)
     with CheckpointWriter(tmp_path, keep_last=1) as writer:
@@ -462,10 +460,6 @@ def test_ruined_weights_are_not_skipped_over(tiny_run: MakeRun) -> None:
 # ------------------------------------------------------------------------------------------------ global generators
 
 
-def drawn() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
 def test_python_and_numpy_are_seeded_by_the_run(tiny_run: MakeRun) -> None:
     values = []
     for seed in (5, 5, 2**40 + 5):
@@ -475,13 +469,20 @@ def test_python_and_numpy_are_seeded_by_the_run(tiny_run: MakeRun) -> None:
     assert values[0][0] != values[2][0] and values[0][1] != values[2][1]
 
 
-def test_a_checkpoint_holds_the_global_generators(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run())
-    np.random.randn()  # leaves a second number in the generator's cache
-    state = json.loads(json.dumps(trainer.state()))
-    expected = drawn(), float(np.random.randn())
-    build_trainer(tiny_run()).load(Mock(), state)
-    assert (drawn(), float(np.random.randn())) == expected
+def draws(videos: Tensor, prompts: Sequence[str]) -> Tensor:
+    return torch.tensor([random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in prompts])
+
+
+def test_what_a_reward_draws_is_a_function_of_seed_update_and_video(tiny_run: MakeRun) -> None:
+    """So a run that goes on, and one on other ranks, draws the same, and evaluations pair."""
+    config = tiny_run(f"--reward.rewards=[{__name__}:draws]", "--reward.weights={draws: 1}")
+    trainer, again = build_trainer(config), build_trainer(config)
+    first, second = trainer.iterate()["reward/mean"], trainer.iterate()["reward/mean"]
+    assert first != second
+    again.update, again.rollouts = 1, 1
+    draws(torch.empty(0), ["another process has drawn less or more"])
+    assert again.iterate()["reward/mean"] == second
+    assert trainer.evaluate().reward == again.evaluate().reward
 
 
 def constant(videos: Tensor, prompts: Sequence[str]) -> Tensor:

@@ -3,7 +3,8 @@
 #
 #   pdsh -w node[01-08] 'cd /shared/sage-fast && NNODES=8 HEAD=node01 configs/launch/torchrun.sh hv15_480p_full_64gpu'
 #
-# The arguments are those of `sage-fast train`. docs/distributed.md says what happens when a process or a node fails.
+# The arguments are those of `sage-fast train`; the run goes on by itself where it already is (--resume auto).
+# docs/distributed.md says what happens when a process or a node fails.
 #
 # Environment:
 #   NNODES, HEAD            number of nodes, and the one that they meet on (1, localhost)
@@ -44,4 +45,4 @@ exec "${PYTHON:-python}" -m torch.distributed.run \
     --nproc_per_node="${PROCESSES:-gpu}" \
     "${meeting[@]}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
-    -m sage_fast train "$@"
+    -m sage_fast train --resume auto "$@"

@@ -4,7 +4,7 @@
         shards/          every tensor, in torch's distributed checkpoint format (DCP), by "group.name": weights.*,
                          anchor.*, ema.* and optimizer.*; each rank has written a part
         lora/            the adapter that was evaluated (averaged, with EMA on), in diffusers' layout
-        state.json       counters, KL controller, schedule, RNG, configuration
+        state.json       counters, KL controller, schedule, configuration
         manifest.json    size and SHA-256 of every other file and of itself, written last
     checkpoints/best.json  update and score of the best evaluation, whose checkpoint is kept
 

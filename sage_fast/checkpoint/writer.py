@@ -5,12 +5,13 @@ other about it goes over a separate process group, because the training's collec
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import secrets
 import shutil
 import stat
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,7 @@ from sage_fast.checkpoint.folder import (
 )
 from sage_fast.config.errors import CheckpointError
 from sage_fast.config.files import sync, write_text
+from sage_fast.distributed.failure import is_communication_error
 from sage_fast.distributed.world import OWN_TIMEOUT, SINGLE_PROCESS, World
 
 T = TypeVar("T")
@@ -109,6 +111,7 @@ class CheckpointWriter:
         self.published: deque[Path] = deque()
         """Checkpoints that have become complete, oldest first, on rank 0; who reads them takes them out."""
         self._copies: dict[str, Tensor] = {}
+        self._planner: _CopiesPlanner | None = None
 
     def save(self, update: int, data: CheckpointData, extra: Extra | None = None) -> Path:
         """Write a checkpoint, and delete those that are no longer kept when it is there.
@@ -132,16 +135,16 @@ class CheckpointWriter:
         self.wait()
         state = json.dumps(data.state, indent=1)
         tensors = {f"{group}.{name}": t.detach() for group, named in data.tensors.items() for name, t in named.items()}
-        # The parts as the mesh has them; torch alone knows where a DTensor's part belongs.
-        plan = create_default_local_save_plan(tensors, self.world.is_main)
+        planner = self._plan(tensors)
         self._agree(update, lambda: self._make_folder(update))
         more = None if extra is None else self._agree(update, lambda: extra(self._partial(update)))
-        parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in tensors.items()}
+        own = ((key, tensors[key]) for key in planner.own_keys)
+        parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in own}
         local = self._agree(update, lambda: self._copy(parts))
         if self._thread is None:
-            self._write(update, state, plan, local, more)
+            self._write(update, state, planner, local, more)
         else:
-            self._pending = self._thread.submit(self._write, update, state, plan, local, more)
+            self._pending = self._thread.submit(self._write, update, state, planner, local, more)
         return self._final(update)
 
     def pin_best(self, update: int, score: float) -> None:
@@ -178,6 +181,7 @@ class CheckpointWriter:
             if self._thread is not None:
                 self._thread.shutdown()
             self._copies.clear()
+            self._planner = None
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
                 self._group = None
@@ -188,6 +192,10 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and is_communication_error(error):
+            # The others cannot complete a checkpoint either; to wait for them here would hide why the run ends.
+            logger.warning("A checkpoint that was being written is not complete; earlier ones are intact.")
+            return
         try:
             self.close()
         except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with
@@ -206,6 +214,39 @@ class CheckpointWriter:
 
     def _partial(self, update: int) -> Path:
         return self.root / f".{checkpoint_name(update)}.{self._attempt}.partial"
+
+    def _plan(self, tensors: Mapping[str, Tensor]) -> "_CopiesPlanner":
+        """Settle who writes what: as at the save before, unless a rank has other tensors than it had then.
+
+        Tensors that several ranks hold are dealt to them in turn, the largest first. All holders come to the same
+        answer by themselves, so nothing is copied or planned twice.
+        """
+        held = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        whole = sorted(key for key, tensor in tensors.items() if not isinstance(tensor, DTensor))
+        digest = hashlib.sha256("\n".join(whole).encode()).hexdigest()
+        same = self._planner is not None and self._planner.held == held
+        answers = self.world.gather((same, digest), self._group)
+        if self._planner is not None and all(same for same, _ in answers):
+            return self._planner
+        # DeepSpeed has each of them on one rank alone.
+        everywhere = len({digest for _, digest in answers}) == 1
+        dealt: Counter[object] = Counter()
+        own: dict[str, Tensor] = {}
+        for key in sorted(tensors, key=lambda key: (-tensors[key].nbytes, key)):
+            tensor, place, holders = tensors[key], self.world.rank, self.world.size
+            if isinstance(tensor, DTensor):
+                mesh, place, holders = tensor.device_mesh, 0, 1
+                for dim in (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()):
+                    place, holders = place * mesh.size(dim) + mesh.get_local_rank(dim), holders * mesh.size(dim)
+            elif not everywhere:
+                place, holders = 0, 1
+            kind = getattr(tensor, "placements", None)
+            if dealt[kind] % holders == place:
+                own[key] = tensor
+            dealt[kind] += 1
+        # The parts as the mesh has them; torch alone knows where a DTensor's part belongs.
+        self._planner = _CopiesPlanner(create_default_local_save_plan(own, self.world.is_main), held)
+        return self._planner
 
     def _make_folder(self, update: int) -> None:
         """An empty folder to write in; what runs that were killed have left behind makes room."""
@@ -240,14 +281,14 @@ class CheckpointWriter:
         self,
         update: int,
         state: str,
-        plan: SavePlan,
+        planner: "_CopiesPlanner",
         local: Mapping[str, Tensor],
         more: Callable[[], object] | None,
     ) -> None:
         """Write, sum and publish.
 
         Args:
-            plan: which part of every tensor is this rank's. local: that part, by key.
+            planner: which parts are this rank's. local: these, by key.
             more: writes the files of `extra`.
         """
 
@@ -256,8 +297,9 @@ class CheckpointWriter:
             storage = FileSystemWriter(self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0)
             if self._group is None:
                 one_process_is_meant()
-            planner, alone = _CopiesPlanner(plan), self._group is None
+            alone = self._group is None
             save(dict(local), storage_writer=storage, planner=planner, process_group=self._group, no_dist=alone)
+            planner.state_dict = {}
             if more is not None:
                 more()
             return self._describe_own(update, state)
@@ -331,6 +373,7 @@ class CheckpointWriter:
         failures = [(rank, found) for rank, found in enumerate(reasons) if found is not None]
         if not failures:
             return outcome  # type: ignore[return-value]
+        self._planner = None  # it may know the plan of some ranks alone
         if self.world.is_main:
             shutil.rmtree(self._partial(update), ignore_errors=True)
         if isinstance(failure, KeyboardInterrupt):  # DCP takes it for a failure
@@ -344,14 +387,34 @@ class CheckpointWriter:
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Saves local copies of tensors by the plan that was made of the tensors themselves."""
+    """Saves local copies of tensors by the plan that was made of the tensors themselves.
 
-    def __init__(self, plan: SavePlan) -> None:
+    Rank 0 plans for all at the first save, which takes seconds for thousands of tensors; from the second one on nobody
+    tells it anything, and it repeats its answer.
+
+    Args:
+        plan: of this rank. held: shapes and data types of all tensors of this rank, by key.
+    """
+
+    def __init__(self, plan: SavePlan, held: Mapping[str, object]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._local_plan = plan
+        self.held = held
+        self.own_keys = [item.index.fqn for item in plan.items]
+        self.plan = plan
+        self._finished = False
+        self._of_all: Metadata | None = None
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = self._local_plan
+        return SavePlan([]) if self._finished else self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self._of_all is None:
+            all_plans, self._of_all = super().create_global_plan(all_plans)
+        return all_plans, self._of_all
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if not self._finished:
+            self.plan, self._finished = new_plan, True
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:

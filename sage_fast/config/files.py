@@ -125,6 +125,8 @@ def content_digest(path: str | Path) -> str:
 @lru_cache(maxsize=2**20)
 def _content_digest(path: str, *version: int) -> str:
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+
+
 # ------------------------------------------------------------------------------------------ text
 
 

@@ -4,8 +4,10 @@ torch and this file read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and TORC
 is needed, because every command imports this file.
 """
 
+import contextlib
 import logging
 import os
+import resource
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -80,30 +82,26 @@ def rank_device(name: str) -> "torch.device":
     return device
 
 
-def restart_count(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun has restarted the processes of this node."""
-    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def effective_resume(resume: str, environment: Mapping[str, str] = os.environ) -> str:
-    """`resume` of the configuration; in a restarted job `none` and `restart` become `auto`, for the run has begun."""
-    restarts = restart_count(environment)
-    if resume not in ("none", "restart") or not restarts:
-        return resume
-    logger.info("Restart %d of this job: going on with the run, as with --resume auto.", restarts)
-    return "auto"
-
-
-def check_restartable(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuse restarts by torchrun in which the new processes would wait for ones that have died.
+def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse restarts by torchrun that would not go on with the run.
 
     By default torchrun's agent keeps one store through all restarts, and a process that meets there may be sent to the
-    address of one that has died (pytorch issue 135712).
+    address of one that has died (pytorch issue 135712). And a process cannot tell that it is a second one: where a node
+    is replaced, torchrun starts the same words again and its count of restarts stays 0.
+
+    Args:
+        resume: of the configuration.
 
     Raises:
-        ConfigError: torchrun may restart the processes, and would let them share one store.
+        ConfigError: torchrun may restart the processes, and would let them share one store, or not go on with the run.
     """
     restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and resume != "auto":
+        raise ConfigError(
+            f"torchrun was started with --max-restarts={restarts}, but with --resume {resume} restarted processes "
+            "would not go on with the run. Give --resume auto, which begins a new run where there is none; to begin "
+            "elsewhere, leave --max-restarts out until the first checkpoint is there."
+        )
     if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
             f"torchrun was started with --max-restarts={restarts}, but restarted "
@@ -121,6 +119,9 @@ def start_world(
 ) -> "World":
     """Join the processes that the launcher has started; `SINGLE_PROCESS` where it started none.
 
+    Each group that training uses has communicated when this returns: a network that does not carry it is found in a
+    minute, not after the model, the prompts and the first rollout.
+
     Args:
         distributed: degrees and timeouts.
         mode: what is trained; it decides degrees that are left open.
@@ -128,8 +129,9 @@ def start_world(
         configuration: the whole configuration as nested dicts, which must be the same on every rank.
 
     Raises:
-        ConfigError: the degrees do not fit the number of processes, or the ranks differ.
+        ConfigError: the degrees do not fit the number of processes, the ranks differ, or a restart would not go on.
     """
+    import torch
     from torch import distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -144,7 +146,11 @@ def start_world(
         raise ConfigError(str(error)) from error
     if "RANK" not in os.environ:
         return SINGLE_PROCESS
-    check_restartable()
+    check_restartable(str(configuration.get("resume", "auto")))
+    # gloo connects every rank with every other one, twice: more than the usual 1,024 descriptors with 512 ranks.
+    with contextlib.suppress(ValueError, OSError):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     seconds = distributed.startup_timeout_seconds
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
@@ -160,6 +166,11 @@ def start_world(
         mesh=init_device_mesh(device.type, (replicate, shard, sp), mesh_dim_names=("dp_replicate", "dp_shard", "sp")),
         fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
+    assert world.mesh is not None and world.fsdp_mesh is not None
+    set_group_timeouts(distributed.timeout_seconds)
+    for group in (None, world.sp_group, *world.fsdp_mesh.get_all_groups()):
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
     set_group_timeouts(seconds)  # torch gives the groups of a mesh its default
     return world
 

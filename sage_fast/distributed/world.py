@@ -80,16 +80,6 @@ class World:
         dist.all_gather_object(values, value, group=group)
         return values  # type: ignore[return-value]  # every rank has filled in its own
 
-    def gather_to_main(self, value: T) -> list[T]:
-        """Every rank's value on rank 0, an empty list elsewhere; for larger things, such as a few videos."""
-        if self.mesh is None:
-            return [value]
-        from torch import distributed as dist
-
-        values: list[T | None] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values)
-        return values or []  # type: ignore[return-value]
-
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
         if self.mesh is None:

@@ -163,27 +163,3 @@ def seed_generators(seed: int) -> None:
     random.seed(seed)
     np.random.seed([seed % 2**32, seed >> 32])
     torch.manual_seed(seed)
-
-
-def generator_state() -> dict[str, Any]:
-    """The state of the global generators, fit for JSON. CUDA's, one per device, where this process uses CUDA."""
-    version, words, gauss = random.getstate()
-    name, keys, *position = np.random.get_state(legacy=True)
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), *position],
-        "torch": torch.get_rng_state().numpy().tobytes().hex(),
-        "cuda": [state.numpy().tobytes().hex() for state in cuda],
-    }
-
-
-def load_generator_state(state: Mapping[str, Any]) -> None:
-    """Take over what `generator_state` returned. States of devices that this machine lacks are left out."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *position = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
-    torch.set_rng_state(torch.frombuffer(bytearray.fromhex(state["torch"]), dtype=torch.uint8))
-    for device, text in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8), device)

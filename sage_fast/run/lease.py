@@ -43,6 +43,7 @@ class Lease:
         self.path = self.directory.lease
         self._world = world
         self._file: IO[bytes] | None = None
+        self._text = b""
 
     def __enter__(self) -> "Lease":
         self._on_main(self._take)
@@ -62,9 +63,14 @@ class Lease:
         self._on_main(self._look)
 
     def is_own(self) -> bool:
-        """True when the file in the directory is the one that this process has locked."""
+        """True when the file in the directory is the one that this process has locked, and names it.
+
+        On a mount whose locks are local to each client (NFS with nolock, Lustre with localflock) another process may
+        have got the lock too; then the file names that one.
+        """
         try:
-            return self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+            same = self._file is not None and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+            return same and self.path.read_bytes() == self._text
         except FileNotFoundError:
             return False
         except OSError as error:  # it may pass; what has to be written says whether it does
@@ -72,12 +78,14 @@ class Lease:
             return True
 
     def check(self) -> None:
-        """Raise on rank 0 when the directory was deleted or moved, whoever has made another one since."""
+        """Raise on rank 0 when the directory was deleted or moved, or another process writes there too."""
         if self._world.is_main and not self.is_own():
+            holder = look_at(self.directory)[0]
+            found = f"names {holder}" if holder else "is gone"
             raise RunDirectoryError(
-                f"output_dir {str(self.directory)!r} was deleted or moved while the run was writing to it ({self.path} "
-                "is gone), so the run has stopped. Put the directory back and continue by --resume auto, or start a "
-                "new run."
+                f"output_dir {str(self.directory)!r} was deleted or moved while the run was writing to it, or another "
+                f"run writes there ({self.path} {found}), so this run has stopped. Put the directory back or end the "
+                "other run, and continue by --resume auto, or start a new run."
             )
 
     def _on_main(self, step: Callable[[], None]) -> None:
@@ -118,7 +126,8 @@ class Lease:
             )
         since = datetime.now(UTC).isoformat(timespec="seconds")
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}, since {since}\n".encode())
+        self._text = f"process {os.getpid()} on {platform.node()}, since {since}\n".encode()
+        file.write(self._text)
         file.flush()
         self._file = file
         # A lock belongs to all processes that have the file open: a fork that lives on would keep it.

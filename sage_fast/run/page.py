@@ -205,6 +205,8 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
         facts.append(("prompts that gained", f"{test.wins:.0%} of {test.count}"))
     if last.get("time/iteration") and status is not None:
         facts.append(("videos an hour", number(3600 * status.videos_per_rollout / last["time/iteration"])))
+    if "time/slowest" in last:
+        facts.append(("slowest rank", last["time/slowest"]))
     if "kl/grad_share" in last:
         facts.append(("KL's share of the gradient", f"{last['kl/grad_share']:.1%}"))
     return facts
@@ -267,7 +269,7 @@ def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
     if status is not None and status.videos_per_rollout:
         hourly = 3600.0 * status.videos_per_rollout
         speed, title = replace(speed, y=[hourly / seconds for seconds in speed.y]), "videos an hour"
-    names = ("rollout", "decode", "reward", "anchor", "update", "evaluation")
+    names = ("rollout", "decode", "reward", "waiting", "anchor", "update", "evaluation")
     phases = [metric_line(rows, f"time/{n}", n, colour=i, dots=n == "evaluation") for i, n in enumerate(names)]
     memory = [metric_line(rows, "memory/peak_gib", "of the fullest rank")]
     zero = {"from_zero": True}

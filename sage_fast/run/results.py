@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sage_fast.checkpoint.folder import read_best
 from sage_fast.config.errors import RewardError
@@ -105,15 +106,20 @@ class RunEvaluation:
             return None
 
     def run(self) -> dict[str, float]:
-        """Evaluate, write samples and scores, and return the metrics; on ranks other than 0, evaluate alone.
+        """Evaluate, write samples and scores, and return the metrics; ranks other than 0 write samples alone.
 
         Raises:
             RewardError: a reward failed and `reward.on_failure` says to stop, or fewer than two pairs are left.
         """
         trainer, update = self.trainer, self.trainer.update
         start = time.perf_counter()
+
+        def write(row: int, video: Tensor) -> None:
+            if row in self._sample_rows:
+                write_video(self._video_file(update, row), video, trainer.config.video.fps)
+
         try:
-            evaluation, videos = trainer.evaluate(return_videos=self._sample_rows)
+            evaluation = trainer.evaluate(on_video=write)
         except RewardError as error:
             raise RewardError(
                 f"{error} That was in the evaluation at update {update}: --reward.on_failure=drop_group leaves such a "
@@ -127,10 +133,8 @@ class RunEvaluation:
         if not self.world.is_main:
             return {}
         evaluation.save(self.directory.evaluation(update))
-        for row, video in videos.items():
-            write_video(self._video_file(update, row), video, trainer.config.video.fps)
-        if videos:
-            cells = [media.Cell(caption=prompt, videos=[videos[row]]) for row, prompt in self._shown_prompts()]
+        if self._sample_rows:
+            cells = [media.Cell(caption=prompt, videos=[read_video(path)]) for prompt, path in self.samples(update)]
             media.contact_sheet(self.directory.sheet(update), cells, f"update {update}")
         return metrics
 

@@ -11,20 +11,22 @@ the run stops and asks for `--resume restart`.
 
 import difflib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints, newest_checkpoint
+from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints
 from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
-from sage_fast.distributed.start import restart_count
 from sage_fast.distributed.world import World
 from sage_fast.run.directory import RunDirectory, read_metrics
+from sage_fast.run.run_status import read_status
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +47,13 @@ def find_start(
         keys that the user allowed to differ from the checkpoint's.
 
     Raises:
-        ConfigError: a new run would start where there is one already, or the checkpoint is of another configuration.
+        ConfigError: a new run would start where there is one already, the checkpoint is of another configuration, or a
+            launcher repeats what would fail again.
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
     check_allowed(allow_changes, config)
     directory, resume = RunDirectory(config.output_dir), config.resume
+    _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
     has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
@@ -60,7 +64,7 @@ def find_start(
         )
     if resume == "restart":
         return None, has_run, {}
-    checkpoint = _checkpoint_of_this_job(resume, checkpoints, world) or find_checkpoint(resume, checkpoints, world)
+    checkpoint = find_checkpoint(resume, checkpoints, world)
     if checkpoint is None:
         if has_run:
             agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
@@ -70,16 +74,27 @@ def find_start(
     return checkpoint, False, changes
 
 
+def _refuse_repetition(directory: RunDirectory, world: World, environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse a start that a launcher repeats after the run has failed by its own error. Collective.
+
+    A resume repeats the run exactly, so the failure would come back, after all GPUs have loaded the model. Who starts
+    it by hand has changed something that no configuration tells of, such as the room on a disk.
+
+    Raises:
+        ConfigError: it would fail again.
+    """
+    retries = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    status, _ = read_status(directory.path) if world.is_main and any(map(int, retries)) else (None, None)
+    failed = None if status is None or not status.repeats else (status.update, status.error)
+    if found := world.broadcast(failed):
+        raise ConfigError(
+            f"The run has failed after update {found[0]} by its own error, and would fail again: {found[1]} Change "
+            "what it names, then start a new job with --resume auto."
+        )
+
+
 def _has_history(directory: RunDirectory) -> bool:
     return directory.metrics.exists() and directory.metrics.stat().st_size > 0
-
-
-def _checkpoint_of_this_job(resume: str, checkpoints: Path, world: World) -> Checkpoint | None:
-    """The newest checkpoint of a restarted job whose first start was at a given one: it does not begin there again."""
-    if resume in ("none", "auto") or not world.any(restart_count() > 0):
-        return None
-    newest = newest_checkpoint(checkpoints, world)
-    return newest if newest is not None and newest.state["config"]["resume"] == resume else None
 
 
 def _check_may_start_again(config: RunConfig) -> None:
@@ -159,6 +174,26 @@ def check_same_run(
 
 
 # ------------------------------------------------------------------------------------------ what is kept
+
+
+def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
+    """The configuration with the `rollout.batch_size` that gives a run its videos per rollout on other ranks.
+
+    Args:
+        videos: per rollout, of the checkpoint. dp_degree: data-parallel ranks that there are now.
+
+    Raises:
+        ConfigError: they cannot share the videos evenly, which would be another run.
+    """
+    size, rest = divmod(videos, dp_degree)
+    if rest:
+        raise ConfigError(
+            f"The checkpoint's run has {videos} videos per rollout, which {dp_degree} data-parallel ranks cannot share "
+            "evenly. Start as many processes, or use such degrees, that their number divides it."
+        )
+    if size != config.rollout.batch_size:
+        logger.info("rollout.batch_size is %d here: the run has %d videos per rollout.", size, videos)
+    return replace(config, rollout=replace(config.rollout, batch_size=size))
 
 
 def move_aside(directory: RunDirectory) -> None:

@@ -13,6 +13,8 @@ runs/NAME/
 
 import json
 import logging
+import os
+import platform
 import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,6 +22,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +35,7 @@ from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import ModelConfig, check_heads, kl_uses
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
-from sage_fast.distributed.start import effective_resume, rank_device, start_world
+from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
@@ -52,7 +55,7 @@ from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, describe_changes, find_start, move_aside
+from sage_fast.run.resume import abandon_after, describe_changes, find_start, keep_videos, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer, used_prompts
 
@@ -137,12 +140,13 @@ def train(
         RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
     """
     section = config.distributed
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:  # where NCCL writes what it waited for; else each node's /tmp
+        folder = Path(config.output_dir).absolute() / "flight_recorder"
+        folder.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
     device = rank_device(config.model.device)
-    world = start_world(section, config.training.mode, device, to_dict(config))
-    # Nodes count restarts for themselves: where one has been restarted, all go on with the run.
-    if world.any(effective_resume(config.resume) != config.resume):
-        config = replace(config, resume="auto")
     try:
+        world = start_world(section, config.training.mode, device, to_dict(config))
         with HangGuard(world, section.startup_timeout_seconds) as guard:
             return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
     except RuntimeError as error:
@@ -179,7 +183,10 @@ class Run:
         self.lease.refuse_others()
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
-        state = {"update": 0, "rollouts": 0} if self.checkpoint is None else self.checkpoint.state["trainer"]
+        state = {"update": 0, "rollouts": 0}
+        if self.checkpoint is not None:
+            state = self.checkpoint.state["trainer"]
+            config = self.config = keep_videos(config, self.checkpoint.state["videos_per_rollout"], world.dp_degree)
         self.trainer = build_trainer(
             config,
             self.world,
@@ -217,6 +224,7 @@ class Run:
                 result = self._conclude(finished)
                 self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
+                self.guard.progress()  # the time that a collective has waited is not that of the last words
                 self._write_final_status("failed", error)
                 raise
             finally:
@@ -290,15 +298,21 @@ class Run:
             Whether the run is finished: not where it was stopped, or its last evaluation was put off.
         """
         config, trainer, world = self.config, self.trainer, self.world
-        total, record = config.training.num_updates, None
+        total = config.training.num_updates
+        record: dict[str, Any] | None = None
         saved, seconds_saving = trainer.update, 0.0
         while trainer.update < total and not world.any(self._stop_requested):
             self.lease.check()
-            record = trainer.iterate() | {"time/checkpoint": seconds_saving}
+            record = {**trainer.iterate(), "time/checkpoint": seconds_saving}
             self.guard.use_steady_timeout(config.distributed.timeout_seconds)
-            everywhere = world.gather((self._stop_requested, peak_memory_gib(trainer.device)))
-            stops, peaks = zip(*everywhere, strict=True)
+            own = sum(record.get(f"time/{phase}", 0.0) for phase in ("rollout", "decode", "reward"))
+            answer = (self._stop_requested, peak_memory_gib(trainer.device), own, platform.node())
+            stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
+            if world.size > 1:
+                most, slow = max(zip(seconds, range(world.size), strict=True))
+                times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
+                record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
             evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
             seconds_saving = 0.0
@@ -399,15 +413,6 @@ class Run:
             raise ConfigError(
                 "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
                 "would no longer be the ones the run compares. Restore the file, or start a new run."
-            )
-        videos = self.checkpoint.state["videos_per_rollout"]
-        if videos != trainer.videos_per_rollout:
-            ranks = trainer.world.dp_degree
-            raise ConfigError(
-                f"The checkpoint's run has {videos} videos per rollout, this one {trainer.videos_per_rollout} "
-                f"(rollout.batch_size {config.rollout.batch_size} on {ranks} data-parallel rank(s)), which would be "
-                f"another run. "
-                + (f"Set rollout.batch_size to {videos // ranks}." if videos % ranks == 0 else "Use other degrees.")
             )
         try:
             trainer.check_fit(self.checkpoint.shapes)

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import platform
 import sys
 import threading
 import time
@@ -25,6 +26,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from sage_fast.checkpoint import checkpoint_name
+from sage_fast.config.errors import CheckpointError, DecodeError, RewardError, RunDirectoryError, TrainingError
 from sage_fast.config.files import write_text
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
@@ -48,6 +50,9 @@ QUIET_FIRST_SECONDS = 1800.0
 WORSE = -3.0
 """Standard errors of a paired gain below which the model counts as worse than the one that the run started from."""
 
+OWN_ERRORS = (CheckpointError, DecodeError, OSError, RewardError, RunDirectoryError, TrainingError)
+"""Errors that the same start would meet again; others come from another rank, a server or the hardware."""
+
 State = Literal["running", "finished", "stopped", "failed"]
 
 logger = logging.getLogger(__name__)
@@ -63,8 +68,10 @@ class Status:
 
     state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
-    paired, over update 0. worse: see `describe_worse`. seconds_left: by the measured pace. longest_seconds: that it has
-    gone without progress. videos_per_rollout: on all ranks. error: that ended it. written: UTC.
+    paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
+    seconds_left: by the measured pace. longest_seconds: that it has
+    gone without progress. videos_per_rollout: on all ranks. error: that ended it. repeats: a restart would meet it
+    again. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
     gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
@@ -80,10 +87,12 @@ class Status:
     reward: float | None = None
     gain: float | None = None
     worse: str | None = None
+    slowest: str | None = None
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
     error: str | None = None
+    repeats: bool = False
     written: str = field(default_factory=_utc_now)
 
 
@@ -197,7 +206,7 @@ class RunProgress:
         if "eval/reward_mean" in record:
             scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
-        self.status = replace(self.status, update=update, **scores)
+        self.status = replace(self.status, update=update, slowest=record.get("time/slowest"), **scores)
         self.status = replace(self.status, seconds_left=self.seconds_left())
         if "gain" in scores and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
@@ -214,7 +223,10 @@ class RunProgress:
         """Write how the run ended."""
         text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
         left = 0.0 if state == "finished" else None
-        self.status = replace(self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text)
+        repeats = isinstance(error, OWN_ERRORS)
+        self.status = replace(
+            self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text, repeats=repeats
+        )
         self._write()
 
     def _write(self) -> None:
@@ -324,11 +336,13 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     status, written = read_status(directory)
     quiet = None if written is None else max(0.0, now - written)
     condition: Condition = "unknown"
+    # The lock of another machine is not seen on every mount; there a status that is fresh tells of its run.
+    elsewhere = holder != "" and f" on {platform.node()}," not in holder
     if written is None:
         condition = "running" if alive else "unknown"
     elif status is not None and status.state != "running":
         condition = status.state
-    elif not alive:
+    elif not alive and not (status is not None and quiet is not None and elsewhere and quiet <= patience(status)):
         condition = "killed"
     elif status is not None and quiet is not None:
         condition = "hangs" if quiet > patience(status) else "running"

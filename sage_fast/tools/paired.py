@@ -180,7 +180,7 @@ class PairedEvaluation:
             logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
 
         scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
-        return evaluate(generator.sampler(), scoring, generator.prompts, self.config.evaluation, on_video=write)[0]
+        return evaluate(generator.sampler(), scoring, generator.prompts, self.config.evaluation, on_video=write)
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""

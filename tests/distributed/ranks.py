@@ -135,7 +135,7 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any
     records = []
     while trainer.update < trainer.config.training.num_updates:
         records.append(untimed(trainer.iterate()))
-    evaluation, _ = trainer.evaluate()
+    evaluation = trainer.evaluate()
     records.append({f"eval/{i}": reward for i, reward in enumerate(evaluation.reward)})
     # Of ZeRO's weights each is on one rank.
     parts = trainer.world.gather(whole(trainer.engine.tensors()["weights"]))

@@ -1,7 +1,9 @@
 """Whole runs on several ranks: one that dies, hangs or meets NaN ends all; what was saved goes on bit for bit."""
 
 import os
+import platform
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -13,15 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast import rollout
+from sage_fast.checkpoint import list_checkpoints, writer
 from sage_fast.commands import cli
+from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed import failure
+from sage_fast.distributed.start import start_world
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
+from sage_fast.run.run import Run
 from sage_fast.trainer import Trainer
-from tests.distributed.ranks import try_ranks, write_run
+from tests.distributed.ranks import run_ranks, try_ranks, write_run
 from tests.made_runs import numbers
 
 pytestmark = pytest.mark.slow
@@ -59,6 +66,55 @@ def at_update(action: Callable[[], object], victim: int, update: int, rank: int)
     Trainer.iterate = disturbed  # type: ignore[method-assign]
 
 
+def broken_network(rank: int) -> None:
+    """Small messages pass, and the first tensor of a group of the mesh does not."""
+    reduce = dist.all_reduce
+
+    def fail(tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+        if group is not None:
+            raise dist.DistBackendError("NCCL error: unhandled system error")
+        return reduce(tensor, *rest, **options)
+
+    dist.all_reduce = fail
+    Trainer.__init__ = None  # type: ignore[method-assign, assignment]  # nothing is loaded
+
+
+def test_a_network_that_does_not_carry_is_found_before_the_model_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+    words = ["train", write_run(tiny_model, tmp_path), "--distributed.sp=2"]
+    results, text = on_ranks(2, words, tmp_path, broken_network)
+    assert results == [("gone", 1)] * 2 and text.count("A collective failed: NCCL error") == 2, text
+
+
+def join_with_few_descriptors() -> bool:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
+    start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
+    return len(os.listdir("/proc/self/fd")) > 40
+
+
+def test_a_low_limit_of_descriptors_is_raised() -> None:
+    assert all(run_ranks(join_with_few_descriptors, 16))
+
+
+def sleep_in_the_rollout(rank: int) -> None:
+    sample = rollout.sample_trajectory
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(3.0 * rank)
+        return sample(*arguments, **options)
+
+    rollout.sample_trajectory = slow
+
+
+def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(tiny_model: Path, tmp_path: Path) -> None:
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
+    results, text = on_ranks(2, ["train", file], tmp_path, sleep_in_the_rollout)
+    assert [code for _, code in results] == [0, 0], text
+    first, second = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert first["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
+    assert second["time/reward"] < 0.6 and second["time/waiting"] > 3.0, "two batches of 3 s"
+
+
 def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:
     words = ["train", write_run(tiny_model, tmp_path), TIMEOUT]
     results, text = on_ranks(2, words, tmp_path, partial(at_update, KILL, 0, 1))
@@ -67,12 +123,39 @@ def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> Non
     assert "Traceback" not in text, text
 
 
+def at_phase(phase: str, victim: int, update: int, rank: int) -> None:
+    """Kill the rank `victim` in a phase of an update."""
+    tell = Run._tell
+
+    def told(self: Run, name: str, *rest: Any) -> None:
+        if rank == victim and name == phase and self.trainer.update == update:
+            KILL()
+        tell(self, name, *rest)
+
+    Run._tell = told  # type: ignore[method-assign]
+
+
+def test_kills_of_either_rank_cost_the_update_in_progress(tiny_model: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"training": {"num_updates": 5}, "evaluation": {"every": 0}}
+    file = write_run(tiny_model, tmp_path, **settings, checkpoint={"every": 1, "asynchronous": False})
+    # Updates done, and of which there is a checkpoint when the rank dies.
+    for phase, victim, update, saved in (("rollout", 1, 1, 1), ("update", 0, 2, 2), ("checkpoint", 1, 4, 3)):
+        words = ["train", file, TIMEOUT, "--resume=auto"]
+        results, text = on_ranks(2, words, tmp_path, partial(at_phase, phase, victim, update))
+        assert ("gone", -signal.SIGKILL) in results, text
+        assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == f"update-{saved:06d}"
+    results, text = on_ranks(2, ["train", file, "--resume=auto"], tmp_path)
+    assert [code for _, code in results] == [0, 0], text
+    results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
+    assert [code for _, code in results] == [0, 0], text
+    assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
 def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"training": {"mode": "full", "num_updates": 3}, "optimizer": {"name": "muon"}}
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, **settings)
-    for ranks, updates in ((4, 1), (2, 2), (1, 3)):
-        words = ["train", file, f"--rollout.batch_size={8 // ranks}", f"--training.num_updates={updates}"]
-        words += ["--resume=auto"]
+    for ranks, updates in ((4, 1), (2, 2), (1, 3)):  # the same words, and the same 8 videos
+        words = ["train", file, "--rollout.batch_size=2", f"--training.num_updates={updates}", "--resume=auto"]
         words += ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"] if ranks == 4 else []
         results, text = on_ranks(ranks, words, tmp_path)
         assert [code for _, code in results] == [0] * ranks, text
@@ -82,25 +165,28 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp
     for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
         for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
-    # Another number of videos would be another run.
-    results, text = on_ranks(1, ["train", file, "--resume=auto", "--training.num_updates=6"], tmp_path)
-    assert [code for _, code in results] == [2] and "Set rollout.batch_size to 8" in text
 
 
-def hang(rank: int) -> None:
-    """Let rank 1 stop before its second update."""
+def hang(pending: bool, rank: int) -> None:
+    """Let rank 1 stop before its second update; with `pending`, while it also writes the first one's checkpoint."""
     if rank == 1:
-        failure.STACKS_AFTER = 2.0
+        failure.STACKS_AFTER = 30.0
+        if pending:
+            writer.describe_files = lambda *_: time.sleep(600)  # type: ignore[assignment, return-value]
     at_update(partial(time.sleep, 600), 1, 1, rank)
 
 
-def test_a_rank_that_hangs_shows_where_and_ends(tiny_model: Path, tmp_path: Path) -> None:
-    words = ["train", write_run(tiny_model, tmp_path), "--distributed.timeout_seconds=8"]
-    results, text = on_ranks(2, words, tmp_path, hang)
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_rank_that_hangs_shows_where_and_ends(pending: bool, tiny_model: Path, tmp_path: Path) -> None:
+    """The others end when their collective has failed, and only the one that hangs shows its threads."""
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, checkpoint={"every": 1 if pending else 9})
+    words = ["train", file, "--distributed.timeout_seconds=8"]
+    results, text = on_ranks(2, words, tmp_path, partial(hang, pending))
     assert results == [("gone", 1)] * 2, text
     hung = (tmp_path / "log-1").read_text()
-    assert "Timeout (0:00:10)!" in hung and "in disturbed" in hung, text
+    assert "Timeout (0:00:38)!" in hung and "in disturbed" in hung, text
     assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, text
+    assert "Timeout (" not in (tmp_path / "log-0").read_text(), text
 
 
 def poison(rank: int) -> None:
@@ -138,19 +224,6 @@ def test_what_fails_on_one_rank_is_said_by_all(kind: Any, message: str, tiny_mod
     assert len(re.findall(message, text)) == 2, text
 
 
-def restarted(rank: int) -> None:
-    """torchrun's count of restarts is that of a node; here each rank stands for one."""
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(rank)
-
-
-def test_where_one_node_is_restarted_all_go_on(tiny_model: Path, tmp_path: Path) -> None:
-    file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
-    for updates, disturb in ((1, None), (2, restarted)):
-        results, text = on_ranks(2, ["train", file, f"--training.num_updates={updates}"], tmp_path, disturb)
-        assert [code for _, code in results] == [0, 0], text
-    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2]
-
-
 @pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
 def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
     file = write_run(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
@@ -177,11 +250,53 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
     command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(dies_once), "train", file]
+    command += ["--resume=auto"]
     environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     end = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert end.returncode == 0, end.stderr
-    assert end.stderr.count("as with --resume auto") == 1
+    assert end.stderr.count("Going on from ") == 1
     assert "Done: " in end.stdout
     results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert [code for _, code in results] == [0, 0], text
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_a_spare_node_goes_on_where_one_is_lost(tiny_model: Path, tmp_path: Path) -> None:
+    """Three agents of one process for two places: the second dies with its process, the third takes its place."""
+    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4})
+    node = tmp_path / "node.py"
+    node.write_text(
+        "import os, signal, sys\n"
+        "from sage_fast.commands import cli\n"
+        "from tests.distributed.test_failures import KILL, at_update\n"
+        "def lose():\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    KILL()\n"
+        "if sys.argv.pop(1) == '1':\n"
+        "    at_update(lose, 0, 2, 0)\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:2", "--nproc_per_node=1", "--max-restarts=3"]
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{meeting}", "--rdzv_id=spare"]
+    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    agents = []
+    for number in range(3):
+        if number == 2:
+            while not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None:
+                time.sleep(0.2)
+        settings = (
+            f"--rdzv_conf=is_host={number == 0},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+        )
+        words = [*command, settings, str(node), str(number), "train", file, "--resume=auto"]
+        log = (tmp_path / f"agent-{number}").open("w")
+        agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
+    try:
+        codes = [agent.wait(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    text = "".join((tmp_path / f"agent-{number}").read_text() for number in range(3))
+    assert codes == [0, -signal.SIGKILL, 0], text
+    assert "Going on from " in text and not list((tmp_path / "run").glob("previous-*")), text
+    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]

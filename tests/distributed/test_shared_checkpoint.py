@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -129,6 +130,34 @@ def test_nothing_is_written_twice_and_every_rank_writes(of_four: Path) -> None:
     for key, stored in metadata.state_dict_metadata.items():
         assert sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size), key
     assert {place.relative_path for place in metadata.storage_data.values()} == {f"__{n}_0.distcp" for n in range(4)}
+
+
+def save_thrice(root: str) -> tuple[list[int], int]:
+    """Bytes that this rank copies at each of three saves, the last of one tensor more; how often it plans for all."""
+    world = join(dp_replicate=2, dp_shard=2)
+    parameters = sharded(world, model())
+    tensors = {"weights": parameters, "adapter": {str(n): torch.full((8,), float(n)) for n in range(8)}}
+    copied, planned, plan = [], [], DefaultSavePlanner.create_global_plan
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultSavePlanner, "create_global_plan", lambda *a: planned.append(1) or plan(*a))
+        with CheckpointWriter(Path(root), keep_last=3, asynchronous=True, world=world) as saver:
+            for update in (1, 2, 3):
+                if update == 3:
+                    tensors["optimizer"] = {"8": torch.full((8,), 8.0)}
+                saver.save(update, CheckpointData(tensors=tensors, state={}))
+                copied.append(sum(copy.nbytes for copy in saver._copies.values()))
+    return copied, len(planned)
+
+
+def test_what_several_ranks_hold_is_copied_by_one_and_planned_once(tmp_path: Path) -> None:
+    ranks = run_ranks(save_thrice, 4, str(tmp_path))
+    opened = [open_checkpoint(folder) for folder in list_checkpoints(tmp_path)]
+    for save, checkpoint in enumerate(opened):
+        written = sum(t.nbytes for saved in checkpoint.tensors.values() for t in saved.meta.values())
+        assert sum(copied[save] for copied, _ in ranks) == written
+        assert all(float(checkpoint.read("adapter", str(n))[7]) == n for n in range(8))
+    assert float(opened[2].read("optimizer", "8")[0]) == 8.0
+    assert [planned for _, planned in ranks] == [2, 0, 0, 0], "the second save needs no plan"
 
 
 # ------------------------------------------------------------------------------------------ what can go wrong

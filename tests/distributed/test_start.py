@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.distributed.start import check_restartable, rank_device
+from sage_fast.config.sections import DistributedConfig
+from sage_fast.distributed.start import check_restartable, rank_device, start_world
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -57,10 +58,21 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_restarts_in_a_shared_store_are_refused() -> None:
     """Plain torch 2.13 would hang after the first one."""
     shared, restarts = {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
-    check_restartable(shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
-    check_restartable(restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
+    check_restartable("restart", shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_restartable("auto", restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
     with pytest.raises(ConfigError, match=r"--max-restarts=3, .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check_restartable(shared | restarts)
+        check_restartable("auto", shared | restarts)
+
+
+@pytest.mark.parametrize("resume", ["none", "restart", "runs/mine/checkpoints/update-000040"])
+def test_restarts_that_would_not_go_on_are_refused_before_the_processes_meet(
+    resume: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replaced node starts the same words again with a restart count of 0, so no process could tell."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match=rf"--resume {resume} .*Give --resume auto"):
+        start_world(DistributedConfig(), "lora", torch.device("cpu"), {"resume": resume})
 
 
 # ---------------------------------------------------------------------------------------------- scripts
@@ -89,7 +101,8 @@ def fake_cluster(folder: Path, **variables: str) -> dict[str, str]:
     script(folder / "python", record)
     # srun lasts until the run is asked to stop, as one does that saves then.
     lasting = 'if [[ -n "${LASTS:-}" ]]; then until [[ -e "$OUTPUT_DIR/STOP" ]]; do sleep 0.05; done; echo saved; fi\n'
-    script(folder / "srun", record + lasting + 'exit "${STATUS:-0}"')
+    saving = 'if [[ -n "${SAVES:-}" ]]; then mkdir -p "$OUTPUT_DIR/checkpoints/update-000002"; fi\n'
+    script(folder / "srun", record + lasting + saving + 'exit "${STATUS:-0}"')
     nodes = 'if [[ "$1" == show ]]; then printf "node03\\nnode04\\n"; '
     script(folder / "scontrol", nodes + f'else echo "$@" >> {folder}/scontrol-calls; fi')
     (folder / "my runs").mkdir()
@@ -131,7 +144,7 @@ def test_the_scripts(tmp_path: Path) -> None:
     assert bash("torchrun.sh", "my config.yaml", "--seed=1", environment=here) == (0, "")
     rest = ["-m", "sage_fast", "train", "my config.yaml"]
     meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=a", "--max-restarts=2"]
-    assert_called(tmp_path, [*meeting, *rest, "--seed=1"])
+    assert_called(tmp_path, [*meeting, *rest[:3], "--resume", "auto", *rest[3:], "--seed=1"])
     assert "usage" in bash("torchrun.sh", environment=here)[1]
 
     assert bash("slurm.sbatch", environment=environment) == (0, "")
@@ -156,9 +169,15 @@ def test_two_runs_of_the_script_at_a_time_do_not_meet(tmp_path: Path) -> None:
     assert "HEAD: the node" in bash("torchrun.sh", "a.yaml", environment=environment | {"NNODES": "2"})[1]
 
 
-@pytest.mark.parametrize(("status", "restarts", "requeued"), [("137", "3", True), ("1", "20", False)])
-def test_the_slurm_script_queues_a_failed_job_again(tmp_path: Path, status: str, restarts: str, requeued: bool) -> None:
-    environment = fake_cluster(tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts)
+@pytest.mark.parametrize(
+    ("status", "restarts", "saves", "requeued"),
+    [("137", "3", "1", True), ("1", "20", "1", False), ("137", "3", "", False), ("137", "0", "", True)],
+)
+def test_the_slurm_script_queues_a_failed_job_again_as_long_as_it_makes_progress(
+    tmp_path: Path, status: str, restarts: str, saves: str, requeued: bool
+) -> None:
+    environment = fake_cluster(tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts, SAVES=saves)
+    (tmp_path / "my runs/checkpoints/update-000001").mkdir(parents=True)
     assert bash("slurm.sbatch", environment=environment)[0] == int(status)
     assert (tmp_path / "scontrol-calls").exists() == requeued
 

@@ -1,11 +1,9 @@
 """Many GPUs in the plan: who talks to whom, bytes against counting by hand, memory of shards."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +15,9 @@ from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.planning import estimate
 from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.estimate import Plan, longest_prompt, make_plan
+from sage_fast.planning.estimate import Plan, longest_prompt
 from sage_fast.planning.layout import Group, Layout, plan_layout
 from sage_fast.planning.work import anchor_share
-from tests.conftest import TINY_RUN
-from tests.distributed.ranks import join, run_ranks
 from tests.planning.test_estimate import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
@@ -114,64 +110,6 @@ def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, 
     assert sent(plan, "update", "gradients of replicas") == (pulls * (LAYERS + 1), pytest.approx(size))
     (block, _) = [e for e in plan.exchanges if e.purpose == "gradients of replicas"]
     assert block.network_share == 1
-
-
-SHARDED = {
-    "full": ["--training.mode=full", "--model.adaln=weights", "--distributed.param_dtype=bfloat16"],
-    "adapters": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass"],
-}
-
-
-def count_collectives(file: str) -> dict[str, dict[str, tuple[float, float]]]:
-    """(calls, bytes) that this rank sends in an iteration of each of `SHARDED`, by kind."""
-    from torch import distributed as dist
-
-    from sage_fast.run.run import build_trainer
-
-    world, found = None, {}
-    for name, words in SHARDED.items():
-        config = load_config(file, words)
-        world = world or join(config)
-        trainer = build_trainer(config, world)
-        sizes: dict[str, list[float]] = {"all_gather": [], "reduce_scatter": []}
-
-        def counting(kind: str, share: float, own: Callable[..., Any]) -> Callable[..., Any]:
-            def counted(*arguments: Any, **options: Any) -> Any:
-                given = options["input"] if "input" in options else arguments[1]
-                sizes[kind].append(share * given.nbytes)  # noqa: B023  # used before the next trainer
-                return own(*arguments, **options)
-
-            return counted
-
-        with pytest.MonkeyPatch.context() as patch:
-            for kind, share in (("all_gather", 1.0), ("reduce_scatter", 0.5)):
-                patch.setattr(dist, f"{kind}_single", counting(kind, share, getattr(dist, f"{kind}_single")))
-            trainer.iterate()
-        found[name] = {kind: (len(calls), sum(calls)) for kind, calls in sizes.items()}
-    return found
-
-
-@pytest.mark.slow
-def test_fsdp_exchanges_what_the_plan_counts(tiny_model: Path, tmp_path: Path) -> None:
-    """Both branches of guidance in one pull: gradients are summed once."""
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
-    tree["rollout"] |= {"num_generations": 4, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
-    tree |= {
-        "model": {"path": str(tiny_model), "device": "cpu"},
-        "objective": {"kl_mode": "none"},
-        "evaluation": {"every": 0},
-    }
-    file = tmp_path / "run.yaml"
-    file.write_text(json.dumps(tree))
-    first, second = run_ranks(count_collectives, 2, str(file))
-    assert first == second
-    for name, words in SHARDED.items():
-        plan = make_plan(load_config(file, words), H100, gpus=2, runtime=0.0, sizes={})
-        for kind, (calls, size) in first[name].items():
-            exchanges = [e for e in plan.exchanges if e.kind == kind and e.purpose not in OBJECTS]
-            assert calls == sum(e.count for e in exchanges), (name, kind)
-            # FSDP fills every tensor up to a whole number of rows per rank: 192 bytes of the toy.
-            assert size == pytest.approx(sum(e.bytes for e in exchanges), rel=1e-4, abs=192), (name, kind)
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

@@ -2,11 +2,15 @@
 
 import errno
 import fcntl
+import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,6 +19,7 @@ from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.lease import Lease, look_at
 from sage_fast.run.run import Run
+from sage_fast.run.run_status import Status, look_at_run
 from tests.run.test_resume import contents
 
 MakeRun = Callable[..., RunConfig]
@@ -97,6 +102,34 @@ def test_a_file_system_without_locks_is_a_warning(
     with Lease(tmp_path) as lease:
         lease.check()
     assert "cannot be locked (No locks available): a second run" in caplog.text
+
+
+def test_locks_that_are_local_to_a_client_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS with nolock, Lustre with localflock: each client gets the lock, and sees nobody else's."""
+    holds: set[str] = set()
+
+    def local(file: object, kind: int) -> None:
+        if platform.node() in holds:
+            raise BlockingIOError
+        holds.update({platform.node()} if kind & fcntl.LOCK_EX else ())
+
+    def on(name: str) -> None:
+        monkeypatch.setattr(platform, "node", lambda: name)
+
+    monkeypatch.setattr(fcntl, "flock", local)
+    on("node1")
+    with Lease(tmp_path) as first:
+        (tmp_path / "status.json").write_text(json.dumps(asdict(Status(update=4, num_updates=60))))
+        on("node2")
+        assert look_at_run(tmp_path).condition == "running"
+        assert look_at_run(tmp_path, now=time.time() + 100).condition == "killed"
+        first.check()
+        with Lease(tmp_path) as second:
+            second.check()
+            with pytest.raises(
+                RunDirectoryError, match=r"another run writes there \(.*names process \d+ on node2, since"
+            ):
+                first.check()
 
 
 def test_a_directory_that_another_run_has_made_again_is_not_written(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
+from sage_fast.run.resume import keep_videos
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
@@ -176,6 +178,32 @@ def test_a_reward_that_fails_again_can_be_left_out_on_resume(tiny_run: MakeRun, 
     assert [row["reward/dropped_groups"] for row in rows] == [0, 1, 0]
 
 
+@pytest.mark.parametrize("launcher", ["TORCHELASTIC", "SLURM"])
+def test_a_launcher_does_not_repeat_what_would_fail_again(
+    tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch, launcher: str
+) -> None:
+    """A failure of the run's own; not a collective that failed, and not a start by hand."""
+    run = Run(tiny_run(QUIET))
+    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
+    with pytest.raises(RewardError, match="no eyes"):
+        run.train()
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ConfigError, match="after update 1 by its own error.*no eyes"),
+    ):
+        patch.setattr("sage_fast.run.run.build_trainer", None)  # nothing is loaded
+        Run(tiny_run(QUIET, "--resume=auto"))
+    monkeypatch.delenv(f"{launcher}_RESTART_COUNT")
+    again = Run(tiny_run(QUIET, "--resume=auto"))
+    again.trainer.iterate = Mock(side_effect=RuntimeError("Connection closed by peer"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        again.train()
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
+    fails_on.clear()
+    assert Run(tiny_run(QUIET, "--resume=auto")).train().finished
+
+
 # ------------------------------------------------------------------------------------------ from another run's adapter
 
 
@@ -194,7 +222,14 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
     assert second.trainer.objective.anchor is not None
     for name, value in second.trainer.objective.anchor.tensors().items():
         assert torch.equal(value, trained[name])
-    after = first.trainer.evaluate()[0]
+    after = first.trainer.evaluate()
     assert second.train().test is not None
     # "Before" is the model that this run starts from: the adapter's.
     assert second.evaluation.baseline == after
+
+
+def test_a_run_keeps_its_videos_on_other_ranks(tiny_run: MakeRun) -> None:
+    config = tiny_run("--rollout.micro_batch_size=1")
+    assert [keep_videos(config, 8, ranks).rollout.batch_size for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    with pytest.raises(ConfigError, match="8 videos per rollout, which 3 data-parallel ranks cannot share evenly"):
+        keep_videos(config, 8, 3)

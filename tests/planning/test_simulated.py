@@ -1,0 +1,163 @@
+"""One process plays a rank of many: every collective of the trainer's iteration, against the plan of the same run.
+
+torch's fake process group answers at once with what this rank has itself, so only shapes and order are those of a run.
+"""
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sage_fast import rollout
+from sage_fast.config.load import load_config
+from sage_fast.distributed import failure
+from sage_fast.distributed.world import World
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import make_plan
+from sage_fast.planning.work import anchor_share
+from tests.conftest import TINY_RUN
+from tests.distributed.ranks import build, run_ranks
+
+pytestmark = pytest.mark.slow
+
+FULL = ["--training.mode=full", "--distributed.param_dtype=bfloat16"]
+CASES: dict[str, tuple[int, int, list[str]]] = {
+    "full-64": (64, 45, [*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=4", "--distributed.sp=2"]),
+    "full-512": (512, 301, [*FULL, "--distributed.dp_replicate=64", "--distributed.dp_shard=4", "--distributed.sp=2"]),
+    "lora-8": (8, 5, ["--distributed.sp=2"]),
+    "lora-512": (512, 301, ["--distributed.sp=2"]),
+    "single-pass": (
+        2, 1, ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass",
+               "--objective.kl_mode=none"]
+    ),
+}  # fmt: skip
+"""Ranks, the one that is played, and settings: the degrees of the presets for 64 GPUs, there and at other sizes."""
+
+Found = dict[tuple[str, str], tuple[int, float]]
+"""(phase, kind) -> calls and bytes that a rank sends on a ring."""
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the collectives of tensors, by phase and kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = ""
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.bytes: Counter[tuple[str, str]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own collectives are seen then
+        if func.namespace in ("c10d", "_c10d_functional") and (kind := KINDS.get(name)):
+            if func.namespace == "c10d":
+                boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+                size = dist.ProcessGroup.unbox(boxed).size()
+            else:
+                size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
+            given = args[0] if func.namespace != "c10d" or name == "allreduce_" else args[1]
+            nbytes = sum(t.nbytes for t in given) if isinstance(given, list | tuple) else given.nbytes
+            if name == "_reduce_scatter_base_":
+                nbytes = args[1].nbytes
+            self.calls[self.phase, kind] += size > 1
+            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+            self.bytes[self.phase, kind] += share * nbytes
+        if name == "alltoall_base_":  # the fake group copies by shape
+            args = (args[0].view(-1), args[1].view(-1), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+
+KINDS = {
+    "_allgather_base_": "all_gather",
+    "allgather_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "_reduce_scatter_base_": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "allreduce_": "all_reduce",
+    "all_reduce": "all_reduce",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def simulate(file: str, words: list[str], rank: int, size: int) -> Found:
+    """The collectives of the second iteration."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    start = dist.init_process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            dist,
+            "init_process_group",
+            lambda *_, **__: start("fake", store=FakeStore(), rank=rank, world_size=size),
+        )
+        patch.setattr(failure, "check_same_everywhere", lambda *_: None)
+        # What others would say: the same. The scores are made up, and differ.
+        patch.setattr(World, "gather", lambda self, value, group=None: [value] * self.size)
+        patch.setattr(World, "broadcast", lambda self, value: value)
+        patch.setattr(World, "any", lambda self, flag: flag)
+        scores = torch.arange(4.0 * size).double()
+        patch.setattr(rollout, "gather_scores", lambda scored, error, count, world: (
+            {name: scores[:count].cos() for name in ("VQ", "MQ", "TA")}, torch.zeros(count, dtype=torch.bool)
+        ))  # fmt: skip
+        trainer = build(file, words)
+        recorder, own = Recorder(), trainer.engine.phase
+
+        @contextmanager
+        def named(name: str, context: Any) -> Iterator[None]:
+            before, recorder.phase = recorder.phase, name
+            with context:
+                yield
+            recorder.phase = before
+
+        trainer.engine.phase = lambda name: named(name, own(name))
+        for method in ("clip_gradients", "step"):
+            call = getattr(trainer.engine, method)
+
+            def called(call: Any = call) -> Any:
+                with named("optimizer", own("update")):
+                    return call()
+
+            setattr(trainer.engine, method, called)
+        with recorder:
+            trainer.iterate()
+            recorder.calls.clear()
+            recorder.bytes.clear()
+            trainer.iterate()
+    return {key: (calls, recorder.bytes[key]) for key, calls in recorder.calls.items() if calls}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    size, rank, words = CASES[case]
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
+    tree["rollout"] |= {"num_generations": 2, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
+    model = {"path": str(tiny_model_4_heads), "device": "cpu", "adaln": "weights", "kernels": "reference"}
+    tree |= {"model": model, "objective": {"kl_mode": "fixed"}, "evaluation": {"every": 0}}
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(tree))
+    (found,) = run_ranks(simulate, 1, str(file), words, rank, size, timeout=300)
+    config = load_config(file, words)
+    planned: dict[tuple[str, str], list[float]] = {}
+    for exchange in make_plan(config, DEVICES["h100"], gpus=size, runtime=0.0, sizes={}).exchanges:
+        if exchange.purpose not in ("scores", "terms", "flag"):
+            # The anchor is measured at every other update, as at the second.
+            times = 1 / anchor_share(config.training, config.objective.kl_mode) if exchange.phase == "anchor" else 1
+            row = planned.setdefault((exchange.phase, exchange.kind), [0, 0])
+            row[0] += times * exchange.count
+            row[1] += times * exchange.bytes
+    assert {key: calls for key, (calls, _) in found.items()} == {key: row[0] for key, row in planned.items()}
+    for key, (_, sent) in found.items():
+        # A tiny model fills up: rows of weights per rank, and tokens per rank of a video.
+        assert sent == pytest.approx(planned[key][1], rel=0.02, abs=1024), key

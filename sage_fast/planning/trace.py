@@ -27,6 +27,7 @@ from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
+from sage_fast.policy.per_video import PerVideo
 
 PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "attention", "attention_backward"}
@@ -98,8 +99,8 @@ class Call:
 
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
-    on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
-    takes them, and not added to `.grad`.
+    on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned by video, as single
+    pass takes them, and not added to `.grad`.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """
@@ -237,7 +238,6 @@ def _trace(call: Call, num_layers: int) -> Cost:
     cotangent = torch.empty_like(latents)
     sigma = torch.full((call.batch,), 0.5)
     prompts = [prompt] * call.batch
-    trained = [p for p in transformer.parameters() if p.requires_grad]
     attending = traced_attention if call.forward == "stock" else nullcontext
     with torch.no_grad(), attending():
         # Fills the caches: rotary tables, modulation.
@@ -245,10 +245,10 @@ def _trace(call: Call, num_layers: int) -> Cost:
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     if call.gradient and not call.collected:
         # Gradients are there from the second step of an update on; the plan counts them separately.
-        for parameter in trained:
+        for parameter in (p for p in transformer.parameters() if p.requires_grad):
             parameter.grad = torch.empty_like(parameter)
             own.append(parameter.grad)
-    run, kept = _function(policy, call, trained, (latents, sigma, prompts, cotangent))
+    run, kept = _function(policy, call, (latents, sigma, prompts, cotangent))
     with FlopCounterMode(display=False) as counter, Tracer(own) as tracer, attending():
         run(tracer)
     if call.forward == "stock":
@@ -277,7 +277,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
 
 
 def _function(
-    policy: GuidedPolicy, call: Call, trained: list[Any], inputs: tuple[Tensor, Tensor, list[Any], Tensor]
+    policy: GuidedPolicy, call: Call, inputs: tuple[Tensor, Tensor, list[Any], Tensor]
 ) -> tuple[Callable[[Tracer], None], list[int]]:
     """The call, and a list to which it adds the bytes alive whenever a backward pass begins."""
     latents, sigma, prompts, cotangent = inputs
@@ -291,11 +291,12 @@ def _function(
         def vjp(output: Tensor, cotangents: Any) -> None:
             kept.append(tracer.now)
             if call.collected:
-                torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
+                torch.autograd.grad(output, weights, cotangents[0], allow_unused=True)
             else:
                 output.backward(cotangents[0])
 
         cotangents = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
-        policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", vjp=vjp)
+        with PerVideo(policy.transformer).copies(call.batch if call.collected else 1) as weights:
+            policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=call.guidance == "split", vjp=vjp)
 
     return (gradient if call.gradient else velocity), kept

@@ -21,6 +21,7 @@ from benchmarks import __main__, budgets, guard, results
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
+from benchmarks.suites import cpu
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention, _Block
 from sage_fast.objectives.single_pass import SinglePass
@@ -289,6 +290,10 @@ def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
             over = {"P2": quantiles(value)}
             run["cells"][name] = timed("cpu", name, "small", "ours", 1.0, over=over)
             run["cells"][f"{name} P2"] = timed("cpu", name, "small", "P2", 1.0)
+        for shape in cpu.UPDATES:
+            over = {"two_phase": quantiles(0.75)}
+            run["cells"][shape] = timed("cpu", "single_pass", shape, "ours", 1.0, over=over)
+            run["cells"][f"{shape} two_phase"] = timed("cpu", "single_pass", shape, "two_phase", 1.0)
         measured.append(run)
         return run
 

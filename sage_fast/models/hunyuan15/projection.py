@@ -27,11 +27,18 @@ from torch import Tensor, nn
 
 
 class LowRank(NamedTuple):
-    """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank."""
+    """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank.
+
+    Where gradients are collected by video, a (B, r, K) and b (B, M, r) are a copy for each of B videos.
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(r, K) and (M, r); all copies are equal."""
+        return (self.a, self.b) if self.a.dim() == 2 else (self.a[0], self.b[0])
 
 
 class Projection(NamedTuple):
@@ -146,7 +153,9 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
     updates = [[update for layer in group for update in layer.low_rank] for group in groups]
     masters: list[Tensor] = []
     for group in updates:
-        masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
+        factors = [u.factors() for u in group]
+        masters += [a for a, _ in factors]
+        masters += [b if u.scale == 1 else b * u.scale for u, (_, b) in zip(group, factors, strict=True)]
     if not masters:
         return [None] * len(groups)
     joint = masters[0].new_empty(sum(master.numel() for master in masters), dtype=dtype)
@@ -168,7 +177,7 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
     for i, layer in enumerate(layers):
         position = layer.first + 1 + (layer.bias is not None)
         for update in layer.low_rank:
-            end = column + update.a.shape[0]
+            end = column + update.a.shape[-2]
             updates.append((i, position, slice(column, end), update))
             column = end
             position += 2
@@ -365,21 +374,32 @@ def weights_backward(
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
-        first = matrix_product(low_grad.t(), x[:, : adapter.a.shape[1]], adapter.updates[0][3].a.dtype)
+        first = _factor_gradient(low_grad, x[:, : adapter.a.shape[1]], adapter.updates[0][3].a)
         for _, position, columns, _ in adapter.updates:
-            gradients.put(position, first[columns])
+            gradients.put(position, first[..., columns, :])
     low = adapter.low(x) if low is None else low
     for i, position, columns, update in adapter.updates:
         if gradients.wanted[position + 1]:
-            second = matrix_product(grads[i].t(), low[:, columns], update.b.dtype)
+            second = _factor_gradient(grads[i], low[:, columns], update.b)
             gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
 
 
+def _factor_gradient(grad: Tensor, rows: Tensor, master: Tensor) -> Tensor:
+    """grad^T rows for a low-rank master, and by video, (B, ...), where each has a copy of it."""
+    if master.dim() == 2:
+        return matrix_product(grad.t(), rows, master.dtype)
+    grad, rows = (tensor.unflatten(0, (len(master), -1)) for tensor in (grad, rows))
+    return matrix_product(grad.mT, rows, master.dtype)
+
+
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`; on CUDA a float32 result comes from the accumulator without rounding to 16 bits in between."""
+    """a @ b of matrices, or of batches of them, in `dtype`; on CUDA a float32 result comes from the accumulator without
+    rounding to 16 bits in between.
+    """
+    product = torch.mm if a.dim() == 2 else torch.bmm
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+        return product(a, b, out_dtype=dtype)
+    return product(a, b).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

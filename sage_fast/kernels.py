@@ -19,6 +19,7 @@ from torch import Tensor
 import sage_kernels
 from sage_fast.config.errors import ConfigError
 from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
+from sage_kernels.reference.adaln import row_length
 from sage_kernels.reference.philox import MASK32, philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
@@ -35,6 +36,7 @@ __all__ = [
     "bytes_moved",
     "philox_normal",
     "policy_loss_of_noise",
+    "row_length",
     "select_kernels",
     "transition",
     "without_graph",
@@ -47,7 +49,7 @@ class BlockKernels(Protocol):
     """The transformer's elementwise work. A block calls forward and backward itself, so neither builds a graph."""
 
     def adaln(self, x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: int = 0) -> Tensor:
-        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D). `tail` unused columns behind it."""
+        """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D). Behind it `tail` columns or more."""
         ...
 
     def adaln_backward(

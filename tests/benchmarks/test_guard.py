@@ -93,6 +93,10 @@ def something_kept(patch: Patch, folder: Path) -> None:
     patch.setattr(block_module._BlockFunction, "forward", staticmethod(keeping))
 
 
+def outlives(block: Any, stream: Any, *args: Any) -> None:
+    block.outlives = [*getattr(block, "outlives", []), stream.x.clone()]
+
+
 @torch.no_grad()
 def additional_forward(gradient: Any, *args: Any) -> None:
     policy = gradient.policy
@@ -141,6 +145,10 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     ),
     "a rotation twice": (before(_Block.rotate, (_Block, "rotate")), ["block.recomputed_bytes/*"]),
     "something kept": (something_kept, ["block.kept/*"]),
+    "something kept too long": (
+        before(outlives, (_Block, "feed_forward"), (_Block, "residual_backward")),
+        ["block.*_peak/*"],
+    ),
     "a mask that the host reads": (
         before(
             lambda attention, q, *rest: q.new_ones(q.shape[1], q.shape[1]).sum().item(), (LocalAttention, "forward")

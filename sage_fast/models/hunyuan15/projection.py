@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sage_fast.kernels import row_length
+
 
 class LowRank(NamedTuple):
     """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank.
@@ -35,10 +37,6 @@ class LowRank(NamedTuple):
     a: Tensor
     b: Tensor
     scale: float
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """(r, K) and (M, r); all copies are equal."""
-        return (self.a, self.b) if self.a.dim() == 2 else (self.a[0], self.b[0])
 
 
 class Projection(NamedTuple):
@@ -153,9 +151,9 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
     updates = [[update for layer in group for update in layer.low_rank] for group in groups]
     masters: list[Tensor] = []
     for group in updates:
-        factors = [u.factors() for u in group]
-        masters += [a for a, _ in factors]
-        masters += [b if u.scale == 1 else b * u.scale for u, (_, b) in zip(group, factors, strict=True)]
+        # All copies of a master are equal.
+        group = [u if u.a.ndim == 2 else LowRank(u.a[0], u.b[0], u.scale) for u in group]
+        masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
     if not masters:
         return [None] * len(groups)
     joint = masters[0].new_empty(sum(master.numel() for master in masters), dtype=dtype)
@@ -328,8 +326,10 @@ def input_backward(
         return _sum_of_products(grads, weights, out), None
     sizes = [weight.shape[0] for weight in weights]
     if x is not None and adapter.is_behind(x):
-        both = _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes))
-        result, low_grad = both.split_with_sizes(list(adapter.a.shape)[::-1], 1)
+        rank, width = adapter.a.shape
+        both = x.new_empty(len(x), row_length(width, rank))[:, : width + rank]
+        _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes), both)
+        result, low_grad = both.split_with_sizes([width, rank], 1)
         return _add_product(result, low_grad, adapter.a), low_grad
     low_grad = grads[0].new_empty(grads[0].shape[0], adapter.a.shape[0])
     factors = adapter.b.split_with_sizes(sizes)
@@ -374,29 +374,31 @@ def weights_backward(
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
-        first = _factor_gradient(low_grad, x[:, : adapter.a.shape[1]], adapter.updates[0][3].a)
+        master, rows = adapter.updates[0][3].a, x[:, : adapter.a.shape[1]]
+        whole = master.ndim == 2
+        first = matrix_product(low_grad.t(), rows, master.dtype) if whole else _by_video(low_grad, rows, master)
         for _, position, columns, _ in adapter.updates:
             gradients.put(position, first[..., columns, :])
     low = adapter.low(x) if low is None else low
     for i, position, columns, update in adapter.updates:
         if gradients.wanted[position + 1]:
-            second = _factor_gradient(grads[i], low[:, columns], update.b)
+            grad, rows, master = grads[i], low[:, columns], update.b
+            whole = master.ndim == 2
+            second = matrix_product(grad.t(), rows, master.dtype) if whole else _by_video(grad, rows, master)
             gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
 
 
-def _factor_gradient(grad: Tensor, rows: Tensor, master: Tensor) -> Tensor:
-    """grad^T rows for a low-rank master, and by video, (B, ...), where each has a copy of it."""
-    if master.dim() == 2:
-        return matrix_product(grad.t(), rows, master.dtype)
-    grad, rows = (tensor.unflatten(0, (len(master), -1)) for tensor in (grad, rows))
-    return matrix_product(grad.mT, rows, master.dtype)
+def _by_video(grad: Tensor, rows: Tensor, copies: Tensor) -> Tensor:
+    """grad^T rows of each video by itself, (B, ...), for the copies of a low-rank master."""
+    grad, rows = (tensor.unflatten(0, (len(copies), -1)) for tensor in (grad, rows))
+    return matrix_product(grad.mT, rows, copies.dtype)
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """a @ b of matrices, or of batches of them, in `dtype`; on CUDA a float32 result comes from the accumulator without
     rounding to 16 bits in between.
     """
-    product = torch.mm if a.dim() == 2 else torch.bmm
+    product = torch.mm if a.ndim == 2 else torch.bmm
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
         return product(a, b, out_dtype=dtype)
     return product(a, b).to(dtype)

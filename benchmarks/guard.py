@@ -4,8 +4,8 @@
     python -m benchmarks guard --only block         one group of budgets, or the timings alone
     python -m benchmarks guard --result RUN.json    the timings of this run
 
-The run of a GPU is given: benchmarks/guard.sbatch makes one. On a CPU time is noise but for ratios: ours and diffusers'
-forward take turns, some twenty seconds, and what is too slow is measured again before it counts. Everything else is a
+The run of a GPU is given: benchmarks/guard.sbatch makes one. On a CPU time is noise but for ratios: contenders take
+turns, some forty seconds, and what is too slow is measured again before it counts. Everything else is a
 count: operations, bytes, launches, kept tensors, waits, modules (`benchmarks.budgets`). Exit status 1 with a table of
 what is over its limit or was not measured.
 """

@@ -21,6 +21,7 @@ import torch
 import sage_kernels
 from sage_fast.config.errors import ConfigError
 from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
+from sage_kernels.reference.adaln import row_length
 from sage_kernels.reference.philox import MASK32, philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
@@ -39,6 +40,7 @@ __all__ = [
     "moved",
     "philox_normal",
     "policy_loss_of_noise",
+    "row_length",
     "select_kernels",
     "transition",
     "without_graph",

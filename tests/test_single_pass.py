@@ -10,7 +10,10 @@ from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import KLMode, kl_uses
-from sage_fast.objectives.single_pass import SinglePass
+from sage_fast.data import make_groups
+from sage_fast.distributed.engine import WeightSnapshot
+from sage_fast.objectives.single_pass import SinglePass, VideoGradient
+from sage_fast.rollout import noise_keys, rollout_table, step_sigma
 from sage_fast.run.run import build_trainer
 from tests.made_runs import untimed
 from tests.test_gradient import STRONG_KL, videos_of
@@ -158,7 +161,7 @@ def test_whole_trainings_agree(tiny_run: MakeRun, name: str, monkeypatch: pytest
 def test_the_rollout_is_the_same_to_the_bit(tiny_run: MakeRun) -> None:
     finals = []
     for update in ("two_phase", "single_pass"):
-        trainer = build_trainer(single_video(tiny_run)(update))
+        trainer = build_trainer(tiny_run(f"--training.update={update}"))
         move_weights(trainer)
         trainer.objective.begin(0, 0)
         finals.append(torch.cat([t.final for t in trainer._rollout()[0]]))
@@ -177,13 +180,71 @@ def test_one_accumulator_per_video_and_one_per_group_where_a_kl_acts(tiny_run: M
         objective.begin(0, 0)
         rollout = trainer._rollout()
         sums = {id(s): s for video in objective._videos for s in (video.surrogate, video.kl)}
-        allocated = [s for s in sums.values() if any(value is not None for value in s.values)]
+        allocated = [s for s in sums.values() if s.values]
         assert len(allocated) == 4 + (2 if per_group else 0)
         size = sum(p.numel() for p in trainer.parameters.values())
-        assert all(sum(v.numel() for v in s.values if v is not None) == size for s in allocated)
+        assert all(sum(v.numel() for v in s.values.values()) == size for s in allocated)
         scored, _ = trainer._score(*rollout)
         objective.accumulate(scored, range(len(scored.orders[0])), 0)
         assert not objective._videos
+
+
+PARTS = ["--rollout.num_steps=4", "--training.timestep_fraction=0.5", "--objective.kl_position_fraction=0.5"]
+BATCHES = {
+    "parts": ["--objective.kl_mode=dual", "--rollout.guidance_scale=1", *PARTS],
+    "split": ["--objective.kl_mode=fixed", "--training.guidance=split", "--model.checkpointing=full"],
+    "stock": ["--objective.kl_mode=dual", "--model.forward=stock", "--model.checkpointing=full"],
+    "lengths": ["--objective.kl_mode=stepwise", "--lora.rank=3"],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_leaves_each_video_the_gradient_that_it_has_alone(tiny_run: MakeRun, tmp_path: Path, name: str) -> None:
+    """In float64, at the same states: the sums of a micro-batch of 4 are those of 4 micro-batches, and so are terms."""
+
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"a {'' if name == 'lengths' else 'red '}circle moving left\na blue square moving up\n")
+
+    def collected(size: int) -> list[VideoGradient]:
+        words = [
+            *STRONG_KL,
+            "--rollout.num_steps=2",
+            f"--data.prompts={file}",
+            "--evaluation.num_prompts=2",
+            *BATCHES[name],
+        ]
+        trainer = build_trainer(tiny_run(*words, "--training.update=single_pass", f"--rollout.micro_batch_size={size}"))
+        objective, table = trainer.objective, rollout_table(trainer.config.rollout, 0)
+        assert isinstance(objective, SinglePass)
+        if name != "stock":  # diffusers' own forward passes through float32
+            trainer.policy.transformer.double()
+        move_weights(trainer)
+        if objective.anchor is not None:
+            objective.anchor = WeightSnapshot({name: p * 0.9 for name, p in trainer.parameters.items()})
+            objective.anchor._parameters = trainer.parameters
+        objective.begin(0, 0)
+        samples = make_groups(trainer._prompts(), lambda prompt: trainer.embed(prompt.text), 2, slice(0, 4))
+        generator = torch.Generator().manual_seed(3)
+        states = torch.randn(table.num_steps, 4, *trainer.latent_shape, generator=generator)
+        for first in range(0, 4, size):
+            rows = slice(first, first + size)
+            velocity = objective.velocity(samples[rows], noise_keys(samples[rows], 0, 0), table)
+            for step, latents in enumerate(states):
+                velocity(step, latents[rows], step_sigma(table, [step] * size))
+        return objective._videos
+
+    alone, together = collected(1), collected(4)
+    assert len({id(video.kl) for video in together}) == 2
+    for one, other in zip(alone, together, strict=True):
+        assert one.kl_factors == other.kl_factors
+        for expected, found in ((one.surrogate, other.surrogate), (one.kl, other.kl)):
+            assert expected.values.keys() == found.values.keys()
+            for key, value in expected.values.items():
+                assert relative(found.values[key], value) < (1e-5 if name == "stock" else 1e-12)
+        for (slope, terms), (other_slope, other_terms) in zip(one.terms, other.terms, strict=True):
+            torch.testing.assert_close(other_slope, slope, rtol=1e-6, atol=1e-9)
+            for expected, found in zip(terms, other_terms, strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_untrained_steps_have_no_graph(tiny_run: MakeRun) -> None:

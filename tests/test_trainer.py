@@ -153,7 +153,7 @@ def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeR
 
 ADALN_TARGETS = "--lora.target_modules=[attn.to_q, norm1.linear, norm1_context.linear]"
 BEST_AND_WORST = "--training.best_and_worst=1"
-SINGLE_PASS = "--training.update=single_pass --rollout.micro_batch_size=1"
+SINGLE_PASS = "--training.update=single_pass"
 FORWARD = "--training.update=forward_process --objective.kl_mode=none"
 
 
@@ -163,7 +163,6 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         ("--model.adaln=table --training.mode=full", "is 'full', but with model.adaln table .*model.adaln to auto"),
         (f"--model.adaln=offload {ADALN_TARGETS}", "has norm1.linear, norm1_context.linear, but model.adaln offload"),
         (f"{SINGLE_PASS} --training.mode=full", "training.mode is 'full'.*Set it to lora, or .*two_phase"),
-        (f"{SINGLE_PASS} --rollout.micro_batch_size=2", "rollout.micro_batch_size is 2.*Set it to 1, or .*two_phase"),
         (f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4", "gradient is there before an advantage"),
         (BEST_AND_WORST, "is 1, .*num_generations is 2.* Raise num_generations"),
         ("--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise", "fraction is 0.5.*set it to 1"),

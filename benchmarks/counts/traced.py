@@ -9,7 +9,7 @@ N video tokens, L text tokens, D width. "Elementwise" is everything but matrix p
 dimension of at most 128, as those of LoRA, are "thin": they too cost what they read and write.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -161,6 +161,10 @@ class BlockCost:
     """Operators of the backward."""
     kept: float
     """Activations kept from the forward for the backward, in S. Weights do not count."""
+    forward_peak: float
+    """Most that is alive at once in the forward, in S, without weights and the block's input."""
+    backward_peak: float
+    """The same in the backward, with the block's output, its gradient, and what was kept."""
     largest_tensor: int
     """Elements of the largest tensor that either pass makes."""
     syncs: tuple[str, ...]
@@ -230,6 +234,9 @@ def block_cost(
     # The activation that the GELU's backward returns with its gradient is recomputed as well.
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
     again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
+    del outputs, cotangents
+    run = lambda: block(x, text, activation(1, width), *modulation)  # noqa: E731
+    forward_peak, backward_peak = peaks(run, [*transformer.parameters(), x, text])
     return BlockCost(
         forward_bytes=forward.elementwise() / unit,
         backward_bytes=(backward.elementwise() - again) / unit,
@@ -241,9 +248,22 @@ def block_cost(
         launches=len(forward.calls),
         backward_launches=len(backward.calls),
         kept=sum(kept.values()) / unit,
+        forward_peak=forward_peak / unit,
+        backward_peak=backward_peak / unit,
         largest_tensor=max(call.largest for call in (*forward.calls, *backward.calls)),
         syncs=(*forward.syncs, *backward.syncs),
     )
+
+
+def peaks(forward: Callable[[], Sequence[Tensor]], own: list[Tensor]) -> tuple[int, int]:
+    """Most bytes alive in a forward and in its backward, whose gradients of weights count, beside the `own` tensors."""
+    for tensor in own:
+        tensor.grad = None
+    with trace.Tracer(own) as alive:
+        outputs = forward()
+        forward_peak, alive.peak = alive.peak, alive.now
+        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+    return forward_peak, alive.peak
 
 
 def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, float]:

@@ -1,6 +1,7 @@
-"""The fused forward against diffusers' packed one on a CPU, in turns: what the guard times on every change.
+"""On a CPU and in turns, what the guard times on every change: the fused forward against diffusers' packed one, and an
+iteration of the single pass against one of two phases.
 
-    python -m benchmarks cpu            any machine, some twenty seconds on one core
+    python -m benchmarks cpu            any machine, some forty seconds on one core
     python -m benchmarks cpu --smoke    two rounds
 
 Seconds of a CPU say nothing about a GPU. But a pass, a copy or a graph that an edit adds to our side moves the ratio of
@@ -9,7 +10,7 @@ machine does not count: by the wall's clock and on every core a step took 24 ms,
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
@@ -25,7 +26,13 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.steps import forward, train
 from sage_fast.kernels import REFERENCE
+from sage_fast.models.family import Components
+from sage_fast.models.toy.codec import PatchCodec
+from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
 from sage_fast.policy.lora import trainable_parameters
+from sage_fast.rewards.composite import CompositeReward
+from sage_fast.run.prompt_files import read_prompts
+from sage_fast.trainer import Trainer
 
 SUITE = "cpu"
 CONTENDERS = ("ours", "P2")
@@ -33,6 +40,8 @@ CONFIG = workload.TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "r
 SHAPE = workload.Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
 STEPS = {"forward": (forward, 120), "train": (train, 100)}
 """Step -> what it runs, and its rounds."""
+UPDATES = {"toy": (6, 3, 8, 10), "wide": (18, 9, 2, 6)}
+"""Network -> heads of 32, layers, videos at once, rounds: the demo's, and one of three times its width."""
 TOLERANCE = 1e-4
 """Relative difference in float32."""
 
@@ -65,32 +74,78 @@ class Contest:
     def measure(self, step: str, smoke: bool) -> Record:
         """The rows of a step, its contenders in turns."""
         run, rounds = STEPS[step]
-        seconds: dict[str, list[float]] = {contender: [] for contender in CONTENDERS}
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        for _ in range(2 if smoke else rounds):
-            for contender, found in seconds.items():
-                with self.switch(contender) as velocity:
-                    run(velocity, self.inputs, REFERENCE)
-                    start = time.process_time()
-                    run(velocity, self.inputs, REFERENCE)
-                    found.append(time.process_time() - start)
-                self.transformer.zero_grad(set_to_none=True)
-        torch.set_num_threads(threads)
-        ours, peer = (seconds[contender] for contender in CONTENDERS)
-        turns = Quantiles.of([mine / theirs for mine, theirs in zip(ours, peer, strict=True)])
-        rows = [timing(step, SHAPE.name, who, Quantiles.of(found)) for who, found in seconds.items()]
-        rows[0]["over"] = {CONTENDERS[1]: asdict(turns)}
-        return {"rows": rows}
+
+        def turn(contender: str) -> float:
+            with self.switch(contender) as velocity:
+                run(velocity, self.inputs, REFERENCE)
+                start = time.process_time()
+                run(velocity, self.inputs, REFERENCE)
+                taken = time.process_time() - start
+            self.transformer.zero_grad(set_to_none=True)
+            return taken
+
+        return in_turns(step, SHAPE.name, CONTENDERS, turn, 2 if smoke else rounds)
+
+
+def in_turns(step: str, shape: str, contenders: Sequence[str], turn: Callable[[str], float], rounds: int) -> Record:
+    """The rows of contenders, ours first, by their names in the rows; `turn` has one's seconds, on one thread."""
+    seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for _ in range(rounds):
+        for contender, found in seconds.items():
+            found.append(turn(contender))
+    torch.set_num_threads(threads)
+    ours, peer = seconds.values()
+    turns = Quantiles.of([mine / theirs for mine, theirs in zip(ours, peer, strict=True)])
+    rows = [timing(step, shape, who, Quantiles.of(found)) for who, found in seconds.items()]
+    rows[0]["over"] = {contenders[1]: asdict(turns)}
+    return {"rows": rows}
+
+
+def toy_trainer(update: str, heads: int, layers: int, videos: int) -> Trainer:
+    """Videos of the toy world at once, over random weights of a width; without a KL both gradients are one."""
+    from sage_fast.config.load import load_config  # its library may not be on a bare machine
+
+    changes = {"model.device": "cpu", "rollout.num_steps": 3, "rollout.num_generations": 2, "objective.kl_mode": "none"}
+    changes |= {"rollout.batch_size": videos, "rollout.micro_batch_size": videos, "lora.target_modules": None}
+    config = load_config("toy_cpu", changes | {"training.update": update, "training.ema_decay": None})
+    model = TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers}
+    components = Components(
+        transformer=workload.random_transformer(model, torch.device("cpu"), torch.float32),
+        prompt_encoder=WordEncoder(),
+        video_decoder=PatchCodec(),
+    )
+    prompts = read_prompts(config.data.prompts)
+    reward = CompositeReward.from_config(config.reward, [prompt.text for prompt in prompts])
+    return Trainer(config, components, reward, prompts, prompts)
+
+
+def measure_updates(shape: str, smoke: bool) -> Record:
+    """The rows of an iteration, by single pass and by two phases, after one to warm up."""
+    *size, rounds = UPDATES[shape]
+    trainers = {"ours": toy_trainer("single_pass", *size), "two_phase": toy_trainer("two_phase", *size)}
+
+    def turn(contender: str) -> float:
+        start = time.process_time()
+        trainers[contender].iterate()
+        return time.process_time() - start
+
+    for contender in trainers:
+        turn(contender)
+    return in_turns("single_pass", shape, list(trainers), turn, 1 if smoke else rounds)
 
 
 def cells(session: Session) -> Iterator[Cell]:
-    """Parity, then forward and training step."""
+    """Parity, forward and training step; then the updates."""
     contest = cache(Contest)
     yield Cell(suite=SUITE, name="parity", work=lambda: contest().check())
     for step in STEPS:
         work = lambda step=step: contest().measure(step, session.smoke)  # noqa: E731
         yield Cell(suite=SUITE, name=f"{step} {SHAPE.name}", work=work, needs=(f"{SUITE} parity",))
+    for shape in UPDATES:
+        work = lambda shape=shape: measure_updates(shape, session.smoke)  # noqa: E731
+        yield Cell(suite=SUITE, name=f"single_pass {shape}", work=work)
 
 
 SUITES = (Suite(name=SUITE, cells=cells),)

@@ -20,9 +20,11 @@ This is the two-phase gradient, not an estimate of it. Both cotangents are deriv
   second VJP through the same graph, at the steps where this KL counts (`objective.kl_position_fraction`).
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ from sage_fast.objective import loss_settings, surrogate_factor
 from sage_fast.objectives.base import Parts, concatenate_terms
 from sage_fast.objectives.grpo import GRPO, StepLoss, trained_steps
 from sage_fast.policy.guidance import Cotangents
+from sage_fast.policy.per_video import PerVideo
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, step_columns
 from sage_fast.sde import TransitionTable
@@ -44,20 +47,18 @@ from sage_fast.sde import TransitionTable
 class GradientSum:
     """A weighted sum of gradients, one tensor like each parameter; allocated by the first term."""
 
-    def __init__(self, num_parameters: int) -> None:
-        self.values: list[Tensor | None] = [None] * num_parameters
+    def __init__(self) -> None:
+        self.values: dict[int, Tensor] = {}
+        """By the number of the parameter."""
 
     @torch.no_grad()
-    def add(self, gradients: Sequence[Tensor | None], factor: float = 1.0) -> None:
-        """Add factor * gradients; None stands for zero."""
-        for i, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            value = self.values[i]
-            if value is None:
-                self.values[i] = gradient * factor
-            else:
-                value.add_(gradient, alpha=factor)
+    def add(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
+        """Add factor * gradients, by the number of the parameter; one that is not there is zero."""
+        # A few launches for all parameters, where the smallest models have hundreds for every video.
+        seen = [i for i in gradients if i in self.values]
+        if seen:
+            torch._foreach_add_([self.values[i] for i in seen], [gradients[i] for i in seen], alpha=factor)
+        self.values |= {i: gradient * factor for i, gradient in gradients.items() if i not in self.values}
 
 
 @dataclass(kw_only=True)
@@ -65,8 +66,8 @@ class VideoGradient:
     """Record of a video's rollout until its reward is known.
 
     kl_factors: of each trained step, what its position KL counts. surrogate: sum over these steps of the gradient per
-    unit advantage. kl: sum of the KL's gradient, shared by the videos of the group. terms: per trained step, those at
-    A = 1 without KL and those at A = 0 with it, (1,) each.
+    unit advantage. kl: sum of the KL's gradient, shared by the videos of the group. terms: per trained step, the loss
+    per unit advantage without KL, and all terms at A = 0 with it, (1,) each.
 
     Example: with 20 trained steps, `terms` holds 20 pairs.
     """
@@ -77,33 +78,37 @@ class VideoGradient:
     kl_factors: Mapping[int, float]
     surrogate: GradientSum
     kl: GradientSum
-    terms: list[tuple[PolicyTerms, PolicyTerms]] = field(default_factory=list)
+    terms: list[tuple[Tensor, PolicyTerms]] = field(default_factory=list)
 
 
 class SinglePass(GRPO):
     """`training.update: single_pass`; see the head of this file.
 
+    A micro-batch runs at once and each of its videos gets its own gradient (`policy/per_video.py`). Where its videos
+    differ in whether a step is trained, in what the KL counts there, or in the length of their prompts, it runs in
+    parts.
+
     Memory: on the device, in the parameters' dtype, one copy of the trained weights per video of the rollout and, where
-    c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5.
+    c_2 is not zero, one per group: 225 MB each for LoRA of rank 32 on the default targets of HunyuanVideo-1.5. The
+    backward pass of a micro-batch makes as many as it has videos before they are added.
     """
 
     @staticmethod
     def check_config(config: RunConfig) -> None:
         """As in `Objective`."""
-        training, videos = config.training, config.rollout.videos_at_once
+        training = config.training
         needs: list[Need] = [
             ("training.mode", training.mode, ("lora",), "it keeps a copy of the trained weights per video"),
             ("training.updates_per_rollout", training.updates_per_rollout, (1,), "its policy is the rollout's"),
             ("training.best_and_worst", training.best_and_worst, (0,), "its gradient is there before an advantage"),
             ("training.kl_share_every", training.kl_share_every, (0,), "it makes no passes beside the rollout's"),
-            ("rollout.micro_batch_size", videos, (1,), "it collects a gradient per video"),
         ]
         check_needs("training.update single_pass", "training.update to two_phase", needs)
         GRPO.check_config(config)
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
-        self.parameters = list(self.engine.parameters.values())
+        self.per_video = PerVideo(self.policy.transformer)
         self.groups = GroupOrder(config.rollout.num_generations, parts.own_videos.start)
         self._videos: list[VideoGradient] = []
 
@@ -113,24 +118,35 @@ class SinglePass(GRPO):
         self._videos = []
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `Objective`; one sample at a time, because every video has its own accumulator."""
-        (sample,), (key,) = samples, keys
-        new_group = self.groups.begins_at(len(self._videos))
-        video = VideoGradient(
-            sample=sample,
-            key=key,
-            table=table,
-            kl_factors=dict(zip(trained_steps(key, table, self.training), self.kl_factors, strict=True)),
-            surrogate=GradientSum(len(self.parameters)),
-            kl=GradientSum(len(self.parameters)) if new_group else self._videos[-1].kl,
-        )
-        self._videos.append(video)
-        without_gradient = super().velocity(samples, keys, table)
+        """As in `Objective`; the gradients of the trained steps go to the accumulators of the videos."""
+        for sample, key in zip(samples, keys, strict=True):
+            new_group = self.groups.begins_at(len(self._videos))
+            video = VideoGradient(
+                sample=sample,
+                key=key,
+                table=table,
+                kl_factors=dict(zip(trained_steps(key, table, self.training), self.kl_factors, strict=True)),
+                surrogate=GradientSum(),
+                kl=GradientSum() if new_group else self._videos[-1].kl,
+            )
+            self._videos.append(video)
+        videos = self._videos[-len(samples) :]
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-            if step in video.kl_factors:
-                return self._differentiate(video, step, latents, sigma)
-            return without_gradient(step, latents, sigma)
+            alike: dict[Any, list[int]] = {}
+            for row, video in enumerate(videos):
+                factor = video.kl_factors.get(step)
+                alike.setdefault(None if factor is None else (factor, video.sample.embeds.lengths), []).append(row)
+            parts = []
+            for kind, rows in alike.items():
+                at = (latents, sigma) if len(alike) == 1 else (latents[rows], sigma[rows])
+                part = [videos[row] for row in rows]
+                if kind is None:
+                    parts.append(self.policy.velocity(*at, [video.sample.embeds for video in part]))
+                else:
+                    parts.append(self._differentiate(part, step, *at))
+            order = [row for rows in alike.values() for row in rows]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)]
 
         return velocity
 
@@ -142,7 +158,7 @@ class SinglePass(GRPO):
         assert len(positions) == len(scored.orders[0])
         videos, self._videos = self._videos, []
         share = 1.0 / (scored.num_trained * len(positions))
-        total = GradientSum(len(self.parameters))
+        total = GradientSum()
         group: GradientSum | None = None
         for row, video in enumerate(videos):
             if scored.trained[row]:
@@ -150,44 +166,48 @@ class SinglePass(GRPO):
                 if video.kl is not group:
                     total.add(video.kl.values, share)
                     group = video.kl
-        for parameter, gradient in zip(self.parameters, total.values, strict=True):
-            parameter.grad = gradient
+        for number, weight in enumerate(self.per_video.weights):
+            weight.grad = total.values.get(number)
         terms = []
-        for video, a in zip(videos, scored.advantages.tolist(), strict=True):
-            for unit, kl in video.terms:
-                # Of all terms only the loss depends on the advantage.
-                terms.append(kl._replace(loss=a * unit.loss + kl.loss))
+        for rows, _ in scored.batches():
+            batch = list(zip(videos[rows], scored.advantages[rows].tolist(), strict=True))
+            for position, (video, a) in itertools.product(range(len(positions)), batch):
+                per_advantage, others = video.terms[position]
+                terms.append(others._replace(loss=a * per_advantage + others.loss))
         return concatenate_terms(terms)
 
-    def _differentiate(self, video: VideoGradient, step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-        """The velocity of a trained step; its gradient goes to the accumulators of the video."""
-        embeds = [video.sample.embeds]
+    def _differentiate(self, videos: Sequence[VideoGradient], step: int, latents: Tensor, sigma: Tensor) -> Tensor:
+        """The velocity of videos at a step that all of them train, with one factor of the KL; their gradients go to
+        their accumulators.
+        """
+        embeds, table = [video.sample.embeds for video in videos], videos[0].table
+        factor = videos[0].kl_factors[step]
         anchor_velocity: Tensor | None = None
-        if self.measured_anchor is not None and video.kl_factors[step]:
+        if self.measured_anchor is not None and factor:
             # Before there is a graph, because the anchor's values replace the weights.
             with self.measured_anchor.applied(), torch.no_grad():
                 anchor_velocity = self.policy.velocity(latents, sigma, embeds)
         # Otherwise c_2 is a multiple of c_1 or zero, and one VJP serves both.
         needs_own_vjp = anchor_velocity is not None and self.kl_weight.weight * self.settings.kl_position_weight > 0
-        one = torch.ones(1)
+        one = torch.ones(len(videos))
 
         def losses(velocity: Tensor) -> tuple[StepLoss, StepLoss]:
             """The loss at a rollout velocity, for A = 1 without KL and for A = 0 with it."""
             unit = StepLoss(
                 kernels=self.kernels,
                 settings=self.settings,
-                table=video.table,
-                keys=[video.key],
-                steps=[step],
+                table=table,
+                keys=[video.key for video in videos],
+                steps=[step] * len(videos),
                 latents=latents,
                 sigma=sigma,
                 known_velocity=velocity,
                 velocity_anchor=anchor_velocity,
                 advantage=one,
                 kl_weight=0.0,
-                position_factor=video.kl_factors[step],
+                position_factor=factor,
             )
-            return unit, replace(unit, advantage=torch.zeros(1), kl_weight=self.kl_weight.weight)
+            return unit, replace(unit, advantage=torch.zeros_like(one), kl_weight=self.kl_weight.weight)
 
         def both_cotangents(velocity: Tensor) -> list[Tensor]:
             return [loss.cotangent(velocity, one)[0] for loss in losses(velocity)]
@@ -198,30 +218,46 @@ class SinglePass(GRPO):
             # c_1 is the same at every velocity, so it need not wait for one.
             anywhere = torch.zeros_like(latents, dtype=self.policy.dtype)
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
-        kl_share = 0.0 if needs_own_vjp else self._estimator_share(video.table, step)
+        kl_share = 0.0 if needs_own_vjp else self._estimator_share(table, step)
         split = self.training.guidance == "split"
-        # Not into `.grad`: each video's part is weighed by an advantage that is not known yet.
-        vjp = partial(self._vjp, video, kl_share)
-        velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=split, vjp=vjp)
+        with self.per_video.copies(len(videos)) as weights:
+            # Not into `.grad`: each video's part is weighed by an advantage that is not known yet.
+            vjp = partial(self._vjp, videos, weights, kl_share)
+            velocity = self.policy.velocity_and_gradient(latents, sigma, embeds, cotangents, split=split, vjp=vjp)
         with torch.no_grad():
-            unit, kl = losses(velocity)
-            video.terms.append((unit.terms(velocity), kl.terms(velocity)))
+            unit, others = (loss.terms(velocity) for loss in losses(velocity))
+        # Of all terms only the loss depends on the advantage.
+        for video, per_advantage, *row in zip(
+            videos, *(column.split(1) for column in (unit.loss, *others)), strict=True
+        ):
+            video.terms.append((per_advantage, PolicyTerms(*row)))
         return velocity
 
-    def _vjp(self, video: VideoGradient, kl_share: float, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """Add the VJP of c_1, and of c_2 if it is given, to the video's sums.
+    def _vjp(
+        self,
+        videos: Sequence[VideoGradient],
+        weights: Sequence[Tensor],
+        kl_share: float,
+        output: Tensor,
+        cotangents: Sequence[Tensor],
+    ) -> None:
+        """Add the VJP of c_1, and of c_2 if it is given, to the sums of the videos.
 
-        kl_share: c_2 / c_1 where the VJP of c_1 serves both.
+        weights: a copy for each video. kl_share: c_2 / c_1 where the VJP of c_1 serves both.
         """
-        sums = (video.surrogate, video.kl)
         for i, cotangent in enumerate(cotangents):
             is_last = i + 1 == len(cotangents)
-            gradients = torch.autograd.grad(
-                output, self.parameters, cotangent, retain_graph=not is_last, allow_unused=True
-            )
-            sums[i].add(gradients)
-            if kl_share:
-                video.kl.add(gradients, kl_share)
+            gradients = torch.autograd.grad(output, weights, cotangent, retain_graph=not is_last, allow_unused=True)
+            by_video = {
+                number: gradient.view(len(videos), *weight.shape).unbind()
+                for number, (gradient, weight) in enumerate(zip(gradients, self.per_video.weights, strict=True))
+                if gradient is not None
+            }
+            for row, video in enumerate(videos):
+                own = {number: rows[row] for number, rows in by_video.items()}
+                (video.surrogate, video.kl)[i].add(own)
+                if kl_share:
+                    video.kl.add(own, kl_share)
 
     def _estimator_share(self, table: TransitionTable, step: int) -> float:
         """c_2 / c_1 of a step whose KL is the estimator of the velocity KL, minus the log-ratio; 0 without it."""

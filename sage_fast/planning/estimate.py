@@ -249,10 +249,8 @@ def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     def planned(size: int) -> MemoryPlan:
         return replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
 
-    # A single pass collects a gradient per video, and several updates by the forward process split the videos.
-    one_by_one = training.update == "single_pass" or (
-        training.update == "forward_process" and training.updates_per_rollout > 1
-    )
+    # Several updates by the forward process split the videos.
+    one_by_one = training.update == "forward_process" and training.updates_per_rollout > 1
     while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
         larger = next(count for count in range(size + 1, group + 1) if group % count == 0)
         memory = planned(larger).memory

@@ -28,6 +28,7 @@ from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora, train_all
+from sage_fast.policy.per_video import PerVideo
 from sage_fast.records import PromptEmbeds
 
 T = TypeVar("T")
@@ -97,8 +98,8 @@ class Call:
 
     transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens: of every prompt.
     trained: nothing, adapters or everything. gradient: whether the velocity is differentiated.
-    on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned, as single pass
-    takes them, and not added to `.grad`.
+    on_policy: whether dL/dv is known before the forward. collected: whether gradients are returned by video, as single
+    pass takes them, and not added to `.grad`.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """
@@ -274,18 +275,21 @@ def _trace(call: Call, num_layers: int) -> Cost:
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     tracer = Tracer([*own, *(p.grad for p in trained if p.grad is not None)])
     kept = [0]
+    weights: Sequence[Tensor] = trained
 
     def vjp(output: Tensor, cotangents: Any) -> None:
         kept.append(tracer.now)
         if call.collected:
-            torch.autograd.grad(output, trained, cotangents[0], allow_unused=True)
+            torch.autograd.grad(output, weights, cotangents[0], allow_unused=True)
         else:
             output.backward(cotangents[0])
 
     with tracer, traced_attention() if call.forward == "stock" else nullcontext():
         if call.gradient:
             given = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
-            policy.velocity_and_gradient(latents, sigma, prompts, given, split=call.guidance == "split", vjp=vjp)
+            # A gradient for each video, if they are collected before the advantages are known.
+            with PerVideo(transformer).copies(call.batch if call.collected else 1) as weights:
+                policy.velocity_and_gradient(latents, sigma, prompts, given, split=call.guidance == "split", vjp=vjp)
         else:
             with torch.no_grad():
                 policy.velocity(latents, sigma, prompts)

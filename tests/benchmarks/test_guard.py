@@ -21,6 +21,7 @@ from benchmarks import __main__, budgets, guard, results
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
+from benchmarks.suites import cpu
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import LocalAttention, _Block
 from sage_fast.objectives.single_pass import SinglePass
@@ -95,6 +96,10 @@ def something_kept(patch: Patch, folder: Path) -> None:
     patch.setattr(block_module._BlockFunction, "forward", staticmethod(keeping))
 
 
+def outlives(block: Any, stream: Any, *args: Any) -> None:
+    block.outlives = [*getattr(block, "outlives", []), stream.x.clone()]
+
+
 @torch.no_grad()
 def additional_forward(gradient: Any, *args: Any) -> None:
     policy = gradient.policy
@@ -143,6 +148,10 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     ),
     "a rotation twice": (before(_Block.rotate, (_Block, "rotate")), ["block.recomputed_bytes/*"]),
     "something kept": (something_kept, ["block.kept/*"]),
+    "something kept too long": (
+        before(outlives, (_Block, "feed_forward"), (_Block, "residual_backward")),
+        ["block.*_peak/*"],
+    ),
     "a mask that the host reads": (
         before(
             lambda attention, q, *rest: q.new_ones(q.shape[1], q.shape[1]).sum().item(), (LocalAttention, "forward")
@@ -292,6 +301,10 @@ def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
             over = {"P2": quantiles(value)}
             run["cells"][name] = timed("cpu", name, "small", "ours", 1.0, over=over)
             run["cells"][f"{name} P2"] = timed("cpu", name, "small", "P2", 1.0)
+        for shape in cpu.UPDATES:
+            over = {"two_phase": quantiles(0.75)}
+            run["cells"][shape] = timed("cpu", "single_pass", shape, "ours", 1.0, over=over)
+            run["cells"][f"{shape} two_phase"] = timed("cpu", "single_pass", shape, "two_phase", 1.0)
         measured.append(run)
         return run
 

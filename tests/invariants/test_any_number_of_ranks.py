@@ -111,7 +111,11 @@ def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_h
 
 DRAWS = {
     "never": ["--training.best_and_worst=1"],
-    "rollout": ["--training.update=single_pass", "--objective.kl_position_fraction=0.5"],
+    "rollout": [
+        "--training.update=single_pass",
+        "--rollout.micro_batch_size=2",
+        "--objective.kl_position_fraction=0.5",
+    ],
 }
 
 

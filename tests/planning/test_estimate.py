@@ -584,7 +584,7 @@ def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
         ((), None, 4),  # the whole group: its calls are short
         ((), 0.013, 1),
         (("--rollout.num_generations=2",), None, 2),
-        (("--training.update=single_pass",), None, 1),
+        (("--training.update=single_pass",), None, 4),
     ],
 )
 def test_micro_batch_size_auto_is_what_fills_and_fits_the_gpu(

@@ -28,6 +28,7 @@ from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import Gradient, operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.reference.adaln import row_length
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 FORWARD_LAUNCH = LaunchTable.by_width((4, 8, 16), rows=4)
@@ -65,7 +66,7 @@ def adaln_forward_kernel(
     x_ptr,  # (B, N, D), dense rows
     scale_ptr,  # (B, D), dense rows
     shift_ptr,  # (B, D), dense rows
-    out_ptr,  # (B, N, D + tail), contiguous
+    out_ptr,  # (B, N, D + room for a tail), contiguous
     num_tokens,
     x_stride_b,
     x_stride_n,
@@ -147,12 +148,13 @@ def launch_forward(x: Tensor, scale: Tensor, shift: Tensor, eps: float, tail: in
     """Run the forward kernel. x (B, N, D); scale, shift (B, D)."""
     x, scale, shift = (common.dense_rows(tensor) for tensor in (x, scale, shift))
     batch, tokens, width = x.shape
-    out = common.empty((batch, tokens, width + tail), dtype=x.dtype, device=x.device)
+    stride = row_length(width, tail) if tail else width
+    out = common.empty((batch, tokens, stride), dtype=x.dtype, device=x.device)
     settings = FORWARD_LAUNCH.find(width, x.device)
     launch(
         adaln_forward_kernel,
         (cdiv(tokens, settings.rows), batch),
-        *(x, scale, shift, out, tokens, *x.stride()[:2], scale.stride(0), shift.stride(0), width + tail, eps),
+        *(x, scale, shift, out, tokens, *x.stride()[:2], scale.stride(0), shift.stride(0), stride, eps),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
@@ -219,7 +221,7 @@ _adaln = operator(
     "(Tensor x, Tensor scale, Tensor shift, float eps, int tail=0) -> Tensor",
     launcher=launch_forward,
     reference=reference.adaln,
-    shapes=lambda x, scale, shift, eps, tail=0: x.new_empty((*x.shape[:2], x.shape[2] + tail)),
+    shapes=lambda x, scale, shift, eps, tail=0: x.new_empty((*x.shape[:2], row_length(x.shape[2], tail))),
     gradient=Gradient(_save, _backward),
 )
 
@@ -235,7 +237,8 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int 
         tail: columns behind every row of the result that the caller fills.
 
     Returns:
-        (B, N, D + tail) in x's dtype, contiguous. Computed in float32, rounded once.
+        (B, N, D) in x's dtype, contiguous; with a tail (B, N, D + tail rounded up to a multiple of 16), so that a store
+        is 16 bytes wide whatever the tail is. Computed in float32, rounded once.
 
     Raises:
         ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0.
@@ -276,6 +279,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
         "x": draw(batch, tokens, width, dtype=dtype),
         "scale": draw(batch, width, dtype=small),
         "shift": draw(batch, width, dtype=small),
+        "tail": case.shape.get("tail", 0),
     }
 
 
@@ -298,7 +302,11 @@ SPEC = OpSpec(
         Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"], backward=_RESIDUAL),
         Case(id="B, last layer, modulation trained", shape=MODULATION_SHAPES["B"]),
     ),
-    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    wide_cases=(
+        Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),
+        # x A^T of three adapters of rank 8 behind x, whose width 16 does not divide.
+        Case(id="B, rank 8", shape=MODULATION_SHAPES["B"] | {"tail": 24}, frozen=_FROZEN, backward=_RESIDUAL),
+    ),
     letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["scale"])},
     bytes_formula=("2 S + 2 m", "4 S + m"),
 )

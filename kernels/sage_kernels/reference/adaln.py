@@ -8,11 +8,16 @@ from sage_kernels.reference.precision import compute_dtype
 
 
 def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as x, `tail` columns behind it."""
+    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as x, in rows of `row_length`."""
     dtype = compute_dtype(x.dtype)
     normed = F.layer_norm(x.to(dtype), x.shape[-1:], eps=eps)
     out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
-    return F.pad(out, (0, tail)) if tail else out
+    return F.pad(out, (0, row_length(x.shape[2], tail) - x.shape[2])) if tail else out
+
+
+def row_length(width: int, tail: int) -> int:
+    """Columns of a row with `tail` more behind it: a multiple of 16, of which compilers know that it is aligned."""
+    return -(-(width + tail) // 16) * 16 if tail else width
 
 
 def adaln_backward(
@@ -52,6 +57,6 @@ def layer_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> 
     return backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, None, None, [True, False, False])[0]
 
 
-def adaln_eager(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6) -> Tensor:
-    """As diffusers writes it (`AdaLayerNormZero.forward`): every step rounded to x's dtype."""
+def adaln_eager(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
+    """As diffusers writes it (`AdaLayerNormZero.forward`): every step rounded to x's dtype, and no room behind rows."""
     return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]

@@ -25,9 +25,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from sage_fast.kernels import row_length
+
 
 class LowRank(NamedTuple):
-    """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank."""
+    """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank.
+
+    Where gradients are collected by video, a (B, r, K) and b (B, M, r) are a copy for each of B videos.
+    """
 
     a: Tensor
     b: Tensor
@@ -146,6 +151,8 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
     updates = [[update for layer in group for update in layer.low_rank] for group in groups]
     masters: list[Tensor] = []
     for group in updates:
+        # All copies of a master are equal.
+        group = [u if u.a.ndim == 2 else LowRank(u.a[0], u.b[0], u.scale) for u in group]
         masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
     if not masters:
         return [None] * len(groups)
@@ -168,7 +175,7 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
     for i, layer in enumerate(layers):
         position = layer.first + 1 + (layer.bias is not None)
         for update in layer.low_rank:
-            end = column + update.a.shape[0]
+            end = column + update.a.shape[-2]
             updates.append((i, position, slice(column, end), update))
             column = end
             position += 2
@@ -319,8 +326,10 @@ def input_backward(
         return _sum_of_products(grads, weights, out), None
     sizes = [weight.shape[0] for weight in weights]
     if x is not None and adapter.is_behind(x):
-        both = _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes))
-        result, low_grad = both.split_with_sizes(list(adapter.a.shape)[::-1], 1)
+        rank, width = adapter.a.shape
+        both = x.new_empty(len(x), row_length(width, rank))[:, : width + rank]
+        _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes), both)
+        result, low_grad = both.split_with_sizes([width, rank], 1)
         return _add_product(result, low_grad, adapter.a), low_grad
     low_grad = grads[0].new_empty(grads[0].shape[0], adapter.a.shape[0])
     factors = adapter.b.split_with_sizes(sizes)
@@ -365,21 +374,34 @@ def weights_backward(
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
-        first = matrix_product(low_grad.t(), x[:, : adapter.a.shape[1]], adapter.updates[0][3].a.dtype)
+        master, rows = adapter.updates[0][3].a, x[:, : adapter.a.shape[1]]
+        whole = master.ndim == 2
+        first = matrix_product(low_grad.t(), rows, master.dtype) if whole else _by_video(low_grad, rows, master)
         for _, position, columns, _ in adapter.updates:
-            gradients.put(position, first[columns])
+            gradients.put(position, first[..., columns, :])
     low = adapter.low(x) if low is None else low
     for i, position, columns, update in adapter.updates:
         if gradients.wanted[position + 1]:
-            second = matrix_product(grads[i].t(), low[:, columns], update.b.dtype)
+            grad, rows, master = grads[i], low[:, columns], update.b
+            whole = master.ndim == 2
+            second = matrix_product(grad.t(), rows, master.dtype) if whole else _by_video(grad, rows, master)
             gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
 
 
+def _by_video(grad: Tensor, rows: Tensor, copies: Tensor) -> Tensor:
+    """grad^T rows of each video by itself, (B, ...), for the copies of a low-rank master."""
+    grad, rows = (tensor.unflatten(0, (len(copies), -1)) for tensor in (grad, rows))
+    return matrix_product(grad.mT, rows, copies.dtype)
+
+
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b in `dtype`; on CUDA a float32 result comes from the accumulator without rounding to 16 bits in between."""
+    """a @ b of matrices, or of batches of them, in `dtype`; on CUDA a float32 result comes from the accumulator without
+    rounding to 16 bits in between.
+    """
+    product = torch.mm if a.ndim == 2 else torch.bmm
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
-        return torch.mm(a, b, out_dtype=dtype)
-    return torch.mm(a, b).to(dtype)
+        return product(a, b, out_dtype=dtype)
+    return product(a, b).to(dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

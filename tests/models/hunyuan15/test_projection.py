@@ -10,6 +10,7 @@ from sage_fast.models.hunyuan15.projection import (
     Gradients,
     LowRank,
     Projection,
+    input_backward,
     project,
     project_backward,
     read_adapters,
@@ -89,6 +90,15 @@ def test_the_wide_form_is_for_many_tokens_and_aligned_rows() -> None:
     assert aligned is not None and aligned.a.dtype == torch.bfloat16
     assert [room_for_low(aligned, tokens) for tokens in (2 * WIDTH, 2 * WIDTH + 1)] == [0, 16]
     assert room_for_low(odd, 10_000) == room_for_low(None, 10_000) == 0
+
+
+def test_rows_of_a_gradient_before_an_adapter_are_a_multiple_of_16() -> None:
+    """So a kernel reads them 16 bytes at a time; two adapters of rank 4 alone would make them 8 longer."""
+    layers = layers_of([(4,), (4,)])
+    (adapter,) = read_adapters([layers], torch.float64)
+    grads, x = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers], torch.randn(ROWS, WIDTH + 8).double()
+    found, _ = input_backward(grads, layers, adapter, x)
+    assert found.shape == (ROWS, WIDTH) and found.stride() == (-(-(WIDTH + 8) // 16) * 16, 1)
 
 
 def test_only_neighbours_in_memory_are_one_tensor() -> None:

@@ -58,7 +58,7 @@ MODES = {
     "two_phase": [],
     "two_phase_bf16": [BF16, "--model.checkpointing=full"],
     "two_phase_full": [FULL],
-    "single_pass": ["--training.update=single_pass", "--rollout.micro_batch_size=1"],
+    "single_pass": ["--training.update=single_pass"],
     "forward_process": FORWARD_PROCESS,
     "forward_process_full": [*FORWARD_PROCESS, FULL],
     "forward_process_bf16": [*FORWARD_PROCESS, BF16],

@@ -209,7 +209,7 @@ def measure_imports() -> dict[str, float]:
 
 
 def measure_commands() -> dict[str, float]:
-    """What a user waits for before anything is trained."""
+    """CPU time of the commands that come before training."""
     return {f"commands.cpu_time/{name}": cost for name, cost in processes.command_costs().items()}
 
 

@@ -77,7 +77,7 @@ def _cpu_seconds(program: str) -> float:
 
 
 def _run(program: str) -> str:
-    """What a program prints, run by Python in a process of its own, with this checkout."""
+    """Output of a program that Python runs in a fresh process, with this checkout."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("SAGE_KERNELS")}
     environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program]

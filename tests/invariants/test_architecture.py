@@ -112,7 +112,7 @@ def test_no_two_folders_import_each_other() -> None:
     assert not circles(GRAPH)
     planted = {**GRAPH, "sage_fast.models.family": GRAPH["sage_fast.models.family"] | {"sage_fast.policy.lora"}}
     assert circles(planted) == ["models <-> policy"]
-    # What a configuration is does not depend on what is done with it, so reading one imports the sections alone.
+    # The sections do not depend on the algorithm that reads them.
     config = {module for module in FILES if lies_in(module, "sage_fast.config")}
     assert {other for module in config for other in GRAPH[module]} <= config
 

@@ -85,17 +85,15 @@ def load(world: Path, cache: Path) -> Components:
     return load_components(ModelConfig(family="hunyuan15", path=path, device="cpu", cache_dir=str(cache)))
 
 
-def pair(components: Components, world: Path, text: str) -> list[PromptEmbeds]:
-    """Conditioning of the empty prompt, and of a text with the picture of the fox."""
-    return components.prompt_encoder.encode(["", Pictured(text, str(world / "pictures/fox.png"), HEIGHT, WIDTH)])
+def pair(components: Components, world: Path) -> list[PromptEmbeds]:
+    """Conditioning of the empty prompt, and of the sign with the picture of the fox."""
+    return components.prompt_encoder.encode(["", Pictured(SIGN, str(world / "pictures/fox.png"), HEIGHT, WIDTH)])
 
 
 # ------------------------------------------------------------------------------------------ the stock pipeline
 
 
-def test_the_whole_pipeline_is_the_stock_one(
-    animator: HunyuanVideo15ImageToVideoPipeline, world: Path, tmp_path: Path
-) -> None:
+def test_the_whole_pipeline_is_the_stock_one(animator: HunyuanVideo15ImageToVideoPipeline, world: Path) -> None:
     size = HEIGHT // 16, WIDTH // 16
     noise = torch.randn(1, LATENT_CHANNELS, 2, *size, generator=torch.Generator().manual_seed(4))
     options = {"num_frames": 5, "num_inference_steps": 4, "output_type": "latent", "negative_prompt": ""}
@@ -105,7 +103,7 @@ def test_the_whole_pipeline_is_the_stock_one(
         return animator(image=image, prompt=SIGN, latents=noise.clone(), **options).frames
 
     expected, sigmas = stock(), animator.scheduler.sigmas
-    uncond, prompt = pair(load(world, tmp_path), world, SIGN)
+    uncond, prompt = pair(load(world, world / "cache"), world)
     assert prompt.lengths[2] == IMAGE_TOKENS and prompt.frame is not None and prompt.frame.shape[2:] == size
     policy = GuidedPolicy(animator.transformer, uncond, animator.guider.guidance_scale)
 
@@ -126,9 +124,9 @@ def test_the_whole_pipeline_is_the_stock_one(
     assert (policy.velocity(noise, sigmas[:1], [blank]) - policy.velocity(noise, sigmas[:1], [prompt])).norm() > 0.01
 
 
-def test_the_unconditional_branch_keeps_the_picture(world: Path, tmp_path: Path) -> None:
-    components, seen = load(world, tmp_path), list[dict[str, Any]]()
-    uncond, prompt = pair(components, world, "a red fox")
+def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
+    components, seen = load(world, world / "cache"), list[dict[str, Any]]()
+    uncond, prompt = pair(components, world)
     hook = components.transformer.register_forward_pre_hook(
         lambda module, arguments, given: seen.append(given), with_kwargs=True
     )
@@ -208,12 +206,11 @@ def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------------ a run
 
 
-SINGLE_PASS = pytest.param(
-    ["--training.update=single_pass", "--rollout.micro_batch_size=1"], marks=pytest.mark.slow, id="single_pass"
-)
+UPDATES = {"two_phase": [], "single_pass": ["--training.update=single_pass", "--rollout.micro_batch_size=1"]}
 
 
-@pytest.mark.parametrize("words", [pytest.param([], id="two_phase"), SINGLE_PASS])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", UPDATES.values(), ids=UPDATES)
 def test_three_updates_and_a_resume_to_the_bit(words: list[str], world: Path, tmp_path: Path) -> None:
     for name, parts in (("whole", (3,)), ("parts", (2, 3))):
         (tmp_path / name).mkdir()
@@ -241,6 +238,7 @@ def test_two_ranks_train_like_one_process(words: list[str], world: Path, tmp_pat
                 assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-5), (update, key)
 
 
+@pytest.mark.slow
 def test_videos_of_pictures_are_generated_evaluated_and_exported(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

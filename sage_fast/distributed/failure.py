@@ -66,8 +66,9 @@ class HangGuard:
         self.progress()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        if self._armed:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A thread that writes a checkpoint may wait for the ranks that are gone, and Python for the thread.
+        if self._armed and not (error and is_communication_error(error)):
             faulthandler.cancel_dump_traceback_later()
         self._armed = False
 

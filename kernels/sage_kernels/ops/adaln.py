@@ -85,6 +85,8 @@ def adaln_forward_kernel(
     m_d = o_d < WIDTH
     scale = 1.0 + tl.load(scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
     shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    # Without stages, as in the forwards of gated_residual_adaln and qk_norm_rope: by the builds ahead of time the next
+    # tokens on their way take up to 3 registers here and 23 there, and the third kernel loads cos and sin 4 bytes wide.
     for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
         i_n = i_first + i
         x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)

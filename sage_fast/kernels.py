@@ -131,6 +131,35 @@ class BlockKernels(Protocol):
         """Gradients of the first eight arguments of `qk_norm_rope`; those of weights where `weight_gradients` asks."""
         ...
 
+    def qk_norm_across_heads(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys normalised over all heads of a token, and rotated where there are tables."""
+        ...
+
+    def qk_norm_across_heads_backward(
+        self,
+        grad_q: Tensor,
+        grad_k: Tensor,
+        q: Tensor,
+        k: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        eps: float,
+        weight_gradients: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of q, k and their weights."""
+        ...
+
     def gelu_tanh(self, x: Tensor) -> Tensor:
         """GELU in its tanh form."""
         ...

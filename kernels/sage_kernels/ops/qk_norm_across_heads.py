@@ -255,7 +255,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
     needs = any(ctx.needs_input_grad[2:4])
-    dq, dk, *weights = qk_norm_across_heads_backward(grad_q, grad_k, *ctx.saved_tensors, ctx.eps, needs)
+    arguments: tuple[Any, ...] = (grad_q, grad_k, *ctx.saved_tensors, ctx.eps, needs)
+    dq, dk, *weights = qk_norm_across_heads_backward(*arguments)
     return dq, dk, *(weights if needs else (None, None)), None, None, None
 
 

@@ -156,7 +156,8 @@ class _Block:
         self.modulation = Modulation(*modulation.unbind(1))
         self.saved = SAVED[settings.checkpointing]
         self.layers, self.first_norm = weights
-        self.norms = flat[weights.norms :][:4]
+        norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
+        self.norms = (norm_q, norm_k), (text_norm_q, text_norm_k)
         self.adapters = dict(zip(self.layers, read_adapters(list(self.layers.values()), self.x.dtype), strict=True))
         self.low: dict[str, Tensor | None] = {}
 
@@ -198,7 +199,7 @@ class _Block:
     @Stage
     def rotated(self) -> tuple[Tensor, Tensor]:
         q, k, _ = self.heads(self.qkv)
-        return self.kernels.qk_norm_across_heads(q, k, *self.norms[:2], *self.rotary, EPS)
+        return self.kernels.qk_norm_across_heads(q, k, *self.norms[0], *self.rotary, EPS)
 
     @Stage
     def attention(self) -> tuple[Tensor, Tensor]:
@@ -226,7 +227,7 @@ class _Block:
     @Stage
     def text_normed(self) -> tuple[Tensor, Tensor]:
         (q,), (k, _) = self.heads(self.text_q), self.heads(self.text_kv)
-        return self.kernels.qk_norm_across_heads(q, k, *self.norms[2:], None, None, EPS)
+        return self.kernels.qk_norm_across_heads(q, k, *self.norms[1], None, None, EPS)
 
     @Stage
     def text_attention(self) -> tuple[Tensor, Tensor]:
@@ -289,7 +290,7 @@ class _Block:
         out_grad = self.project_backward("text_out", [branch], out.flatten(2), gradients).view(out.shape)
         (raw_q,), (raw_k, v) = self.heads(self.text_q), self.heads(self.text_kv)
         dq, dk, dv = self.settings.local.backward(out_grad, *self.text_normed, v, out, lse, self.x.shape[1])
-        dq, dk = self.norm_backward(2, dq, dk, raw_q, raw_k, None, gradients)
+        dq, dk = self.norm_backward(1, dq, dk, raw_q, raw_k, None, gradients)
         text_grad = self.project_backward("text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients)
         residual, normed = self.residual
         y2_grad = self.project_backward("text_q", [dq.flatten(2)], normed, gradients)
@@ -325,13 +326,13 @@ class _Block:
         return result.view(*grads[0].shape[:2], -1)
 
     def norm_backward(
-        self, first: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
+        self, index: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of raw queries and keys, whose norms are the block's from the `first` on."""
-        position = self.first_norm + first
+        """Gradients of raw queries and keys: of the video's own attention (0), or of that to the text (1)."""
+        position, (cos, sin) = self.first_norm + 2 * index, rotary or (None, None)
         wanted = any(gradients.wanted[position : position + 2])
         dq, dk, *weights = self.kernels.qk_norm_across_heads_backward(
-            dq, dk, q, k, *self.norms[first : first + 2], *(rotary or (None, None)), EPS, wanted
+            dq, dk, q, k, *self.norms[index], cos, sin, EPS, wanted
         )
         for i, weight in enumerate(weights):
             gradients.put(position + i, weight)

@@ -41,8 +41,9 @@ class WanForward(BlockwiseForward):
 
     @staticmethod
     def stackable(block: nn.Module) -> list[list[nn.Linear]]:
-        own, text = block.attn1, block.attn2
-        groups: Any = [own.to_q, own.to_k, own.to_v], [text.to_k, text.to_v]
+        own: Any = block.attn1
+        text: Any = block.attn2
+        groups = [own.to_q, own.to_k, own.to_v], [text.to_k, text.to_v]
         return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
 
     def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:

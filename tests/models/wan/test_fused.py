@@ -113,7 +113,7 @@ def test_the_kernels_compute_it() -> None:
 def test_shares_of_the_tokens_compute_what_one_process_computes(
     degree: int, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve heads, as the published model has; 15 tokens are no multiple of most degrees."""
+    """Twelve heads, as the published model has; 15 tokens do not divide by most degrees."""
     whole = transformer(num_attention_heads=12, num_layers=1)
     size = (1, 6, 10)
     models = [copy.deepcopy(whole) for _ in range(degree)]

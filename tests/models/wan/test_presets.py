@@ -51,3 +51,12 @@ def test_the_plan_of_a_preset_fits_its_card(name: str, frames: int | None) -> No
     config = load_config(name, [f"--video.num_frames={frames}"] if frames else [])
     plan = make_plan(config, DEVICES["rtx4090" if small else "h100"], sizes={})
     assert plan.fits and plan.memory.peak < (23.5e9 if small else 72e9)
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_single_pass() -> None:
+    """With the fastest attention, all activations and no KL; with cuDNN's attention it is 79 s."""
+    words = ["--training.update=single_pass", "--objective.kl_mode=none", "--model.checkpointing=none"]
+    config = load_config("wan_480p_lora_1gpu", [*words, "--model.attention=flash3"])
+    plan = make_plan(config, DEVICES["h100"], sizes={})
+    assert plan.fits and plan.seconds_per_video <= 75

@@ -23,7 +23,7 @@ from sage_fast.tools.profiling import BLOCK, profile_update
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks, train
 from tests.made_runs import numbers
-from tests.tiny.wan import TEXT_WIDTH, build_wan, save_wan
+from tests.tiny.wan import TEXT_WIDTH, save_wan
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 

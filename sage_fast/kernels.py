@@ -60,6 +60,8 @@ class BlockKernels(Protocol):
     gated_residual_adaln_backward = staticmethod(reference.gated_residual_adaln_backward)
     qk_norm_rope = staticmethod(reference.qk_norm_rope)
     qk_norm_rope_backward = staticmethod(reference.qk_norm_rope_backward)
+    qk_norm_across_heads = staticmethod(reference.qk_norm_across_heads)
+    qk_norm_across_heads_backward = staticmethod(reference.qk_norm_across_heads_backward)
     gelu_tanh = staticmethod(reference.gelu_tanh)
     gelu_tanh_backward = staticmethod(reference.gelu_tanh_backward)
     linear_gelu_tanh = staticmethod(reference.linear_gelu_tanh)

@@ -19,7 +19,7 @@ from benchmarks.workload import TINY
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.attention.libraries import LIBRARIES
-from sage_fast.models.hunyuan15.block import Rotary
+from sage_fast.models.fused import Rotary
 from sage_fast.policy.lora import add_lora
 from sage_kernels import common, launch
 

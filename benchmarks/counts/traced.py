@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
+from sage_fast.models.fused import Rotary
 from sage_fast.models.hunyuan15.backbone import unused_work
-from sage_fast.models.hunyuan15.block import Rotary
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning import trace
 from sage_fast.planning.trace import PRODUCTS

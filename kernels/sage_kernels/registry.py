@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import torch
 from torch import Generator, Tensor
 
-OPS = ("adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh", "sde_step", "policy_loss")
+OPS: tuple[str, ...] = ("adaln", "gated_residual", "gated_residual_adaln", "qk_norm_rope", "qk_norm_across_heads")
+OPS += ("gelu_tanh", "sde_step", "policy_loss")
 """Modules of sage_kernels.ops that define a SPEC, in the order of the README's table."""
 
 Device = torch.device | str

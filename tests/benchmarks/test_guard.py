@@ -22,8 +22,9 @@ from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
 from benchmarks.suites import cpu
+from sage_fast.models.fused import LocalAttention
 from sage_fast.models.hunyuan15 import block as block_module
-from sage_fast.models.hunyuan15.block import LocalAttention, _Block
+from sage_fast.models.hunyuan15.block import _Block
 from sage_fast.objectives.single_pass import SinglePass
 from sage_fast.objectives.two_phase import TwoPhase
 from sage_fast.optim import OptimizerSet

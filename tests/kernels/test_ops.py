@@ -43,6 +43,7 @@ ROWS = ("adaln", "gated_residual", "gated_residual_adaln")
 SMALL = {name: Case(id="small", shape={"batch": 2, "tokens": 3, "width": 8}) for name in ROWS}
 SMALL |= {
     "qk_norm_rope": Case(id="small", shape={"batch": 2, "video": 2, "text": 2, "heads": 1, "head_dim": 4}),
+    "qk_norm_across_heads": Case(id="small", shape={"batch": 2, "tokens": 2, "keys": 0, "heads": 1, "head_dim": 4}),
     "sde_step": Case(id="small", shape=registry.latent_shape(2, 2, 1, 2, 2, log_prob=1)),
     "policy_loss": Case(id="small", shape=registry.latent_shape(2, 2, 1, 2, 2)),
 }
@@ -117,7 +118,7 @@ def test_cpu_without_interpreter_runs_the_reference(spec: OpSpec, monkeypatch: p
         assert parity.failures(parity.compare(spec, odd_case(spec), dtype, "cpu")) == []
 
 
-@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope"])
+@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope", "qk_norm_across_heads"])
 def test_a_sample_does_not_see_its_batch(name: str, device: torch.device) -> None:
     spec = SPECS[name]
     inputs = inputs_of(spec, device)
@@ -128,7 +129,7 @@ def test_a_sample_does_not_see_its_batch(name: str, device: torch.device) -> Non
         assert len(all_rows) > 1 and torch.equal(one[0], all_rows[1])
 
 
-@pytest.mark.parametrize("name", ["adaln", "gated_residual_adaln", "qk_norm_rope"])
+@pytest.mark.parametrize("name", ["adaln", "gated_residual_adaln", "qk_norm_rope", "qk_norm_across_heads"])
 def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
     spec = SPECS[name]
     make_inputs: Any = spec.make_inputs
@@ -222,7 +223,7 @@ def test_a_pass_is_one_operator_that_moves_the_bytes_of_the_formula(spec: OpSpec
             assert (forward.total, backward.total) == spec.bytes_by_formula(inputs), case
 
 
-@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope"])
+@pytest.mark.parametrize("name", [*ROWS, "qk_norm_rope", "qk_norm_across_heads"])
 def test_gradients_of_some_inputs(name: str, device: torch.device) -> None:
     spec = SPECS[name]
     inputs = inputs_of(spec, device, SMALL.get(name))

@@ -1,6 +1,7 @@
 """A tiny Wan 2.1 with random weights, in the layout of the published repositories."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
@@ -21,22 +22,24 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def tiny_transformer(seed: int = 0) -> WanTransformer3DModel:
+SIZES: dict[str, Any] = {
+    "patch_size": (1, 2, 2),
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": TEXT_WIDTH,
+    "freq_dim": 16,
+    "ffn_dim": 48,
+    "num_layers": 2,
+    "rope_max_seq_len": 32,
+}
+
+
+def tiny_transformer(seed: int = 0, **changes: Any) -> WanTransformer3DModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer = WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=4,
-            out_channels=4,
-            text_dim=TEXT_WIDTH,
-            freq_dim=16,
-            ffn_dim=48,
-            num_layers=2,
-            rope_max_seq_len=32,
-        )
-        return _noisy(transformer)
+        return _noisy(WanTransformer3DModel(**SIZES | changes))
 
 
 def build_wan(flow_shift: float = 3.0) -> WanPipeline:
@@ -69,7 +72,7 @@ def save_wan(folder: Path) -> Path:
     return folder
 
 
-def _noisy(module: torch.nn.Module) -> torch.nn.Module:
+def _noisy(module: Any) -> Any:
     """In evaluation mode, with no weight at zero or one, as it is after its initialisation."""
     for parameter in module.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

@@ -21,10 +21,16 @@ from sage_kernels.reference.policy_loss import (
     policy_loss_backward,
     policy_loss_forward,
 )
+from sage_kernels.reference.qk_norm_across_heads import (
+    qk_norm_across_heads,
+    qk_norm_across_heads_backward,
+    qk_norm_across_heads_eager,
+)
 from sage_kernels.reference.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward, qk_norm_rope_eager
 from sage_kernels.reference.sde_step import gaussian_log_prob, sde_step, sde_step_log_prob
 
 __all__ = ["adaln", "adaln_backward", "adaln_eager", "qk_norm_rope", "qk_norm_rope_backward", "qk_norm_rope_eager"]
+__all__ += ["qk_norm_across_heads", "qk_norm_across_heads_backward", "qk_norm_across_heads_eager"]
 __all__ += ["gated_residual", "gated_residual_backward", "gated_residual_eager"]
 __all__ += ["gated_residual_adaln", "gated_residual_adaln_backward", "gated_residual_adaln_eager"]
 __all__ += ["gelu_tanh", "gelu_tanh_backward", "gelu_tanh_eager", "linear_gelu_tanh"]

@@ -35,10 +35,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from sage_fast.kernels import Kernels, without_graph
-from sage_fast.models.attention.attention import call_backward, call_forward
-from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.hunyuan15.projection import (
+from sage_fast.kernels import without_graph
+from sage_fast.models.fused import BlockSettings, Rotary
+from sage_fast.models.projection import (
     Adapter,
     Gradients,
     Projection,
@@ -51,42 +50,12 @@ from sage_fast.models.hunyuan15.projection import (
     room_for_low,
     weights_backward,
 )
-from sage_fast.models.transformer import Checkpointing
 
 EPS = 1e-6
 
 _FEW_TOKENS = 1024
 """Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2 once, the formula above three
 times."""
-
-
-@dataclass(frozen=True)
-class LocalAttention:
-    """All tokens and heads on this device."""
-
-    backend: str
-    deterministic: bool = False
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
-        """As in `JointAttention`."""
-        run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
-        return run(q, k, v, self.backend, self.deterministic)
-
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `JointAttention`."""
-        run = torch.ops.sage_fast.attention_backward if q.device.type == "meta" else call_backward
-        return run(grad, q, k, v, out, lse, self.backend, self.deterministic)
-
-
-@dataclass(frozen=True)
-class BlockSettings:
-    """How a block is computed; the same for all of them."""
-
-    kernels: Kernels
-    attention: JointAttention
-    checkpointing: Checkpointing
 
 
 class Stream(NamedTuple):
@@ -182,13 +151,6 @@ class StreamInput(NamedTuple):
 
     x: Tensor
     modulation: Tensor
-
-
-class Rotary(NamedTuple):
-    """Rotary tables cos and sin, (N, head dim) float32, of the video tokens that are computed here."""
-
-    cos: Tensor
-    sin: Tensor
 
 
 def block_forward(

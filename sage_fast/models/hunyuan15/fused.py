@@ -18,8 +18,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -29,19 +28,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.kernels import Choice, Kernels, select_kernels
-from sage_fast.models.attention.attention import resolve_backend
-from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.hunyuan15.block import (
-    BlockSettings,
-    LocalAttention,
-    Rotary,
-    StreamInput,
-    block_forward,
-    read_block,
-)
-from sage_fast.models.hunyuan15.projection import stack_weights, unstack_weights
-from sage_fast.models.transformer import MAX_LEVELS, Checkpointing, FusedForward
+from sage_fast.kernels import Choice, Kernels
+from sage_fast.models.fused import BlockwiseForward, Rotary
+from sage_fast.models.hunyuan15.block import StreamInput, block_forward, read_block
+from sage_fast.models.transformer import MAX_LEVELS, Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -147,28 +137,17 @@ def _move(layer: nn.Module, device: torch.device) -> None:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class Acceleration(FusedForward):
+class Acceleration(BlockwiseForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own.
 
     Made by `accelerate`, whose options it has.
     """
 
-    transformer: HunyuanVideo15Transformer3DModel
-    attention: str
-    kernels: Choice
-    checkpointing: Checkpointing
-    deterministic: bool
     adaln: AdaLN
-
-    rotary: Rotary = field(init=False)
-    """Tables of the forward that runs, for the video tokens that are computed here."""
-    num_video: int = field(default=0, init=False)
-    """Video tokens of the forward that runs, on all ranks that share them."""
 
     def __post_init__(self) -> None:
         self.blocks = list(self.transformer.transformer_blocks)
         self.table: ModulationTable | None = None
-        self._settings: dict[tuple[Any, ...], BlockSettings] = {}
         self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
@@ -181,80 +160,19 @@ class Acceleration(FusedForward):
         if self.adaln == "offload":
             self.table = ModulationTable(self.transformer, self.embed_time, offload=True)
 
-    # ------------------------------------------------------------------------------------------------- switching
+    @property
+    def forwards(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        return _fused_forward, _fused_block
 
-    def install(self) -> None:
-        """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
+    @staticmethod
+    def stackable(block: nn.Module) -> list[list[nn.Linear]]:
+        attn: Any = block.attn
+        groups = [attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
+        return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
 
-        ValueError if a forward has been replaced already.
-        """
-        inside = {module for block in self.blocks for module in block.modules()}
-        for name, module in self.transformer.named_modules():
-            if "forward" in module.__dict__ and (module is self.transformer or module in inside):
-                raise ValueError(
-                    f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
-                    "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
-                )
-        for block in self.blocks:
-            for layers in _stackable(block):
-                stack_weights(layers)
-            block.forward = partial(_fused_block, block)
-            block._acceleration = self
-        transformer: Any = self.transformer
-        transformer.forward = partial(_fused_forward, transformer)
-        transformer._acceleration = self
-
-    def undo(self) -> None:
-        """Restore diffusers' forward; calling it again does nothing. Weights keep their values, names and devices.
-
-        ValueError if a hook has been put around the fused forward since; remove it first.
-        """
-        if self.transformer.__dict__.get("_acceleration") is not self:
-            return
-        for module in (self.transformer, *self.blocks):
-            if getattr(module.__dict__.get("forward"), "func", None) not in (_fused_forward, _fused_block):
-                raise ValueError(
-                    "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
-                    "hook. Remove the hook, then undo."
-                )
+    def restore(self) -> None:
         if self.table is not None:
             self.table.restore(self.transformer.device)
-        transformer: Any = self.transformer
-        for module in (transformer, *self.blocks):
-            for name in ("forward", "_acceleration"):
-                module.__dict__.pop(name, None)
-        for block in self.blocks:
-            for layers in _stackable(block):
-                unstack_weights(layers)
-
-    def __enter__(self) -> "Acceleration":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.undo()
-
-    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
-        """How blocks are computed for tensors of a device and dtype."""
-        checkpointing = self.checkpointing
-        if checkpointing == "none" and self.transformer.gradient_checkpointing:
-            checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
-        # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
-        sequence = None if self.sequence is None else (self.sequence, self.num_video)
-        key = (device, dtype, checkpointing, sequence)
-        if key not in self._settings:
-            kernels = select_kernels(self.kernels, device, dtype)
-            backend = resolve_backend(
-                self.attention,
-                device=device,
-                dtype=dtype,
-                head_dim=self.transformer.config["attention_head_dim"],
-                deterministic=self.deterministic,
-            )
-            attention: JointAttention = LocalAttention(backend, self.deterministic)
-            if self.sequence is not None:
-                attention = self.sequence.attention(attention, self.num_video)
-            self._settings[key] = BlockSettings(kernels, attention, checkpointing)
-        return self._settings[key]
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -501,13 +419,6 @@ def _remembered(found: WeakTensorKeyDictionary, tensor: Tensor, make: Callable[[
     if tensor not in found or version is None or found[tensor][0] != version:
         found[tensor] = version, make()
     return found[tensor][1]
-
-
-def _stackable(block: nn.Module) -> list[list[nn.Linear]]:
-    """Layers of a block that share their input."""
-    attn: Any = block.attn
-    groups = [attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-    return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
 
 
 def _fused_block(

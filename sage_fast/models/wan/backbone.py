@@ -1,4 +1,4 @@
-"""Code for diffusers' `WanTransformer3DModel`: its velocity by diffusers' own forward, closed forms and names.
+"""Code for diffusers' `WanTransformer3DModel`: its velocity, fused or by diffusers' forward, closed forms and names.
 
 Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
 * a prompt is always 512 tokens, its own and zeros: there is no mask, and the zeros act, because the text projection has
@@ -24,6 +24,7 @@ from torch import Tensor
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.transformer import Layout, velocity_dtype
+from sage_fast.models.wan.fused import WanForward, accelerate_wan
 from sage_fast.records import PromptEmbeds
 
 TEXT_TOKENS = 512
@@ -96,11 +97,12 @@ class WanTransformer(ModelFamily):
         transformer: WanTransformer3DModel,
         model: ModelConfig,
         computes_in: tuple[torch.device, torch.dtype] | None = None,
-    ) -> None:
-        if model.forward != "stock":
-            raise ValueError("model.forward is fused, and Wan has diffusers' own forward alone. Set it to stock.")
+    ) -> WanForward | None:
+        if model.forward == "fused":
+            return accelerate_wan(transformer, model, computes_in)
         if model.checkpointing == "full":
             transformer.enable_gradient_checkpointing()
+        return None
 
     @staticmethod
     def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sage_fast.models.hunyuan15.projection import (
+from sage_fast.models.projection import (
     Gradients,
     LowRank,
     Projection,

@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from sage_fast.config.errors import DecodeError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
+from sage_fast.models.wan.backbone import WanTransformer
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample
 from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
@@ -32,7 +33,7 @@ class Model:
 
 
 def section(folder: Path, **options: str) -> ModelConfig:
-    return ModelConfig(family="wan", path=str(folder), device="cpu", forward="stock", **options)  # type: ignore[arg-type]
+    return ModelConfig(family="wan", path=str(folder), device="cpu", **options)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(model: Model, caplog: p
 
 @pytest.mark.parametrize("text", PROMPTS[:2])
 def test_latents_and_frames_at_the_pipelines_own_sigmas(model: Model, text: str) -> None:
-    stock = model.stock
+    stock, transformer = model.stock, model.ours.transformer
     stock.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     embeds, unconditional = model.ours.prompt_encoder.encode([text, ""])
     samples = [Sample(prompt=Prompt(text=text, index=0), embeds=embeds, member=0)]
@@ -77,9 +78,13 @@ def test_latents_and_frames_at_the_pipelines_own_sigmas(model: Model, text: str)
     latents = stock(text, output_type="latent", **options).frames
     frames = stock(text, output_type="pt", **options).frames
     table = transition_table("ode", stock.scheduler.sigmas.double(), 0.0)
-    policy = GuidedPolicy(model.ours.transformer, unconditional, GUIDANCE)
-    ours = sample_trajectory(policy_velocity(policy, samples), samples, keys, table, start).final
-    assert (ours - latents).norm() <= 2e-6 * latents.norm()
+    policy = GuidedPolicy(transformer, unconditional, GUIDANCE)
+    for forward in ("stock", "fused"):
+        handle = WanTransformer.choose_forward(transformer, section(model.folder, forward=forward))
+        ours = sample_trajectory(policy_velocity(policy, samples), samples, keys, table, start).final
+        assert (ours - latents).norm() <= 1e-6 * latents.norm()
+    assert handle is not None
+    handle.undo()
     assert (latents - start).norm() > 0.1 * latents.norm(), "the comparison is of something that moves"
     expected = (frames * 255).round().to(torch.uint8)
     decoder = model.ours.video_decoder

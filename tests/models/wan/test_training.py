@@ -23,7 +23,7 @@ from sage_fast.tools.profiling import BLOCK, profile_update
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks, train
 from tests.made_runs import numbers
-from tests.tiny.wan import TEXT_WIDTH, build_wan, save_wan
+from tests.tiny.wan import TEXT_WIDTH, save_wan
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
@@ -39,7 +39,7 @@ def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
     tree |= {
         "output_dir": str(folder / "run"),
         "data": {"prompts": ["a red circle moving left", "a fox in the snow"]},
-        "model": {"family": "wan", "path": str(model), "device": "cpu", "forward": "stock"},
+        "model": {"family": "wan", "path": str(model), "device": "cpu"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 16},
         "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
         "evaluation": {"num_prompts": 2, "every": 2, "batch_size": 2, "num_samples": 0},
@@ -54,10 +54,14 @@ def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
 
 FORWARD_PROCESS = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
 FULL, BF16 = "--training.mode=full", "--model.dtype=bfloat16"
+STOCK = "--model.forward=stock"
 MODES = {
     "two_phase": [],
-    "two_phase_bf16": [BF16, "--model.checkpointing=full"],
+    "two_phase_stock": [STOCK],
+    "two_phase_bf16": [BF16, "--model.checkpointing=selective"],
+    "two_phase_bf16_stock": [STOCK, BF16, "--model.checkpointing=full"],
     "two_phase_full": [FULL],
+    "split": ["--training.guidance=split", "--model.checkpointing=full"],
     "single_pass": ["--training.update=single_pass"],
     "forward_process": FORWARD_PROCESS,
     "forward_process_full": [*FORWARD_PROCESS, FULL],
@@ -82,6 +86,8 @@ def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path
 
 
 LAYOUTS = {
+    "shared_videos": ["--distributed.sp=2"],
+    "four_ranks": ["--distributed.sp=2", "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
     "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
     "lora_sharded_bf16": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", BF16],
     "full_sharded": [FULL, "--distributed.dp_shard=2"],
@@ -90,12 +96,13 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
+def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
     file, words = write(model, tmp_path), LAYOUTS[layout]
     alone = [word for word in words if "distributed" not in word]
     wide = 1e-3 if BF16 in words else 0.0  # lora_B of zeros: its first sign is that of a rounded gradient
     ((expected, _, weights),) = run_ranks(train, 1, file, alone)
-    for records, _, spread in run_ranks(train, 2, file, [*words, "--rollout.batch_size=2"]):
+    ranks, videos = (4 if layout == "four_ranks" else 2), (4 if layout == "shared_videos" else 2)
+    for records, _, spread in run_ranks(train, ranks, file, [*words, f"--rollout.batch_size={videos}"]):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
             for key in {"reward/mean", "grad_norm", "eval/0"} & wanted.keys():
                 assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6, abs=wide), (update, key)
@@ -181,12 +188,6 @@ def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
     trainer = build_trainer(load_config(write(model, tmp_path), ["--evaluation.every=0"]))
     profile_update(trainer, tmp_path / "profile", warmup=0, memory=False, top=200)
     assert BLOCK in (tmp_path / "profile/top.txt").read_text()
-
-
-def test_fused_is_refused_with_what_to_set(model: Path) -> None:
-    section = load_config(write(model, Path(model).parent), ["--model.forward=fused"]).model
-    with pytest.raises(ValueError, match=r"model\.forward is fused.*Set it to stock"):
-        WanTransformer.choose_forward(build_wan().transformer, section)
 
 
 def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_bfloat16_model_keeps_in_float32_what_the_stock_one_keeps(read: bool, 
 def test_the_closed_form_is_what_torch_counts() -> None:
     config = load_config("configs/wan_480p_lora_1gpu.yaml", ["--model.path=null", "--model.checkpointing=none"])
     call = velocity_call(config, describe_model(config.model), on_gpu=True)
-    assert call.latent == (16, 21, 60, 104)
+    assert call.latent == (16, 21, 60, 104) and call.forward == "fused"
     cost, work = trace(call), forward_work(WAN_1_3B, 32_760, TEXT_TOKENS)
     guided = work.times(2, 2)
     assert cost.attention == guided.attention

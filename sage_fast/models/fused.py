@@ -1,0 +1,175 @@
+"""A fused forward over diffusers' own modules, of any family: switching it on and off, and how its blocks compute.
+
+The forward of one instance of a transformer and of its blocks is replaced. Class, parameters, their names and
+`state_dict` stay, so LoRA adapters, `save_pretrained` and FSDP work as before.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from sage_fast.kernels import Choice, Kernels, select_kernels
+from sage_fast.models.attention.attention import call_backward, call_forward, resolve_backend
+from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.projection import stack_weights, unstack_weights
+from sage_fast.models.transformer import Checkpointing, FusedForward
+
+
+@dataclass(frozen=True)
+class LocalAttention:
+    """All tokens and heads on this device."""
+
+    backend: str
+    deterministic: bool = False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
+        """As in `JointAttention`."""
+        run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
+        return run(q, k, v, self.backend, self.deterministic)
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As in `JointAttention`."""
+        run = torch.ops.sage_fast.attention_backward if q.device.type == "meta" else call_backward
+        return run(grad, q, k, v, out, lse, self.backend, self.deterministic)
+
+
+@dataclass(frozen=True)
+class BlockSettings:
+    """How a block is computed; the same for all of them.
+
+    attention: over the video tokens of all ranks. local: of this rank's queries over keys that every rank has.
+    """
+
+    kernels: Kernels
+    attention: JointAttention
+    checkpointing: Checkpointing
+    local: LocalAttention
+
+
+class Rotary(NamedTuple):
+    """Rotary tables cos and sin, (N, head dim) float32, of the video tokens that are computed here."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class BlockwiseForward(FusedForward):
+    """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own."""
+
+    transformer: Any
+    attention: str
+    kernels: Choice
+    checkpointing: Checkpointing
+    deterministic: bool
+
+    rotary: Rotary = field(init=False)
+    """Tables of the forward that runs, for the video tokens that are computed here."""
+    num_video: int = field(default=0, init=False)
+    """Video tokens of the forward that runs, on all ranks that share them."""
+    blocks: list[Any] = field(init=False)
+    """Its blocks, in their order."""
+    _settings: dict[tuple[Any, ...], BlockSettings] = field(default_factory=dict, init=False)
+
+    @property
+    @abstractmethod
+    def forwards(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Functions of a module that replace the forward of the transformer and of a block, which have this handle as
+        their `_acceleration`.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def stackable(block: nn.Module) -> list[list[nn.Linear]]:
+        """Layers of a block that share their input."""
+
+    def install(self) -> None:
+        """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
+
+        ValueError if a forward has been replaced already.
+        """
+        inside = {module for block in self.blocks for module in block.modules()}
+        for name, module in self.transformer.named_modules():
+            if "forward" in module.__dict__ and (module is self.transformer or module in inside):
+                raise ValueError(
+                    f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
+                    "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
+                )
+        whole, one = self.forwards
+        for block in self.blocks:
+            for layers in self.stackable(block):
+                stack_weights(layers)
+            block.forward = partial(one, block)
+            block._acceleration = self
+        self.transformer.forward = partial(whole, self.transformer)
+        self.transformer._acceleration = self
+
+    def undo(self) -> None:
+        """Restore diffusers' forward; calling it again does nothing. Weights keep their values, names and devices.
+
+        ValueError if a hook has been put around the fused forward since; remove it first.
+        """
+        if self.transformer.__dict__.get("_acceleration") is not self:
+            return
+        for module in (self.transformer, *self.blocks):
+            if getattr(module.__dict__.get("forward"), "func", None) not in self.forwards:
+                raise ValueError(
+                    "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
+                    "hook. Remove the hook, then undo."
+                )
+        self.restore()
+        for module in (self.transformer, *self.blocks):
+            for name in ("forward", "_acceleration"):
+                module.__dict__.pop(name, None)
+        for block in self.blocks:
+            for layers in self.stackable(block):
+                unstack_weights(layers)
+
+    def restore(self) -> None:
+        """Bring back weights that were moved away."""
+        return
+
+    def forget(self) -> None:
+        """As in `FusedForward`; nothing was computed from the weights."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
+        """How blocks are computed for tensors of a device and dtype."""
+        checkpointing = self.checkpointing
+        if checkpointing == "none" and self.transformer.gradient_checkpointing:
+            checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
+        # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
+        sequence = None if self.sequence is None else (self.sequence, self.num_video)
+        key = (device, dtype, checkpointing, sequence)
+        if key not in self._settings:
+            kernels = select_kernels(self.kernels, device, dtype)
+            backend = resolve_backend(
+                self.attention,
+                device=device,
+                dtype=dtype,
+                head_dim=self.transformer.config["attention_head_dim"],
+                deterministic=self.deterministic,
+            )
+            local = LocalAttention(backend, self.deterministic)
+            attention: JointAttention = local
+            if self.sequence is not None:
+                attention = self.sequence.attention(attention, self.num_video)
+            self._settings[key] = BlockSettings(kernels, attention, checkpointing, local)
+        return self._settings[key]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Content of a copy or a pickle, without the settings."""
+        return self.__dict__ | {"_settings": {}}

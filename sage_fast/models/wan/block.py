@@ -1,0 +1,393 @@
+"""One block of Wan 2.1: the fused forward, and a backward that recomputes what was not saved.
+
+The video tokens x attend to each other, then to the text, whose tokens stay as they are:
+
+    y  = LayerNorm(x) (1 + scale_msa) + shift_msa                              adaln
+    q, k, v = y W_qkv + b;  q, k = RoPE(RMSNorm(q, k))                         one product; qk_norm_across_heads
+    x1 = x + gate_msa (o W_o + b);  y2 = LayerNorm(x1) w + b                   gated_residual_adaln
+    q2 = RMSNorm(y2 W_q + b);  k2, v2 = text W_kv + b;  k2 = RMSNorm(k2)       qk_norm_across_heads
+    x2 = x1 + o2 W_o2 + b;  y3 = LayerNorm(x2) (1 + scale_mlp) + shift_mlp     gated_residual_adaln, gate 1
+    x3 = x2 + gate_mlp (gelu(y3 W_1 + b) W_2 + b)                              gelu_tanh, gated_residual
+
+o and o2 are the results of attention. This is `WanTransformerBlock.forward` of diffusers without rounding between the
+elementwise steps. The affine layer norm is a modulation of scale w - 1 and shift b that all samples share.
+
+What the forward saves for the backward (S = one tensor of all video tokens; f = width of the feed-forward over D):
+
+    none          x, qkv, o, o W_o, q2, o2, o2 W_o2, y3 W_1: 8 S + f S; only elementwise work is recomputed
+    feed_forward  x, qkv, o, o W_o, q2, o2, o2 W_o2: 9 S; the product with W_1 is recomputed too
+    selective     x, o, o2: 3 S; matrix products are recomputed except the one with W_2, attention is not
+    full          x: 1 S; attention is recomputed too
+
+Every stage is computed when it is first asked for, so a backward pass computes what it asks for and was not saved.
+
+Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sage_fast.kernels import without_graph
+from sage_fast.models.fused import BlockSettings, Rotary
+from sage_fast.models.projection import (
+    Gradients,
+    Projection,
+    input_backward,
+    project,
+    project_backward,
+    projection,
+    read_adapters,
+    room_for_low,
+    weights_backward,
+)
+
+EPS = 1e-6
+
+_INPUTS = ("qkv", "attention", "attended", "text_q", "text_kv", "text_attention", "text_attended")
+SAVED = {
+    "none": (*_INPUTS, "hidden"),
+    "feed_forward": _INPUTS,
+    "selective": ("attention", "text_attention"),
+    "full": (),
+}
+"""Stages of a `_Block` that the forward leaves for the backward, by checkpointing."""
+
+
+class Weights(NamedTuple):
+    """Linear layers of a block that share an input, and the position of its four norm weights in the flat list."""
+
+    groups: dict[str, list[Projection]]
+    norms: int
+
+
+def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
+    """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list of tensors."""
+    flat: list[Tensor] = []
+
+    def read(*modules: Any) -> list[Projection]:
+        found = []
+        for module in modules:
+            found.append(projection(module, len(flat)))
+            flat.extend(found[-1].tensors())
+        return found
+
+    own, text, ffn = block.attn1, block.attn2, block.ffn.net
+    groups = {
+        "qkv": read(own.to_q, own.to_k, own.to_v),
+        "out": read(own.to_out[0]),
+        "text_q": read(text.to_q),
+        "text_kv": read(text.to_k, text.to_v),
+        "text_out": read(text.to_out[0]),
+        "ff_in": read(ffn[0].proj),
+        "ff_out": read(ffn[2]),
+    }
+    flat += [own.norm_q.weight, own.norm_k.weight, text.norm_q.weight, text.norm_k.weight]
+    return Weights(groups, len(flat) - 4), flat
+
+
+class Modulation(NamedTuple):
+    """The eight (B, D) vectors of a block: diffusers' table in its order, and the affine layer norm's w - 1 and b."""
+
+    shift_msa: Tensor
+    scale_msa: Tensor
+    gate_msa: Tensor
+    shift_mlp: Tensor
+    scale_mlp: Tensor
+    gate_mlp: Tensor
+    scale_text: Tensor
+    shift_text: Tensor
+
+
+def block_forward(
+    settings: BlockSettings,
+    weights: Weights,
+    flat: Sequence[Tensor],
+    x: Tensor,
+    text: Tensor,
+    modulation: Tensor,
+    rotary: Rotary,
+) -> Tensor:
+    """Run one block, (B, N, D); with autograd where a gradient is wanted.
+
+    Args:
+        settings: how.
+        weights, flat: from `read_block`.
+        x: (B, N, D) video tokens, or this rank's share of them.
+        text: (B, L, D).
+        modulation: (B, 8, D), see `Modulation`.
+        rotary: tables of the video tokens.
+    """
+    tensors = (x, text, modulation, *flat)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        result: Tensor = _BlockFunction.apply(settings, weights, rotary, *tensors)
+        return result
+    with torch.no_grad():
+        return _Block(settings, weights, rotary, *tensors).forward()
+
+
+T = TypeVar("T")
+
+
+class Stage(Generic[T]):
+    """An attribute that is computed when it is first read, and may be set or deleted.
+
+    `functools.cached_property` of Python 3.11 has one lock for all blocks, which threads that exchange tokens wait for.
+    """
+
+    def __init__(self, compute: "Callable[[_Block], T]") -> None:
+        self.compute = compute
+
+    def __get__(self, block: "_Block", owner: type) -> T:
+        value = block.__dict__[self.compute.__name__] = self.compute(block)
+        return value
+
+
+class _Block:
+    """One pass of one block."""
+
+    def __init__(self, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> None:
+        self.x, self.text, modulation, *flat = tensors
+        self.settings, self.rotary = settings, rotary
+        self.kernels = without_graph(settings.kernels, self.x.device)
+        self.modulation = Modulation(*modulation.unbind(1))
+        self.saved = SAVED[settings.checkpointing]
+        self.layers, self.first_norm = weights
+        norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
+        self.norms = (norm_q, norm_k), (text_norm_q, text_norm_k)
+        self.adapters = dict(zip(self.layers, read_adapters(list(self.layers.values()), self.x.dtype), strict=True))
+        self.low: dict[str, Tensor | None] = {}
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """`projection.project` of a group of layers."""
+        # x A^T is kept: the gradient of B reads it again, and x may be gone by then.
+        result, self.low[name] = project(x, self.layers[name], self.adapters[name])
+        return result
+
+    def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Layers' results (B, tokens, n D) as n views (B, tokens, H, head dim)."""
+        width, head_dim = self.x.shape[2], self.rotary.cos.shape[1]
+        return tuple(part.unflatten(2, (-1, head_dim)) for part in tokens.split(width, dim=2))
+
+    def forget(self, *stages: str) -> None:
+        """Free what is not saved."""
+        for stage in stages:
+            if stage not in self.saved:
+                self.__dict__.pop(stage, None)
+
+    # ---------------------------------------------------------------------------------------------------- stages
+
+    @Stage
+    def y(self) -> Tensor:
+        """With y A^T of low-rank updates behind it where `room_for_low` says so."""
+        m, adapter = self.modulation, self.adapters["qkv"]
+        tail = room_for_low(adapter, self.x.shape[1])
+        y = self.kernels.adaln(self.x, m.scale_msa, m.shift_msa, EPS, tail)
+        if adapter is not None and tail:
+            # x A^T once for q, k and v, where their product reads it as more columns of its input.
+            rows, low = y.flatten(0, 1).tensor_split([self.x.shape[2]], dim=1)
+            torch.mm(rows, adapter.a.t(), out=low)
+        return y
+
+    @Stage
+    def qkv(self) -> Tensor:
+        return self.project("qkv", self.y)
+
+    @Stage
+    def rotated(self) -> tuple[Tensor, Tensor]:
+        q, k, _ = self.heads(self.qkv)
+        return self.kernels.qk_norm_across_heads(q, k, *self.norms[0], *self.rotary, EPS)
+
+    @Stage
+    def attention(self) -> tuple[Tensor, Tensor]:
+        """o and its log-sum-exp."""
+        return self.settings.attention.forward(*self.rotated, self.heads(self.qkv)[2], self.x.shape[1])
+
+    @Stage
+    def attended(self) -> Tensor:
+        return self.project("out", self.attention[0].flatten(2))
+
+    @Stage
+    def residual(self) -> tuple[Tensor, Tensor]:
+        """x1 and y2."""
+        m = self.modulation
+        return self.kernels.gated_residual_adaln(self.x, self.attended, m.gate_msa, m.scale_text, m.shift_text, EPS)
+
+    @Stage
+    def text_q(self) -> Tensor:
+        return self.project("text_q", self.residual[1])
+
+    @Stage
+    def text_kv(self) -> Tensor:
+        return self.project("text_kv", self.text)
+
+    @Stage
+    def text_normed(self) -> tuple[Tensor, Tensor]:
+        (q,), (k, _) = self.heads(self.text_q), self.heads(self.text_kv)
+        return self.kernels.qk_norm_across_heads(q, k, *self.norms[1], None, None, EPS)
+
+    @Stage
+    def text_attention(self) -> tuple[Tensor, Tensor]:
+        """o2 and its log-sum-exp: every rank has all of the text, so no token is exchanged."""
+        return self.settings.local.forward(*self.text_normed, self.heads(self.text_kv)[1], self.x.shape[1])
+
+    @Stage
+    def text_attended(self) -> Tensor:
+        return self.project("text_out", self.text_attention[0].flatten(2))
+
+    @Stage
+    def one(self) -> Tensor:
+        return torch.ones_like(self.modulation.gate_msa)
+
+    @Stage
+    def text_residual(self) -> tuple[Tensor, Tensor]:
+        """x2 and y3."""
+        m, x1 = self.modulation, self.residual[0]
+        return self.kernels.gated_residual_adaln(x1, self.text_attended, self.one, m.scale_mlp, m.shift_mlp, EPS)
+
+    @Stage
+    def hidden(self) -> Tensor:
+        return self.project("ff_in", self.text_residual[1])
+
+    def forward(self) -> Tensor:
+        """x3."""
+        _ = self.attention
+        self.forget("y", "qkv", "rotated")
+        _ = self.residual
+        self.forget("attended")
+        _ = self.text_attention
+        self.forget("text_q", "text_kv", "text_normed")
+        residual, _ = self.text_residual
+        self.forget("residual", "text_attended")
+        activated = self.kernels.gelu_tanh(self.hidden)
+        self.forget("text_residual", "hidden")
+        return self.kernels.gated_residual(residual, self.project("ff_out", activated), self.modulation.gate_mlp)
+
+    # -------------------------------------------------------------------------------------------------- backward
+
+    def backward(
+        self, grad: Tensor, gradients: Gradients, *, modulation: bool, inputs: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of x, the text and, where it is wanted, the modulation.
+
+        Args:
+            grad: of the result.
+            gradients: takes those of the weights.
+            modulation: whether the gradient of the modulation is wanted.
+            inputs: whether that of x is; where neither is, it stays that of x1.
+        """
+        m, kernels, found = self.modulation, self.kernels, dict[str, Tensor]()
+        y3_grad = self.feed_forward_backward(grad, gradients, found if modulation else None)
+        residual, attended = self.text_residual[0], self.text_attended if modulation else None
+        grad, branch, _, found["scale_mlp"], found["shift_mlp"] = kernels.gated_residual_adaln_backward(
+            grad, y3_grad, residual, attended, self.one, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
+        )
+        self.forget("text_residual", "text_attended")
+        out, lse = self.text_attention
+        out_grad = self.project_backward("text_out", [branch], out.flatten(2), gradients).view(out.shape)
+        (raw_q,), (raw_k, v) = self.heads(self.text_q), self.heads(self.text_kv)
+        dq, dk, dv = self.settings.local.backward(out_grad, *self.text_normed, v, out, lse, self.x.shape[1])
+        dq, dk = self.norm_backward(1, dq, dk, raw_q, raw_k, None, gradients)
+        text_grad = self.project_backward("text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients)
+        residual, normed = self.residual
+        y2_grad = self.project_backward("text_q", [dq.flatten(2)], normed, gradients)
+        self.forget("text_q", "text_kv", "text_normed")
+        attended = self.attended if modulation else None
+        grad, branch, found["gate_msa"], found["scale_text"], found["shift_text"] = (
+            kernels.gated_residual_adaln_backward(
+                grad, y2_grad, residual, attended, m.gate_msa, m.scale_text, residual.dtype, m.shift_text.dtype, EPS
+            )
+        )
+        del residual, normed, y2_grad, y3_grad, attended
+        self.forget("residual", "attended")
+        out, lse = self.attention
+        out_grad = self.project_backward("out", [branch], out.flatten(2), gradients).view(out.shape)
+        raw_q, raw_k, v = self.heads(self.qkv)
+        dq, dk, dv = self.settings.attention.backward(out_grad, *self.rotated, v, out, lse, self.x.shape[1])
+        dq, dk = self.norm_backward(0, dq, dk, raw_q, raw_k, self.rotary, gradients)
+        y = self.y if any(gradients.wants(layer) for layer in self.layers["qkv"]) else None
+        y_grad = self.project_backward("qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients)
+        if inputs or modulation:
+            grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(
+                y_grad, self.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, grad
+            )
+        return grad, text_grad, torch.stack([found[n] for n in Modulation._fields], 1) if modulation else None
+
+    def project_backward(self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients) -> Tensor:
+        """`projection.project_backward` of a group of layers, of tokens (B, tokens, ...) and not of rows."""
+        layers, adapter = self.layers[name], self.adapters[name]
+        # A product with x is left out where the weights and their adapters are frozen.
+        rows = x.flatten(0, 1) if x is not None and any(gradients.wants(layer) for layer in layers) else None
+        flat = [grad.flatten(0, 1) for grad in grads]
+        result = project_backward(flat, rows, layers, gradients, adapter, low=self.low.get(name))
+        return result.view(*grads[0].shape[:2], -1)
+
+    def norm_backward(
+        self, index: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of raw queries and keys: of the video's own attention (0), or of that to the text (1)."""
+        position, (cos, sin) = self.first_norm + 2 * index, rotary or (None, None)
+        wanted = any(gradients.wanted[position : position + 2])
+        dq, dk, *weights = self.kernels.qk_norm_across_heads_backward(
+            dq, dk, q, k, *self.norms[index], cos, sin, EPS, wanted
+        )
+        for i, weight in enumerate(weights):
+            gradients.put(position + i, weight)
+        return dq, dk
+
+    def feed_forward_backward(self, grad: Tensor, gradients: Gradients, found: dict[str, Tensor] | None) -> Tensor:
+        """dL/dy3 from dL/dx3, through W_2, the GELU and W_1; leaves the gate's gradient in `found` where there is one.
+
+        h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
+        """
+        (ff_out,), adapter, gate = self.layers["ff_out"], self.adapters["ff_out"], self.modulation.gate_mlp
+        hidden = self.hidden
+        branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
+        branch_grad = branch_grad.flatten(0, 1)
+        activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
+        wanted = gradients.wants(ff_out)
+        hidden_grad, activated = self.kernels.gelu_tanh_backward(
+            activated_grad, hidden.flatten(0, 1), found is not None or wanted
+        )
+        if found is not None:
+            branch = self.project("ff_out", activated).view(grad.shape)
+            _, found["gate_mlp"] = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
+        low_grad = low_grad if wanted else None
+        weights_backward([branch_grad], activated, [ff_out], gradients, adapter, low_grad=low_grad)
+        self.forget("hidden")
+        hidden_grad = hidden_grad.view(hidden.shape)
+        return self.project_backward("ff_in", [hidden_grad], self.text_residual[1], gradients)
+
+
+class _BlockFunction(torch.autograd.Function):
+    """`_Block` for autograd: takes settings, weights, tables, x, text, modulation and the flat weights."""
+
+    @staticmethod
+    def forward(ctx: Any, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> Tensor:
+        block = _Block(settings, weights, rotary, *tensors)
+        out = block.forward()
+        ctx.settings, ctx.weights, ctx.rotary, ctx.count = settings, weights, rotary, len(tensors)
+        ctx.stages = {name: getattr(block, name) for name in block.saved}
+        kept = [tensor for value in ctx.stages.values() for tensor in (value if type(value) is tuple else (value,))]
+        ctx.stages = {name: 2 if type(value) is tuple else 0 for name, value in ctx.stages.items()}
+        ctx.save_for_backward(*tensors, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tensors, kept = ctx.saved_tensors[: ctx.count], iter(ctx.saved_tensors[ctx.count :])
+        groups = {name: [layer.rebuilt(tensors[3:]) for layer in layers] for name, layers in ctx.weights.groups.items()}
+        block = _Block(ctx.settings, ctx.weights._replace(groups=groups), ctx.rotary, *tensors)
+        for name, count in ctx.stages.items():
+            block.__dict__[name] = tuple(next(kept) for _ in range(count)) if count else next(kept)
+        *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]
+        gradients = Gradients(ctx.needs_input_grad[6:])
+        x_grad, text_grad, modulation_grad = block.backward(
+            grad.contiguous(), gradients, modulation=wants_modulation, inputs=wants_x or wants_text
+        )
+        found = x_grad if wants_x else None, text_grad if wants_text else None, modulation_grad
+        return None, None, None, *found, *gradients.values

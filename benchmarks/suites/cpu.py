@@ -40,7 +40,7 @@ CONFIG = workload.TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "r
 SHAPE = workload.Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
 STEPS = {"forward": (forward, 120), "train": (train, 100)}
 """Step -> what it runs, and its rounds."""
-UPDATES = {"toy": (6, 3, 8, 10), "wide": (18, 9, 2, 6)}
+UPDATES = {"toy": (6, 3, 8, 10), "wide": (18, 9, 2, 4)}
 """Network -> heads of 32, layers, videos at once, rounds: the demo's, and one of three times its width."""
 TOLERANCE = 1e-4
 """Relative difference in float32."""

@@ -57,7 +57,7 @@ class VAEDecoder:
         """Keep the weights of convolutions in a memory format: the same numbers in another order."""
         for module in self.vae.modules():
             if isinstance(module, nn.Conv3d):
-                module.to(memory_format=memory_format)
+                module.weight.data = module.weight.data.to(memory_format=memory_format)
 
     def _mask(
         self,

@@ -17,9 +17,12 @@ from sage_fast.config.sections import TrainingConfig
 from sage_fast.run.run import build_trainer
 from sage_kernels import common, launchers, registry
 from sage_kernels.tracer import backward_call
+from tests.models.wan import test_fused as wan
 from tests.run.test_run import MakeRun
 
 SPECS = registry.specs()
+WANS = "qk_norm_across_heads"
+"""The kernel that Wan alone has; the tiny runs are of HunyuanVideo-1.5's class."""
 TYPES = inspect.get_annotations(TrainingConfig)
 MODES = [
     [f"--training.update={update}", f"--training.guidance={guidance}", "--rollout.micro_batch_size=1"]
@@ -99,9 +102,16 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
             trainer.iterate()
         # The forward process has no log-probability.
         without = {"policy_loss"} if "--training.update=forward_process" in overrides else set()
+        without = without | {WANS}
         called = {name.removesuffix("_backward") for name, _ in recorder.variants}
         assert called == set(SPECS) - without, overrides
         trained |= recorder.variants
+    for kind in ("full", "lora"):
+        model = wan.transformer(kind, torch.float32)
+        wan.fuse(model, kernels="triton", attention="reference")
+        with Recorder() as recorder:
+            wan.compute(model, (2, 4, 4), None)
+        trained |= {variant for variant in recorder.variants if variant[0].startswith(WANS)}
     assert trained <= timed
     assert timed - trained == {("sde_step", (("noise_ids", True), ("log_prob", True)))}
     for name in {name for name, _ in timed}:

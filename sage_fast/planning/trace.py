@@ -192,8 +192,11 @@ def traced_attention() -> Iterator[None]:
 def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
     if not call.gradient:
-        # Nothing is kept, so how it would be kept makes no difference: one trace serves a plan and all its options.
-        call = replace(call, checkpointing="selective", guidance="paired", on_policy=True, collected=False)
+        # A block that would keep little keeps nothing: one trace serves a plan and its options. `none` works otherwise.
+        checkpointing = "selective" if call.checkpointing in ("feed_forward", "full") else call.checkpointing
+        if call.forward == "stock":
+            checkpointing = call.checkpointing
+        call = replace(call, checkpointing=checkpointing, guidance="paired", on_policy=True, collected=False)
     num_layers = dict(call.transformer)["num_layers"]
     if num_layers <= 3:
         return _trace(call, num_layers)

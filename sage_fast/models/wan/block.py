@@ -188,6 +188,7 @@ class _Block:
         y = self.kernels.adaln(self.x, m.scale_msa, m.shift_msa, EPS, tail)
         if adapter is not None and tail:
             # x A^T once for q, k and v, where their product reads it as more columns of its input.
+            y = y[..., : self.x.shape[2] + tail]
             rows, low = y.flatten(0, 1).tensor_split([self.x.shape[2]], dim=1)
             torch.mm(rows, adapter.a.t(), out=low)
         return y

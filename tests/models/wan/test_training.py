@@ -95,7 +95,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=[] if layout == "full_sharded" else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
     file, words = write(model, tmp_path), LAYOUTS[layout]
     alone = [word for word in words if "distributed" not in word]

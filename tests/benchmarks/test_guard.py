@@ -317,7 +317,7 @@ def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
 
 def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
     assert __main__.main(["guard", "--only", "kernels"]) == 0
-    assert "All 11 budgets hold." in capsys.readouterr().out
+    assert "All 12 budgets hold." in capsys.readouterr().out
     rewritten_kernels(spills=2)(monkeypatch, tmp_path)
     assert guard.main(["--only", "kernels"]) == 1
     lines = capsys.readouterr().out.split("REGRESSED\n")[1].splitlines()

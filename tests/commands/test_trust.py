@@ -83,9 +83,9 @@ def test_a_checkpoint_is_exported_by_no_code_of_its_own(
 ) -> None:
     import sage_fast.tools.exporting as exporting
 
-    read = exporting._config_of
+    read = exporting.load_config
     words = ["--model.family=downloaded_code:load"]
-    monkeypatch.setattr(exporting, "_config_of", lambda checkpoint, overrides: read(checkpoint, [*overrides, *words]))
+    monkeypatch.setattr(exporting, "load_config", lambda file, overrides: read(file, [*overrides, *words]))
     for chosen in ("lora", "full"):
         with pytest.raises(ConfigError, match="--trust-config"):
             export(finished_run, tmp_path / "out", format=chosen)  # type: ignore[arg-type]

@@ -102,8 +102,10 @@ def test_the_closed_form_is_what_torch_counts() -> None:
     cost, work = trace(call), forward_work(WAN_1_3B, 32_760, TEXT_TOKENS)
     guided = work.times(2, 2)
     assert cost.attention == guided.attention
-    adapters = 8 * 2 * 1536 + 2 * (1536 + 8960), 2 * 2 * 1536
-    each = 2 * 30 * 2 * 32 * (32_760 * (adapters[0] - adapters[1]) + TEXT_TOKENS * adapters[1])
+    # Layers of one input (q k v; k v of the text) share a product with all of their low-rank columns.
+    video = (3 * 1536 + 3 * 3 * 1536) + 3 * (2 * 1536) + 2 * (1536 + 8960)
+    text = 2 * 1536 + 2 * 2 * 1536
+    each = 2 * 30 * 2 * 32 * (32_760 * video + TEXT_TOKENS * text)
     assert abs(cost.linear / (guided.linear + each) - 1) < 1e-6
     assert abs(work.linear / 82.1e12 - 1) < 1e-3 and abs(work.attention / 200.9e12 - 1) < 5e-3
     assert sum(p.numel() for p in meta_transformer(WAN_1_3B, torch.bfloat16).parameters()) == 1_418_996_800

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -169,7 +170,7 @@ def test_the_readme_shows_the_demos_results() -> None:
 
 
 def test_the_demo_page_shows_its_controls() -> None:
-    """Rewards that say nothing gain nothing; guidance alone is worth less than the training."""
+    """Rewards that say nothing gain nothing over the seeds; guidance alone is worth less than the training."""
     rows = [json.loads(line) for line in (ROOT / "docs/results/demo_controls.jsonl").read_text("utf-8").splitlines()]
     assert {(r["prompts"], r["noises"]) for r in rows} == {(60, 16)}
     for r in rows:
@@ -180,8 +181,12 @@ def test_the_demo_page_shows_its_controls() -> None:
             f"| {distance['before']:.4f} → {distance['after']:.4f} |"
         )
         assert cells in PAGES["docs/tutorials/demo.md"]
-        assert reward["mean"] < 2 * reward["stderr"]
-        assert "shuffled" not in r["control"] or abs(reward["mean"]) < 2 * reward["stderr"]
+    # A run's standard error counts captions and noises. A training by noise moves at random too: seeds count that.
+    gains = [r["reward"]["mean"] for r in rows if "shuffled" in r["control"]]
+    assert abs(fmean(gains)) < 2 * stdev(gains) / len(gains) ** 0.5
+    demo = [json.loads(line) for line in (ROOT / "docs/results/demo.jsonl").read_text("utf-8").splitlines()]
+    least = min(row["reward"]["mean"] for row in demo)
+    assert all(6 * abs(r["reward"]["mean"]) < least for r in rows)
 
 
 def test_the_api_page_names_what_exists() -> None:

@@ -192,7 +192,7 @@ def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
             "evenly. Start as many processes, or use such degrees, that their number divides it."
         )
     if size != config.rollout.batch_size:
-        logger.info("rollout.batch_size is %d here: the run has %d videos per rollout.", size, videos)
+        logger.warning("rollout.batch_size is %d here: the run has %d videos per rollout.", size, videos)
     return replace(config, rollout=replace(config.rollout, batch_size=size))
 
 

@@ -259,7 +259,7 @@ def peaks(forward: Callable[[], Sequence[Tensor]], own: list[Tensor]) -> tuple[i
     """Most bytes alive in a forward and in its backward, whose gradients of weights count, beside the `own` tensors."""
     for tensor in own:
         tensor.grad = None
-    with trace.Tracer(own) as alive:
+    with Record(), trace.Tracer(own) as alive:  # the record answers reads by the host, for which meta tensors have none
         outputs = forward()
         forward_peak, alive.peak = alive.peak, alive.now
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])

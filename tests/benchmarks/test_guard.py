@@ -22,6 +22,7 @@ from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes
 from benchmarks.session import parser_of
 from benchmarks.suites import cpu
+from sage_fast.models import fused as fused_module
 from sage_fast.models.fused import LocalAttention
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import _Block
@@ -128,8 +129,8 @@ def rewritten_kernels(**values: Any) -> Change:
 
 def operators_for_launchers(patch: Patch, folder: Path) -> None:
     patch.setattr(block_module, "without_graph", lambda kernels, device: kernels)
-    patch.setattr(block_module, "call_forward", torch.ops.sage_fast.attention)
-    patch.setattr(block_module, "call_backward", torch.ops.sage_fast.attention_backward)
+    patch.setattr(fused_module, "call_forward", torch.ops.sage_fast.attention)
+    patch.setattr(fused_module, "call_backward", torch.ops.sage_fast.attention_backward)
 
 
 def a_slow_start(patch: Patch, folder: Path) -> None:
@@ -138,7 +139,7 @@ def a_slow_start(patch: Patch, folder: Path) -> None:
     for name in ("kernels", "configs"):
         (folder / name).symlink_to(processes.ROOT / name)
     with (folder / "sage_fast/__init__.py").open("a") as module:
-        module.write("import sage_fast.config.schema\nsum(range(3 * 10**8))\n")
+        module.write("import sage_fast.trainer\nsum(range(6 * 10**8))\n")
     patch.setattr(processes, "ROOT", folder)
 
 

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _write(study.folder, study.folder / RESULTS, findings)
     if options.publish is not None:
         asked = {experiment.key for experiment in experiments}
-        _publish(options.publish, Findings([row for row in findings.rows if row.experiment in asked]))
+        publish(options.publish, Findings([row for row in findings.rows if row.experiment in asked]))
     _print_verdicts(experiments, findings)
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output_dir}/")
     if failed or stopped:
@@ -132,7 +132,7 @@ def _write(folder: Path, results: Path, findings: Findings) -> None:
             save_figure(folder / IMAGES, experiment.key, draw_experiment(experiment, kept))
 
 
-def _publish(docs: Path, findings: Findings) -> None:
+def publish(docs: Path, findings: Findings) -> None:
     """Put the arms and seeds of a study in the place of what DOCS has of them, and leave the others there."""
     results = docs / PUBLISHED_RESULTS
     measured = {(row.experiment, row.arm, row.seed) for row in findings.rows}

@@ -28,7 +28,7 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.kernels import select_kernels
-from sage_fast.models.family import Components, PromptEncoder
+from sage_fast.models.family import Components, PromptEncoder, family_of
 from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
@@ -194,6 +194,7 @@ class Trainer:
         config, transformer = self.config, components.transformer
         self.model_digest = base_digest(transformer, components.weights)
         """Digest of the weights that the run starts from."""
+        config.check_frozen_adaln(family_of(transformer).adaln_targets)
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         self.engine = self._make_engine(transformer, components.weights)
         self.parameters = self.engine.parameters

@@ -56,13 +56,13 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if options.prompt and options.prompts:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
-    if options.image and len(options.image) not in (1, len(options.prompt)):
+    if options.image and (not options.prompt or len(options.image) not in (1, len(options.prompt))):
         raise ConfigError(
             f"{len(options.image)} --image and {len(options.prompt)} --prompt were given. Give one picture for all "
             "prompts or one for each; a prompt file names pictures in its column 'image'."
         )
     pictures = options.image * (len(options.prompt) if len(options.image) == 1 else 1)
-    texts = enumerate(zip(options.prompt, pictures, strict=bool(pictures)))
+    texts = enumerate(zip(options.prompt, pictures, strict=False))
     pictured = [Prompt(text=text, index=index, image=file) for index, (text, file) in texts]
     there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, UPDATES, resolve
+from sage_fast.config.registry import MODEL_FAMILIES, UPDATES, registered, resolve
 from sage_fast.config.sections import (
     FIXED,
     FREE,
@@ -181,13 +181,22 @@ class RunConfig:
         setting = f"model.adaln {self.model.adaln}"
         needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
         check_needs(setting, "model.adaln to auto", needs)
-        if self.lora.target_modules is None:
-            return  # a family's own targets are none of these layers
-        family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
-        if trained := [n for n in self.lora.target_modules if n in getattr(family, "adaln_targets", ())]:
+        # To read a configuration must not import code that it names: a run asks such a family once it is trusted.
+        if self.model.family in {*MODEL_FAMILIES, *registered()}:
+            family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
+            self.check_frozen_adaln(getattr(family, "adaln_targets", ()))
+
+    def check_frozen_adaln(self, adaln_targets: Collection[str]) -> None:
+        """ConfigError where an adapter trains layers whose results `model.adaln` replaces by a table.
+
+        Args:
+            adaln_targets: these layers, see `ModelFamily`; its own `lora_targets` are none of them.
+        """
+        trained = [name for name in self.lora.target_modules or () if name in adaln_targets]
+        if trained and self.model.adaln in ("table", "offload"):
             raise ConfigError(
-                f"lora.target_modules has {', '.join(trained)}, but {setting} needs frozen AdaLN weights. Leave them "
-                "out, or set model.adaln to auto."
+                f"lora.target_modules has {', '.join(trained)}, but model.adaln {self.model.adaln} needs frozen AdaLN "
+                "weights. Leave them out, or set model.adaln to auto."
             )
 
 

@@ -69,9 +69,8 @@ class Status:
     state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
     paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
-    seconds_left: by the measured pace. longest_seconds: that it has
-    gone without progress. videos_per_rollout: on all ranks. error: that ended it. repeats: a restart would meet it
-    again. written: UTC.
+    seconds_left: by the measured pace. longest_seconds: that it has gone without progress. videos_per_rollout: on all
+    ranks. error: that ended it. repeats: a restart would meet it again. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
     gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,

@@ -78,6 +78,13 @@ def test_a_model_family_needs_trust_for_every_command(foreign_run: Path, tmp_pat
     check_trust(config, foreign_run, {"downloaded_code:load"})
 
 
+def test_no_check_of_a_configuration_imports_its_family(foreign_run: Path) -> None:
+    """The AdaLN layers of a family, which a table needs frozen, are asked for once it is trusted."""
+    words = ["--model.family=downloaded_code:load", "--model.adaln=table", "--lora.target_modules=[attn.to_q]"]
+    load_config(foreign_run / "config.yaml", words)
+    assert "downloaded_code" not in sys.modules
+
+
 def test_a_checkpoint_is_exported_by_no_code_of_its_own(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

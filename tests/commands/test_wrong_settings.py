@@ -63,6 +63,7 @@ REQUESTS = {
     "sampler": ("generate good.yaml --output_dir=o --checkpoint none --sampler ddim", "--sampler is 'ddim'"),
     "adapter": ("generate good.yaml --output_dir=o --lora /nowhere", "There is no adapter /nowhere"),
     "both-prompts": ("generate good.yaml --output_dir=o --prompt x --prompts one.txt", "were both given"),
+    "picture-alone": ("generate good.yaml --output_dir=o --prompts one.txt --image x.png", "1 --image and 0 --prompt"),
     "empty-prompt": ("generate good.yaml --output_dir=o --checkpoint none --prompt=", "a prompt is empty"),
     "unknown-word": ("generate good.yaml --output_dir=o --checkpoint none --prompt cat", "Unknown word 'cat'"),
     "same-run": ("compare RUN RUN", "same configuration and seed"),

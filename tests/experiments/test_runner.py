@@ -5,11 +5,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.__main__ import main
+from experiments.__main__ import main, publish
 from experiments.claims import EXPERIMENTS, Experiment, Training
 from experiments.document import fill_tables, render
 from experiments.drawings import draw_experiment
@@ -146,6 +147,18 @@ def test_the_command_writes_and_publishes_page_results_and_figures(
     assert "| updates-two_phase | 0.050 ± 0.050 |" in (docs / "objectives.md").read_text("utf-8")
     pictures = sorted(path.name for path in (docs / "images/reproduction").iterdir())
     assert pictures == [f"{key}.{kind}" for key in ("fig1a", "fig9", "table1", "updates") for kind in ("png", "svg")]
+
+
+def test_publishing_an_arm_leaves_other_arms_and_seeds(tmp_path: Path) -> None:
+    before = made_up("updates")
+    write_findings(tmp_path / "results/reproduction.jsonl", before)
+    arm = "updates-two_phase"
+    again = [replace(row, value=-1.0) for row in before if row.arm == arm and row.seed == 0]
+    publish(tmp_path, Findings(again))
+    found = read_findings(tmp_path / "results/reproduction.jsonl")
+    assert len(found.rows) == len(before)
+    changed = {(row.arm, row.seed) for row in found.rows if row.value == -1.0}
+    assert changed == {(arm, 0)}
 
 
 def made_up(key: str) -> list[Finding]:

@@ -51,7 +51,6 @@ PROGRAMS = {
     "configuration": "from sage_fast.config.load import load_config\nload_config('hv15_480p_lora_8gpu')",
     "doctor": RUN.format(words=["doctor"]),
     "plan": RUN.format(words=["plan", "hv15_480p_lora_8gpu"]),
-    "plan_cpu": RUN.format(words=["plan", "toy_cpu"]),
 }
 
 

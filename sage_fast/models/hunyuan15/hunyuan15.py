@@ -185,7 +185,8 @@ class HunyuanVideo15(HunyuanTransformer):
         path = model.path or DEFAULT_REPOSITORY
         pictures = animates_pictures(path)
         repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
-        parts, size = TEXT_PARTS, DOWNLOAD_GB
+        parts: tuple[str, ...] = TEXT_PARTS
+        size = DOWNLOAD_GB
         if pictures:
             parts, repository, size = parts + PICTURE_PARTS, repository.replace("t2v", "i2v"), size + VISION_GB
         whole = requirement("HunyuanVideo-1.5", path, parts, repository, gigabytes=size)

@@ -20,8 +20,9 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
+from sage_fast.models.block import EPS
 from sage_fast.models.fused import BlockwiseForward
-from sage_fast.models.wan.block import EPS, block_forward, read_block
+from sage_fast.models.wan.block import block_forward, read_block
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -99,7 +99,7 @@ class BlockPass:
         """`projection.project_backward` of a group of layers, of rows or of tokens (B, N, ...)."""
         layers, adapter = self.layers[name], self.adapters[name]
         # A product with x is left out where the weights and their adapters are frozen.
-        rows = x.flatten(0, -2) if x is not None and any(gradients.wants(layer) for layer in layers) else None
+        rows = x.flatten(0, -2) if x is not None and gradients.wants(*layers) else None
         flat = [grad.flatten(0, -2) for grad in grads]
         result = project_backward(flat, rows, layers, gradients, adapter, low=self.low.get(name), out=out)
         return result.view(*grads[0].shape[:-1], -1)
@@ -122,6 +122,7 @@ class BlockPass:
             normed: y.
         """
         (ff_out,), adapter = self.layers["ff_out"], self.adapters["ff_out"]
+        wanted = gradients.wants(ff_out)
         hidden = self.project("ff_in", normed) if hidden is None else hidden
         branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
         branch_grad = branch_grad.flatten(0, 1)
@@ -129,7 +130,7 @@ class BlockPass:
         # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
         activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
         hidden_grad, activated = self.kernels.gelu_tanh_backward(
-            activated_grad, hidden.flatten(0, 1), modulation or gradients.wants(ff_out)
+            activated_grad, hidden.flatten(0, 1), modulation or wanted
         )
         gate_grad: Tensor | None = None
         weight_grad: Tensor | None = None
@@ -147,7 +148,7 @@ class BlockPass:
         weights_backward(
             *([branch_grad], activated, [ff_out], gradients, adapter),
             weight_gradient=weight_grad,
-            low_grad=low_grad if gradients.wants(ff_out) else None,
+            low_grad=low_grad if wanted else None,
         )
         return self.project_backward("ff_in", [hidden_grad.view(hidden.shape)], normed, gradients), gate_grad
 

@@ -138,9 +138,9 @@ class HeadGradients(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def rows(self) -> list[Tensor]:
-        """Existing gradients as (B * tokens, D), in the order of `Weights.groups`."""
-        return [part.flatten(2).flatten(0, 1) for part in self if part is not None]
+    def by_layer(self) -> list[Tensor]:
+        """Existing gradients as (B, tokens, D), in the order of `Weights.groups`."""
+        return [part.flatten(2) for part in self if part is not None]
 
 
 @dataclass
@@ -281,15 +281,15 @@ class _Block:
             self.out, self.lse = self.settings.attention.forward(q, k, v, self.num_video)
         return self.out, self.lse
 
-    def attention_rows(self, stream: _Pass) -> Tensor:
-        """Attention's result for one stream, (B * tokens, D)."""
+    def attention_of(self, stream: _Pass) -> Tensor:
+        """Attention's result for one stream, (B, tokens, D)."""
         assert self.out is not None
-        return self.out[:, stream.tokens].flatten(2).flatten(0, 1)
+        return self.out[:, stream.tokens].flatten(2)
 
     def add_attention(self, stream: _Pass) -> tuple[Tensor, Tensor]:
         """x1 and y2 of a live stream."""
         if stream.attended is None:
-            stream.attended = stream.project("out", self.attention_rows(stream)).view(stream.x.shape)
+            stream.attended = stream.project("out", self.attention_of(stream))
         m = stream.modulation
         return self.kernels.gated_residual_adaln(stream.x, stream.attended, m.gate_msa, m.scale_mlp, m.shift_mlp, EPS)
 
@@ -336,7 +336,7 @@ class _Block:
         """
         self.video.grad = grad.contiguous()
         self.text.grad = None if text_grad is None else text_grad.contiguous()
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.layers["qkv"])
+        trains_qkv = gradients.wants(*self.video.layers["qkv"], *self.text.layers["qkv"])
         normed = projected = rotated = None
         if self.out is None:
             # "full" saved the inputs alone: attention runs again, and the q, k, v products that lead to it.
@@ -367,11 +367,11 @@ class _Block:
         joint = _Joint(self.video.x, num_tokens, self.video.x.shape[2])
         for stream in self.live:
             (layer,) = stream.layers["out"]
-            branch_grad = self.residual_backward(stream, gradients, modulation).flatten(0, 1)
+            branch_grad = self.residual_backward(stream, gradients, modulation)
             # The product with o^T is left out where W_o and its adapter are frozen.
-            rows = self.attention_rows(stream) if gradients.wants(layer) else None
+            attended = self.attention_of(stream) if gradients.wants(layer) else None
             out = joint.rows(stream.tokens)
-            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
+            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], attended, gradients, out))
             stream.attended = None  # memory for q, k, v; a hidden layer that is there is the graph's
         return joint.buffer.view(*joint.buffer.shape[:2], -1, self.head_dim)
 
@@ -445,12 +445,12 @@ class _Block:
     ) -> None:
         """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
         # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
-        y_grad = stream.project_backward("qkv", heads.rows(), y, gradients)
+        y_grad = stream.project_backward("qkv", heads.by_layer(), y, gradients)
         if not inputs and not modulation:
             return  # the first block under LoRA: nothing before it is trained, and dL/dx is left out
         m = stream.modulation
         stream.grad, dscale, dshift = self.kernels.adaln_backward(
-            y_grad.view(stream.x.shape), stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
+            y_grad, stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
         )
         if modulation:
             stream.modulation_grads |= {"scale_msa": dscale, "shift_msa": dshift}

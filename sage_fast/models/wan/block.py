@@ -270,7 +270,7 @@ class _Block(BlockPass):
         raw_q, raw_k, v = self.heads(self.qkv)
         dq, dk, dv = self.settings.attention.backward(out_grad, *self.rotated, v, out, lse, self.x.shape[1])
         dq, dk = self.norm_backward(0, dq, dk, raw_q, raw_k, self.rotary, gradients)
-        y = self.y if any(gradients.wants(layer) for layer in self.layers["qkv"]) else None
+        y = self.y if gradients.wants(*self.layers["qkv"]) else None
         y_grad = self.project_backward("qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients)
         if inputs or modulation:
             grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(

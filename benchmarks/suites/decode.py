@@ -22,7 +22,7 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.workload import SHAPES
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
 SUITE = "decode"
 ON_CPU = True
@@ -75,7 +75,7 @@ class Contest:
         device = next(stock.parameters()).device
         generator = torch.Generator(device).manual_seed(1)
         self.latents = torch.randn(1, *latent, generator=generator, device=device)
-        needed = decode_bytes(stock, latent[1:])
+        needed = decoder.peak_bytes(*latent[1:])
         self.tiled = decoder.memory_gib is not None and needed > decoder.memory_gib * 2**30
 
     def ours(self) -> Tensor:

@@ -9,8 +9,11 @@ import functools
 import importlib.resources
 import os
 from pathlib import Path
+from typing import TypeVar
 
 from sage_fast.config.errors import ConfigError
+
+T = TypeVar("T")
 
 
 @functools.cache
@@ -83,7 +86,7 @@ def locate(path: str, folder: Path | None = None) -> str:
     return next((os.path.abspath(file) for file in found if path and os.path.exists(file)), path)
 
 
-def portable(path: str | list[str]) -> str | list[str]:
+def portable(path: T) -> T | str:
     """The inverse of `locate` for a file that ships: its name there, which means the same on every machine."""
     shipped = presets_folder()
     if not isinstance(path, str):

@@ -226,10 +226,10 @@ class LoraConfig(Section, key="lora"):
 class DataConfig(Section, key="data"):
     """Training prompts."""
 
-    prompts: str | list[str] = field(metadata={FREE: PLACE})
-    """CSV (columns prompt, optional index, seed and image), JSON or text file of prompts, or a list of the texts alone.
-    A relative path is looked for in the folder of the YAML that names it, then in the working directory, then among the
-    files that ship."""
+    prompts: str | list[str | dict[str, str | int]] = field(metadata={FREE: PLACE})
+    """CSV (columns prompt, optional index, seed and image), JSON or text file of prompts, or a list of texts and rows
+    `{prompt: ..., image: ...}`. A relative path is looked for in the folder of the YAML that names it, then in the
+    working directory, then among the files that ship; that of a listed picture is relative to the working directory."""
     prompt_key: str = free("prompt", PLACE)
     """Column or JSON key that holds the prompts, such as `prompt_en` or `caption`."""
     shuffle: bool = True
@@ -319,7 +319,7 @@ class RolloutConfig(Section, key="rollout"):
 class EvaluationConfig(Section, key="evaluation"):
     """The paired evaluation: the same prompts and the same noise before and after, sampled by ODE."""
 
-    prompts: str | list[str] | None = free(None, PLACE)
+    prompts: str | list[str | dict[str, str | int]] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
     prompt_key: str | None = free(None, PLACE)
     """Column or JSON key of the evaluation's file that holds the prompts; null takes `data.prompt_key`."""

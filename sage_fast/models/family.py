@@ -5,6 +5,7 @@ Shapes: B batch, C channels, F frames, H, W.
 
 import logging
 import math
+import re
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -259,6 +260,8 @@ class ModelFamily(ABC):
     adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table.
     in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
     forward runs on tensors without memory, as a plan runs it.
+    names: linear layers of a block in diffusers -> in its official class and in ComfyUI, where layers of one name stand
+    below each other in the order of the table. official_blocks: the attribute with the blocks there.
     pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
     the time shift in it. clients: layouts that an adapter is exported in.
     """
@@ -269,6 +272,8 @@ class ModelFamily(ABC):
     adaln_targets: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
     plans_stock: bool = False
+    names: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    official_blocks: str = ""
     pipeline: str = "DiffusionPipeline"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
     clients: ClassVar[Mapping[Layout, Client]] = {"diffusers": Client("diffusers"), "peft": Client("peft")}
@@ -331,9 +336,9 @@ class ModelFamily(ABC):
         """
         raise NotImplementedError
 
-    @staticmethod
+    @classmethod
     def choose_forward(
-        transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
+        cls, transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
     ) -> FusedForward | None:
         """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
 
@@ -347,6 +352,17 @@ class ModelFamily(ABC):
             ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward
             does not support.
         """
+        if model.forward == "fused":
+            return cls.fuse(transformer, model, computes_in)
+        if model.checkpointing == "full":
+            transformer.enable_gradient_checkpointing()
+        return None
+
+    @staticmethod
+    def fuse(
+        transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
+    ) -> FusedForward:
+        """The fused forward of `choose_forward`."""
         raise NotImplementedError
 
     @staticmethod
@@ -389,24 +405,53 @@ class ModelFamily(ABC):
         """A prompt without values on the meta device, for traces."""
         raise NotImplementedError
 
-    @staticmethod
-    def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+    @classmethod
+    def named_adapter(cls, values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
         """A LoRA adapter by diffusers' names, with a scale (alpha / rank) of 1, by the names of a layout.
 
         diffusers' has every tensor twice, for `load_lora_adapter` with its default prefix and with prefix=None.
         """
         if layout == "peft":
             return {f"base_model.model.{name}": value for name, value in values.items()}
-        return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
+        if layout == "diffusers":
+            return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
+        adapter: dict[str, Tensor] = {}
+        for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
+            _, number, layer = module.split(".", 2)
+            official, comfyui = cls.names[layer]
+            down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
+            name = f"{cls.official_blocks}.{number}.{official}"
+            if layout == "musubi":
+                name = f"lora_unet_{name.replace('.', '_')}"
+                rank = torch.tensor(float(len(down)))
+                adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
+                continue
+            if layout == "comfyui":
+                name = f"diffusion_model.{cls.official_blocks}.{number}.{comfyui}"
+                joined = [other for other, (_, theirs) in cls.names.items() if theirs == comfyui]
+                # The joined layer's rank is the sum of its parts' ranks: each has its own rows and columns of lora_B.
+                rows = up.new_zeros(len(joined), *up.shape)
+                rows[joined.index(layer)] = up
+                up = rows.flatten(0, 1)
+                if f"{name}.lora_A.weight" in adapter:
+                    down = torch.cat([adapter[f"{name}.lora_A.weight"], down])
+                    up = torch.cat([adapter[f"{name}.lora_B.weight"], up], dim=1)
+            adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
+        return adapter
 
-    @staticmethod
-    def layers_named(name: str) -> list[str]:
+    @classmethod
+    def layers_named(cls, name: str) -> list[str]:
         """The linear layers by diffusers' names that a layer of any layout stands for, in the order of its rows.
 
         Its name comes without a prefix, and with `.` or `_` between its parts. One that no layout has stands for
         itself.
+
+        Example: `double_blocks.0.img_attn.qkv` of ComfyUI is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
         """
-        return [name]
+        match = re.fullmatch(rf"(?:{cls.blocks}|{cls.official_blocks})[._](\d+)[._](.+)", name)
+        part = match[2].replace(".", "_") if match else None
+        layers = [own for own, others in cls.names.items() if part in [n.replace(".", "_") for n in (own, *others)]]
+        return [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
 
 
 @dataclass(frozen=True)

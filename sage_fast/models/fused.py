@@ -5,13 +5,14 @@ The forward of one instance of a transformer and of its blocks is replaced. Clas
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import call_backward, call_forward, resolve_backend
@@ -64,6 +65,9 @@ class Rotary(NamedTuple):
 class BlockwiseForward(FusedForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own."""
 
+    computes: ClassVar[Mapping[str, Any]]
+    """Values of the transformer's config that the fused forward is for."""
+
     transformer: Any
     attention: str
     kernels: Choice
@@ -77,6 +81,7 @@ class BlockwiseForward(FusedForward):
     blocks: list[Any] = field(init=False)
     """Its blocks, in their order."""
     _settings: dict[tuple[Any, ...], BlockSettings] = field(default_factory=dict, init=False)
+    _rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @property
     @abstractmethod
@@ -87,14 +92,27 @@ class BlockwiseForward(FusedForward):
 
     @staticmethod
     @abstractmethod
-    def stackable(block: nn.Module) -> list[list[nn.Linear]]:
+    def stackable(block: Any) -> list[list[Any]]:
         """Layers of a block that share their input."""
 
-    def install(self) -> None:
+    @abstractmethod
+    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (N, head dim) float32, of the size of latents."""
+
+    def install(self, device: torch.device, dtype: torch.dtype) -> None:
         """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
 
-        ValueError if a forward has been replaced already.
+        Args:
+            device, dtype: of the blocks' inputs.
+
+        ValueError: a forward has been replaced already, a variant of the model, or options that cannot be satisfied.
         """
+        for key, computed in self.computes.items():
+            if (value := self.transformer.config[key]) != computed:
+                raise ValueError(f"{key} is {value!r}; the fused forward computes {computed!r}.")
+        if device.type != "meta":
+            # Options that cannot be satisfied are refused now, not in the middle of a run.
+            self.settings(device, dtype)
         inside = {module for block in self.blocks for module in block.modules()}
         for name, module in self.transformer.named_modules():
             if "forward" in module.__dict__ and (module is self.transformer or module in inside):
@@ -105,7 +123,7 @@ class BlockwiseForward(FusedForward):
         whole, one = self.forwards
         for block in self.blocks:
             for layers in self.stackable(block):
-                stack_weights(layers)
+                stack_weights(getattr(layer, "base_layer", layer) for layer in layers)
             block.forward = partial(one, block)
             block._acceleration = self
         self.transformer.forward = partial(whole, self.transformer)
@@ -130,7 +148,7 @@ class BlockwiseForward(FusedForward):
                 module.__dict__.pop(name, None)
         for block in self.blocks:
             for layers in self.stackable(block):
-                unstack_weights(layers)
+                unstack_weights(getattr(layer, "base_layer", layer) for layer in layers)
 
     def restore(self) -> None:
         """Bring back weights that were moved away."""
@@ -145,6 +163,34 @@ class BlockwiseForward(FusedForward):
 
     def __exit__(self, *_: object) -> None:
         self.undo()
+
+    def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (N, head dim) float32, of the size of latents; made once."""
+        key = (*latents.shape[2:], latents.device)
+        if key not in self._rope:
+            with torch.inference_mode(False), torch.no_grad():
+                self._rope[key] = self.make_rope(latents)
+        return self._rope[key]
+
+    def enter(self, x: Tensor, latents: Tensor) -> Tensor:
+        """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their tables in `rotary`."""
+        cos, sin = self.rope(latents)
+        self.num_video = x.shape[1]
+        if self.sequence is not None:
+            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
+        # Not through the blocks' arguments, which FSDP may cast to bfloat16.
+        self.rotary = Rotary(cos, sin)
+        return x
+
+    def leave(self, tokens: Tensor) -> Tensor:
+        """The video tokens of all ranks (B, N, ...)."""
+        return tokens if self.sequence is None else self.sequence.join(tokens, 1, self.num_video)
+
+    @staticmethod
+    def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+        """Products write into given memory, which autocast cannot handle; the weights' dtype decides."""
+        device = tensor.device.type
+        return torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext()
 
     def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
         """How blocks are computed for tensors of a device and dtype."""
@@ -171,5 +217,5 @@ class BlockwiseForward(FusedForward):
         return self._settings[key]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Content of a copy or a pickle, without the settings."""
-        return self.__dict__ | {"_settings": {}}
+        """Content of a copy or a pickle, without what is made again."""
+        return self.__dict__ | {"_settings": {}, "_rope": {}}

@@ -276,10 +276,13 @@ class Gradients:
         self.wanted = wanted
         self.values: list[Tensor | None] = [None] * len(wanted)
 
-    def wants(self, layer: Projection) -> bool:
-        """Tell whether any gradient that is wanted of a layer needs the layer's input: all but the bias's do."""
-        first, bias = layer.first, layer.bias is not None
-        return self.wanted[first] or any(self.wanted[first + 1 + bias : first + 1 + bias + 2 * len(layer.low_rank)])
+    def wants(self, *layers: Projection) -> bool:
+        """Tell whether any gradient that is wanted of layers needs their input: all but the bias's do."""
+        for layer in layers:
+            first, updates = layer.first, layer.first + 1 + (layer.bias is not None)
+            if self.wanted[first] or any(self.wanted[updates : updates + 2 * len(layer.low_rank)]):
+                return True
+        return False
 
     def put(self, position: int, value: Tensor) -> None:
         if self.wanted[position]:

@@ -2,7 +2,9 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -11,8 +13,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hub import fetch_command
-from sage_fast.models.stored import check_fit, weight_files
+from sage_fast.models.hub import Requirement, fetch_command, local_folder, require
+from sage_fast.models.stored import check_fit, read_json, weight_files
+
+WEIGHTS = {
+    "transformer": "diffusion_pytorch_model",
+    "vae": "diffusion_pytorch_model",
+    "text_encoder": "model",
+    "text_encoder_2": "model",
+    "image_encoder": "model",
+}
+"""Folders with weights, and the stem of their files."""
+
+_CONFIGURATION = {"tokenizer": "tokenizer_config.json", "feature_extractor": "preprocessor_config.json"}
+"""Kinds of folders -> the file that each has, where it is not config.json."""
 
 
 def cache_folder(model: ModelConfig) -> Path:
@@ -83,35 +97,81 @@ def _download(repository: str, parts: Sequence[str], default: str, download: boo
         ) from error
 
 
-def require_file(file: Path, command: str) -> None:
-    """ValueError with the command that gets a file that is missing."""
-    if not file.is_file():
-        raise ValueError(f"{file} is missing. Get it with: {command}")
+def configuration_file(part: str) -> str:
+    """A file that a folder of a kind has, relative to the model's."""
+    return f"{part}/{_CONFIGURATION.get(part.removesuffix('_2'), 'config.json')}"
 
 
-def require_weights(folder: Path, stem: str, command: str) -> None:
-    """ValueError unless the safetensors of a folder are all there and none was cut off."""
-    for file in weight_files(folder, stem):
-        require_file(file, command)
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(
-                f"{file} is damaged or was not downloaded to its end ({error}). Delete it and run: {command}"
-            ) from error
+def require_parts(root: Path, parts: Sequence[str], command: Callable[[str], str]) -> None:
+    """ValueError unless the folders have their configuration, and all of their safetensors, of which none was cut off.
+
+    Args:
+        command: of a folder, the command that gets it.
+    """
+    for part in parts:
+        weights = weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
+        for file in (root / configuration_file(part), *weights):
+            if not file.is_file():
+                raise ValueError(f"{file} is missing. Get it with: {command(part)}")
+        for file in weights:
+            try:
+                with safe_open(file, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                raise ValueError(
+                    f"{file} is damaged or was not downloaded to its end ({error}). Delete it and run: {command(part)}"
+                ) from error
 
 
-def load_vae(kind: Any, folder: Path, dtype: torch.dtype) -> Any:
+def requirement(
+    name: str, path: str, parts: Sequence[str], repository: str, *include: str, gigabytes: float
+) -> Requirement:
+    """The folders of a model as a requirement, with the shards that an index names; arguments as of `hub.require`."""
+    patterns = [configuration_file(part) for part in parts]
+    patterns += [f"{part}/*.safetensors" for part in parts if part in WEIGHTS]
+    whole = require(name, path, patterns, repository, *include, gigabytes=gigabytes)
+    missing = list(whole.missing)
+    # Shards that are not there, as after an interrupted download.
+    for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
+        with suppress(ValueError):  # damaged and not missing: the loader's checks name it
+            shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
+            missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
+    return replace(whole, missing=missing)
+
+
+def stored_config(folder: Path | None, part: str, published: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a folder of the model where it is here, over the published one.
+
+    Without diffusers' own entries, such as `_class_name`.
+    """
+    file = folder / part / "config.json" if folder is not None else None
+    stored = read_json(file) if file is not None and file.is_file() else {}
+    return dict(published) | {key: value for key, value in stored.items() if not key.startswith("_")}
+
+
+def published_shift(root: Path) -> float | None:
+    """The timestep shift that the folder's scheduler has; None where nothing says."""
+    file = root / "scheduler" / "scheduler_config.json"
+    stored = read_json(file) if file.is_file() else {}
+    shift = stored.get("flow_shift", stored.get("shift"))
+    return None if shift is None else float(shift)
+
+
+def model_device(model: ModelConfig) -> str:
+    """`model.device`; `auto` is cuda where there is one."""
+    return ("cuda" if torch.cuda.is_available() else "cpu") if model.device == "auto" else model.device
+
+
+def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
     """The video autoencoder of a folder in diffusers' layout, in evaluation mode.
 
     Args:
-        kind: diffusers' class.
+        kind: diffusers' class. dtype: name of a type of torch.
 
     ValueError: weights and configuration do not fit each other, or a file is damaged.
     """
     vae, info = kind.from_pretrained(
-        folder, torch_dtype=dtype, local_files_only=True, output_loading_info=True, use_safetensors=True
+        folder, torch_dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, use_safetensors=True
     )
     check_fit(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     return vae.eval()

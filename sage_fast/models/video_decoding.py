@@ -1,41 +1,140 @@
-"""Checks that every video decoder makes, and its pixels."""
+"""Latents to pixels with a video autoencoder of diffusers, of any family."""
+
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from diffusers.video_processor import VideoProcessor
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.errors import DecodeError
+from sage_fast.kernels import bytes_moved
+from sage_fast.models.family import Decoding
+
+PRODUCTS = frozenset({"convolution", "bmm"})
+"""Operators of a decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
 
 
-def check_video_size(num_frames: int, height: int, width: int, *, time: int, space: int) -> None:
-    """ValueError unless there are `time` k + 1 frames of a size that is a multiple of `space`.
+class AutoencoderDecoder(ABC):
+    """Latents (B, C, F, H, W) to videos uint8 (B, frames, 3, height, width), on the CPU.
 
-    It names the nearest allowed ones.
+    kind: diffusers' class. channels: of latents. time, space: frames of a latent, and pixels along its sides. step:
+    what sides of a video are multiples of. most: videos that one call may decode.
+
+    Args:
+        vae: owned by the decoder from now on: moved to the device of the latents, and stripped of its encoder.
+        memory_gib: what the activations of a decode may take, in GiB. As many videos as fit are decoded at once; one
+            that does not fit by itself is decoded in diffusers' overlapping tiles of 256 pixels. None decodes each
+            video whole, one at a time.
     """
-    if num_frames < 1 or (num_frames - 1) % time:
-        below = (num_frames - 1) // time * time + 1
-        near = " or ".join(str(n) for n in (below, below + time) if n > 0)
-        raise ValueError(
-            f"video.num_frames is {num_frames}, but this VAE decodes {time}k + 1 frames. The nearest: {near}."
-        )
-    for key, size in (("height", height), ("width", width)):
-        if size < space or size % space:
-            below = size // space * space
-            near = " or ".join(str(n) for n in (below, below + space) if n > 0)
+
+    kind: ClassVar[Any]
+    channels: int
+    time: int
+    space: int
+    step: int
+    most = 2**31
+
+    def __init__(self, vae: Any, *, memory_gib: float | None = None) -> None:
+        del vae.encoder
+        self.vae = vae.eval().requires_grad_(False)
+        self.memory_gib = memory_gib
+
+    @classmethod
+    @cache
+    def empty(cls, dtype: str = "float32", config: tuple[tuple[str, Any], ...] = ()) -> Self:
+        """A decoder without memory for its weights, of the published autoencoder or of another configuration."""
+        options = {key: list(value) if isinstance(value, tuple) else value for key, value in config}
+        with torch.device("meta"):
+            # The method of the class would warn of layers that it keeps in float32.
+            return cls(nn.Module.to(cls.kind(**options), getattr(torch, dtype)))
+
+    @abstractmethod
+    def scaled(self, latents: Tensor) -> Tensor:
+        """The input of the autoencoder, in its type, by the operations of the pipeline."""
+
+    @abstractmethod
+    def peak_bytes(self, frames: int, height: int, width: int) -> int:
+        """Estimated peak of the activations of one video of latents (F, H, W)."""
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of a video.
+
+        ValueError unless there are `time` k + 1 frames of a size that is a multiple of `step`; it names the nearest
+        allowed ones.
+        """
+        if num_frames < 1 or (num_frames - 1) % self.time:
+            below = (num_frames - 1) // self.time * self.time + 1
+            near = " or ".join(str(n) for n in (below, below + self.time) if n > 0)
             raise ValueError(
-                f"video.{key} is {size}, but this VAE decodes multiples of {space} pixels. The nearest: {near}."
+                f"video.num_frames is {num_frames}, but this VAE decodes {self.time}k + 1 frames. The nearest: {near}."
             )
+        for key, size in (("height", height), ("width", width)):
+            if size < self.step or size % self.step:
+                below = size // self.step * self.step
+                near = " or ".join(str(n) for n in (below, below + self.step) if n > 0)
+                raise ValueError(
+                    f"video.{key} is {size}, but this VAE decodes multiples of {self.step} pixels. The nearest: {near}."
+                )
+        return self.channels, (num_frames - 1) // self.time + 1, height // self.space, width // self.space
+
+    def together(self, frames: int, height: int, width: int, memory_gib: float | None) -> int:
+        """Videos of latents (F, H, W) that one call decodes within a limit; 0: one in tiles."""
+        if memory_gib is None:
+            return 1
+        return min(self.most, int(memory_gib * 2**30 / self.peak_bytes(frames, height, width)))
+
+    def decoding(self, latent: tuple[int, int, int, int], videos: int, memory_gib: float | None) -> Decoding:
+        """How `decode` decodes a micro-batch within a limit, for a plan."""
+        _, frames, height, width = latent
+        if together := min(videos, self.together(frames, height, width, memory_gib)):
+            return Decoding(peak_bytes=float(together * self.peak_bytes(frames, height, width)))
+        rows, columns = self.vae.tile_sample_min_height // self.space, self.vae.tile_sample_min_width // self.space
+        tile = self.peak_bytes(frames, min(height, rows), min(width, columns))
+        return Decoding(peak_bytes=float(tile), tiled=True)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Videos uint8 (B, frames, 3, height, width) RGB on the CPU, of latents (B, C, F, H, W) on any device.
+
+        Pixels p in [-1, 1] become round(255 clamp(p / 2 + 1/2, 0, 1)) in float32, ties to even, as the images of
+        the stock pipeline. Each video is decoded independently.
+
+        Raises:
+            DecodeError: a latent or a decoded pixel is not finite.
+        """
+        if not latents.isfinite().all():
+            raise DecodeError(
+                "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
+                "bfloat16, and check the weights."
+            )
+        vae = self.vae.to(latents.device)
+        _, _, frames, height, width = latents.shape
+        together = self.together(frames, height, width, self.memory_gib)
+        vae.use_tiling = together == 0
+        parts = self.scaled(latents).split(together or 1)
+        return torch.cat([_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts])
+
+    @torch.no_grad()
+    def decode_plainly(self, latents: Tensor) -> Tensor:
+        """As `decode`, whole and through the pipeline's own processor; what `decode` is held against."""
+        vae = self.vae.to(latents.device)
+        vae.use_tiling = False
+        pixels = torch.cat([vae.decode(one, return_dict=False)[0] for one in self.scaled(latents).split(1)])
+        video = VideoProcessor(vae_scale_factor=self.space).postprocess_video(pixels, "pt")
+        return (video * 255).round().to(torch.uint8).cpu()
+
+    @torch.no_grad()
+    def counts(self, latents: Tensor) -> tuple[int, int]:
+        """FLOPs of one call of the autoencoder's decoder, and bytes that it reads and writes outside its products."""
+        with FlopCounterMode(display=False) as counter:
+            moved = bytes_moved(lambda: self.vae.decode(latents), without=PRODUCTS)
+        return int(counter.get_total_flops()), moved
 
 
-def check_latents(latents: Tensor) -> None:
-    """DecodeError where a latent is not finite."""
-    if not latents.isfinite().all():
-        raise DecodeError(
-            "Latents to decode are not finite: the velocity of the model was not. Use model.dtype float32 or "
-            "bfloat16, and check the weights."
-        )
-
-
-def to_uint8(pixels: Tensor) -> Tensor:
+def _to_uint8(pixels: Tensor) -> Tensor:
     """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
     if not pixels.isfinite().all():
         raise DecodeError(

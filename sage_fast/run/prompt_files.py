@@ -44,6 +44,9 @@ are not among them."""
 
 _NO_TEXT = re.compile("[\ud800-\udfff\0]")
 
+Row = str | Mapping[str, object]
+"""A prompt in a list: its text, or its row of a prompt file."""
+
 _TITLES = {"prompt", "prompts", "caption", "captions"}
 
 
@@ -64,7 +67,7 @@ def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     return prompts[:count]
 
 
-def _read_prompts(key: str, given: str | list[str], column: str) -> list[Prompt]:
+def _read_prompts(key: str, given: str | Sequence[Row], column: str) -> list[Prompt]:
     try:
         return read_prompts(given, column)
     except (OSError, ValueError) as error:
@@ -81,13 +84,13 @@ def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) ->
     return digest([[values(prompt) for prompt in group] for group in (prompts, eval_prompts)])
 
 
-def read_prompts(path: str | os.PathLike[str] | Sequence[str], key: str = "prompt") -> list[Prompt]:
+def read_prompts(path: str | os.PathLike[str] | Sequence[Row], key: str = "prompt") -> list[Prompt]:
     """Read a prompt file. Blank lines are skipped, and the white space around a prompt is dropped.
 
     What else is skipped, removed or left alone is logged, once for each version of a file.
 
     Args:
-        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above, or the texts themselves.
+        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above, or the texts or rows themselves.
         key: column or JSON key of the prompts.
 
     Returns:
@@ -100,7 +103,7 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[str], key: str = "promp
     if not isinstance(path, str | os.PathLike):
         if not path:
             raise ValueError("the list of prompts is empty; write at least one")
-        return text_prompts(path)
+        return listed_prompts(path)
     path = Path(path)
     if path.suffix.lower() not in _READERS:
         raise ValueError(
@@ -160,20 +163,31 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
-def text_prompts(texts: Sequence[str]) -> list[Prompt]:
+def listed_prompts(given: Sequence[Row]) -> list[Prompt]:
     """Prompts that are in no file, in any script, numbered from 0; the white space around each is dropped.
 
-    ValueError for one that is not a text, or empty, or whose bytes are not UTF-8.
+    Args:
+        given: texts, or rows with `prompt` and, where there is one, `seed` and `image`, relative to the working
+            directory.
+
+    ValueError for one that is not a text, or empty, or whose bytes are not UTF-8, and for a picture that is not there.
     """
-    for text in texts:
+    prompts, texts = [], []
+    for number, row in enumerate(given):
+        row = {"prompt": row} if isinstance(row, str) else row
+        text = row.get("prompt") if isinstance(row, Mapping) else row
         if not isinstance(text, str):
-            raise ValueError(f"a prompt is {text!r}; write it as a text")
+            raise ValueError(f"a prompt is {row!r}; write it as a text, or as a row with 'prompt' and 'image'")
         if not _visible(text):
             raise ValueError("a prompt is empty; write one or leave it out")
         if _NO_TEXT.search(text):
             raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
+        _, seed, image = _own(row)
+        where, seen = f"prompt {number}", _visible(text)
+        prompts.append(Prompt(text=seen, index=number, seed=_seed(seed, where), image=_image(image, Path(), where)))
+        texts.append(text)
     _note_texts("the list of prompts", tuple(texts))
-    return [Prompt(text=_visible(text), index=number) for number, text in enumerate(texts)]
+    return prompts
 
 
 def _visible(text: str) -> str:
@@ -315,7 +329,7 @@ def _image(value: object, path: Path, where: str) -> str | None:
     if not image.is_file():
         raise ValueError(
             f"{where}: there is no picture {_shown(value)} in {path.parent}; write its path relative to the prompt "
-            "file, or rename the column 'image' if it holds something else"
+            "file, of a list to the working directory, or rename the column 'image' if it holds something else"
         )
     return str(image.absolute())
 

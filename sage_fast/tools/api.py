@@ -117,7 +117,7 @@ RunLike = TrainedRun | RunConfig | str | Path
 def train(
     config: RunLike | Sequence[str | Path],
     *,
-    prompts: str | Sequence[str] | None = None,
+    prompts: str | Prompt | Sequence[str | Prompt] | None = None,
     reward: RewardLike | Sequence[RewardLike] | None = None,
     reward_weights: Mapping[str, float] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
@@ -129,7 +129,8 @@ def train(
 
     Args:
         config: a configuration, a preset, a YAML file or several, or a run.
-        prompts: one or more texts, used instead of `data.prompts`.
+        prompts: one or more, used instead of `data.prompts`: texts, or with pictures `Prompt(text=..., image="a.png",
+            index=0)`, whose places in the list number them.
         reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
             uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
             `score`; or a name as in `reward.rewards`; or a list of these. Higher is better.
@@ -149,7 +150,7 @@ def train(
     """
     config = _config_of(config, overrides)
     if prompts is not None:
-        config = replace(config, data=replace(config.data, prompts=_texts(prompts)))
+        config = replace(config, data=replace(config.data, prompts=_rows(prompts)))
     if reward is not None:
         config = _with_reward(config, reward, reward_weights)
     elif reward_weights is not None:
@@ -278,19 +279,12 @@ def generate(
     config = _config_of(run)
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
-    given = [prompts] if isinstance(prompts, Prompt) else prompts
-    if given is not None:
-        texts = given if isinstance(given, str) else [p.text if isinstance(p, Prompt) else p for p in given]
-        evaluation = replace(evaluation, prompts=_texts(texts), num_prompts=None)
+    if prompts is not None:
+        evaluation = replace(evaluation, prompts=_rows(prompts), num_prompts=None)
     if seed is not None:
         evaluation = replace(evaluation, seed=seed)
     config = replace(config, evaluation=evaluation)
     records = load_eval_prompts(config)
-    if given is not None and not isinstance(given, str):
-        records = [
-            replace(record, image=_file(p.image), seed=p.seed) if isinstance(p, Prompt) else record
-            for record, p in zip(records, given, strict=True)
-        ]
     chosen = _choose_weights(config, checkpoint, lora)
     if chosen is not None:
         config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
@@ -324,21 +318,25 @@ def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]
     return load_config(run, overrides)
 
 
-def _texts(prompts: str | Sequence[str]) -> list[str]:
-    """One text is one prompt. ConfigError for the name of a file."""
+def _rows(prompts: str | Prompt | Sequence[str | Prompt]) -> list[str | dict[str, str | int]]:
+    """The prompts as the configuration lists them, which a saved one can be used with from any directory.
+
+    ConfigError for the name of a file.
+    """
     if isinstance(prompts, Path) or (isinstance(prompts, str) and os.path.isfile(prompts)):
         raise ConfigError(
             f"prompts is {str(prompts)!r}, a file, but it must be a text or a list of them. A file goes into the "
             "configuration, as data.prompts (train) or evaluation.prompts (generate)."
         )
-    return [prompts] if isinstance(prompts, str) else list(prompts)
-
-
-def _file(image: str | None) -> str | None:
-    """The picture of a prompt. ConfigError where there is no such file."""
-    if image is not None and not Path(image).is_file():
-        raise ConfigError(f"There is no picture {image}. A path is relative to the working directory.")
-    return image
+    rows: list[str | dict[str, str | int]] = []
+    for prompt in [prompts] if isinstance(prompts, str | Prompt) else prompts:
+        if isinstance(prompt, Prompt):
+            optional = {"seed": prompt.seed, "image": prompt.image and os.path.abspath(prompt.image)}
+            own: dict[str, str | int] = {key: value for key, value in optional.items() if value is not None}
+            rows.append({"prompt": prompt.text, **own})
+        else:
+            rows.append(prompt)
+    return rows
 
 
 def _one_process() -> None:

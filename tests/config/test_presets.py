@@ -51,6 +51,7 @@ MINUTES_PER_UPDATE = {
     "hv15_480p_distilled_lora_8gpu_nft": 5,
     "hv15_480p_full_64gpu": 5,
     "hv15_480p_full_8gpu": 9,
+    "hv15_480p_i2v_lora_1gpu": 38,
     "hv15_480p_lora_1gpu": 36,
     "hv15_480p_lora_64gpu": 5,
     "hv15_480p_lora_8gpu": 9,

@@ -33,8 +33,6 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     LANGUAGE_MODEL,
     TEMPLATE_TOKENS,
     TOKENS_PER_WORD,
-    _published_decoder,
-    decode_traffic,
     encoding,
     published_model,
     vae_decode_work,
@@ -309,13 +307,13 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
     decoder.forget_masks()
     with torch.no_grad():
         others = bytes_moved(lambda: decoder.vae.decode(latents)) - sum(products)
-    assert decode_traffic(traced, latents.to("meta")) == decode_traffic(decoder, latents) == others
+    assert traced.counts(latents.to("meta"))[1] == decoder.counts(latents)[1] == others
 
 
 def test_bytes_of_decoding_in_tiles_are_those_of_the_tiles() -> None:
-    decoder, latent = _published_decoder("float16"), (32, 3, 18, 24)
+    decoder, latent = VAEDecoder.empty("float16"), (32, 3, 18, 24)
     decoder.vae.use_tiling = True
-    whole = decode_traffic(decoder, torch.empty(1, *latent, dtype=torch.float16, device="meta"))
+    _, whole = decoder.counts(torch.empty(1, *latent, dtype=torch.float16, device="meta"))
     assert vae_decode_work(latent, True, "float16")[1] == pytest.approx(whole, rel=2e-3)
 
 

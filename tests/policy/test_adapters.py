@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig as LoraSection
-from sage_fast.models.hunyuan15.backbone import NAMES, layers_named, velocity
+from sage_fast.models.hunyuan15.backbone import NAMES, HunyuanTransformer, velocity
 from sage_fast.policy.adapters import adapter_file, load_adapter, read_adapter, use_adapter
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora
 from sage_fast.policy.trained import weights_digest
@@ -180,7 +180,7 @@ def test_a_joined_layer_of_one_rank_is_split_by_rows(plain: Trained, tmp_path: P
     a, b = torch.randn(2, 32), torch.randn(96, 2)
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "a.safetensors")
-    pairs = read_adapter(tmp_path, layers_named)
+    pairs = read_adapter(tmp_path, HunyuanTransformer.layers_named)
     assert [*pairs] == [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"]
     torch.testing.assert_close(torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a)
 
@@ -237,7 +237,7 @@ def test_what_is_not_understood_is_one_line(plain: Trained, tmp_path: Path, faul
     change(tensors, config)
     save_file(tensors, tmp_path / "a.safetensors", metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
     with pytest.raises(ValueError, match=message) as error:
-        read_adapter(tmp_path, layers_named)
+        read_adapter(tmp_path, HunyuanTransformer.layers_named)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     assert not tensors or "(layout: " in str(error.value)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_fast.config.load import load_config
+from sage_fast.records import Prompt
 from sage_fast.run.prompt_files import load_prompts, prompts_digest, read_prompts
 
 READ = {
@@ -147,6 +148,21 @@ def test_a_list_is_cleaned_as_a_file_is(caplog: pytest.LogCaptureFixture) -> Non
     assert "marks of no width were removed from 1 prompts" in caplog.text
     with pytest.raises(ValueError, match="empty"):
         read_prompts(["\u200b"])
+
+
+def test_a_list_has_rows_as_a_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fox.png").touch()
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "a fox", "image": "fox.png", "seed": 7}, "a cat"]
+    first, second = read_prompts(rows)
+    assert first == Prompt(text="a fox", index=0, seed=7, image=str(tmp_path / "fox.png"))
+    assert second == Prompt(text="a cat", index=1)
+    for row, message in (
+        ({"prompt": "a", "image": "b.png"}, "prompt 0: there is no picture"),
+        ({"text": "a"}, "a row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            read_prompts([row])
 
 
 def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) -> None:

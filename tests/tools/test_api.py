@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 import sage_fast
-from sage_fast import Callback, RunConfig, StopRun, TrainedRun, UpdateRecord, load_config, open_run, train
+from sage_fast import Callback, Prompt, RunConfig, StopRun, TrainedRun, UpdateRecord, load_config, open_run, train
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError, RewardError, in_python
 from sage_fast.models import video_files
@@ -63,15 +63,16 @@ def test_a_function_with_several_scores_is_a_reward(tiny_run: MakeRun) -> None:
 
 
 def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
-    """The texts are in the configuration of the run, so the run is complete wherever it lies."""
+    """The prompts are in the configuration of the run, so the run is complete wherever it lies."""
     texts = ["a red circle moving left", "a blue square moving up"]
+    prompts = [texts[0], Prompt(text=texts[1], index=0, seed=5)]
     words = ("--evaluation.prompts=null", "--evaluation.num_prompts=null", "--reward.weights={VQ: 2, contrast: 0.5}")
     rewards = [lambda videos, prompts: brightness(videos, prompts), Contrast(), "toy"]
-    run = train(tiny_run(*words), prompts=texts, reward=rewards)
+    run = train(tiny_run(*words), prompts=prompts, reward=rewards)
     means = {name: run.metrics[-1][f"reward/{name}_mean"] for name in ("lambda", "VQ", "contrast")}
     total = means["lambda"] + 2 * means["VQ"] + 0.5 * means["contrast"]
     assert run.metrics[-1]["reward/mean"] == pytest.approx(total)
-    assert load_config(run.output_dir / "config.yaml").data.prompts == texts
+    assert load_config(run.output_dir / "config.yaml").data.prompts == [texts[0], {"prompt": texts[1], "seed": 5}]
     moved = shutil.move(run.output_dir, tmp_path / "moved")
     assert list(sage_fast.evaluate(moved, num_videos=1, resamples=100).base.prompts) == texts
     assert sage_fast.export(moved).folder == moved / "exported" and (moved / "exported/README.md").is_file()

@@ -7,6 +7,10 @@ from sage_fast.models.hub import local_folder
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 
+TEXT_PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+PICTURE_PARTS = ("image_encoder", "feature_extractor")
+"""Folders of every model, and of image-to-video alone."""
+
 IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 """Class in the model_index.json of weights that animate a picture. Nothing else says it: the transformers of both kinds
 are of one shape, and published text-to-video ones have task_type i2v in their config.json."""

@@ -13,7 +13,6 @@ Facts used here (diffusers 0.36 - 0.42, `HunyuanVideo15Transformer3DModel`):
   lora_unet_double_blocks_0_img_attn_q.lora_down.weight in musubi-tuner, the official names with `_` for `.`.
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.hunyuan15.fused import Acceleration, accelerate, all_adaln_layers, picture_condition
-from sage_fast.models.transformer import Layout, velocity_dtype
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 IMAGE_TOKENS = 729
@@ -97,16 +96,12 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
     )
 
 
-def choose_forward(
+def fuse(
     transformer: HunyuanVideo15Transformer3DModel,
     model: ModelConfig,
     computes_in: tuple[torch.device, torch.dtype] | None = None,
-) -> Acceleration | None:
-    """See `ModelFamily.choose_forward`."""
-    if model.forward == "stock":
-        if model.checkpointing == "full":
-            transformer.enable_gradient_checkpointing()
-        return None
+) -> Acceleration:
+    """See `ModelFamily.fuse`."""
     return accelerate(
         transformer,
         attention=model.attention,
@@ -134,53 +129,7 @@ NAMES = {
     "ff_context.net.0.proj": ("txt_mlp.fc1", "txt_mlp.0"),
     "ff_context.net.2": ("txt_mlp.fc2", "txt_mlp.2"),
 }
-"""Linear layers of a block in diffusers -> (in the official classes, in ComfyUI). Layers of one ComfyUI name stand
-below each other in it, in the order of the table."""
-
-LAYERS: dict[str, list[str]] = {}
-"""Name of a block's layer in any layout, with `_` for `.` -> the layers in diffusers."""
-for _layer, _names in NAMES.items():
-    for _name in {name.replace(".", "_") for name in (_layer, *_names)}:
-        LAYERS.setdefault(_name, []).append(_layer)
-
-
-def layers_named(name: str) -> list[str]:
-    """See `ModelFamily.layers_named`.
-
-    Example: `layers_named("double_blocks.0.img_attn.qkv")` is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
-    """
-    match = re.fullmatch(r"(?:double|transformer)_blocks[._](\d+)[._](.+)", name)
-    layers = LAYERS.get(match[2].replace(".", "_"), []) if match else []
-    return [f"transformer_blocks.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
-
-
-def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """See `ModelFamily.named_adapter`."""
-    if layout in ("diffusers", "peft"):
-        return ModelFamily.named_adapter(values, layout)
-    adapter: dict[str, Tensor] = {}
-    for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
-        _, number, layer = module.split(".", 2)
-        official, comfyui = NAMES[layer]
-        down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
-        name = f"double_blocks.{number}.{official}"
-        if layout == "musubi":
-            name = f"lora_unet_{name.replace('.', '_')}"
-            rank = torch.tensor(float(len(down)))
-            adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
-            continue
-        if layout == "comfyui":
-            name = f"diffusion_model.double_blocks.{number}.{comfyui}"
-            joined = [other for other, (_, theirs) in NAMES.items() if theirs == comfyui]
-            # The joined layer's rank is the sum of its parts' ranks: each has its own rows and columns of lora_B.
-            rows = up.new_zeros(len(joined), *up.shape)
-            rows[joined.index(layer)] = up
-            up = rows.flatten(0, 1)
-            if f"{name}.lora_A.weight" in adapter:
-                down = torch.cat([adapter[f"{name}.lora_A.weight"], down])
-                up = torch.cat([adapter[f"{name}.lora_B.weight"], up], dim=1)
-        adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-    return adapter
+"""See `ModelFamily`."""
 
 
 def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
@@ -276,6 +225,8 @@ class HunyuanTransformer(ModelFamily):
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
     adaln_targets = ("norm1.linear", "norm1_context.linear")
+    names = NAMES
+    official_blocks = "double_blocks"
     pipeline = "HunyuanVideo15Pipeline"
     clients: ClassVar = {
         "diffusers": Client("diffusers"),
@@ -298,13 +249,11 @@ class HunyuanTransformer(ModelFamily):
     }
     build = staticmethod(build)
     velocity = staticmethod(velocity)
-    choose_forward = staticmethod(choose_forward)
+    fuse = staticmethod(fuse)
     dead_modules = staticmethod(dead_modules)
     adaln_layers = staticmethod(all_adaln_layers)
     always_read = staticmethod(always_read)
     empty_prompt = staticmethod(empty_prompt)
-    named_adapter = staticmethod(named_adapter)
-    layers_named = staticmethod(layers_named)
 
     @staticmethod
     def time_embedding(transformer: Any) -> list[nn.Module]:

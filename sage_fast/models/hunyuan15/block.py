@@ -18,12 +18,6 @@ What the forward saves for the backward (S = one tensor of all tokens; lse is S/
     selective     x, o, lse: 2 S; matrix products are recomputed except the one with W_2, attention is not
     full          x: 1 S; attention is recomputed too
 
-The product h W_2 is never recomputed for its own sake. The backward needs it only for the gradient of the gate, and
-
-    dgate = sum_n dx2 (h W_2^T + b) = rowsum(W_2 * (dx2^T h)) + b sum_n dx2,    with   dW_2 = gate * (dx2^T h),
-
-so where W_2 is trained dgate costs no further product.
-
 Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
 """
 
@@ -36,103 +30,37 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
+from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary
-from sage_fast.models.projection import (
-    Adapter,
-    Gradients,
-    Projection,
-    input_backward,
-    matrix_product,
-    project,
-    project_backward,
-    projection,
-    read_adapters,
-    room_for_low,
-    weights_backward,
-)
-
-EPS = 1e-6
-
-_FEW_TOKENS = 1024
-"""Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2 once, the formula above three
-times."""
-
-
-class Stream(NamedTuple):
-    """Weights of the video or the text stream. q, out and ff_* are None where nothing reads the stream's output."""
-
-    q: Projection | None
-    k: Projection
-    v: Projection
-    q_norm: Tensor
-    k_norm: Tensor
-    norms: int
-    """Position of q_norm and k_norm in the flat list of tensors."""
-    out: Projection | None
-    ff_in: Projection | None
-    ff_out: Projection | None
-
-    @property
-    def groups(self) -> dict[str, list[Projection]]:
-        """Layers that share an input: qkv, and alone out, ff_in and ff_out."""
-        groups = {"qkv": (self.q, self.k, self.v), "out": (self.out,), "ff_in": (self.ff_in,), "ff_out": (self.ff_out,)}
-        return {name: [layer for layer in layers if layer is not None] for name, layers in groups.items()}
-
-    def rebuilt(self, tensors: Sequence[Tensor]) -> "Stream":
-        """The same weights as autograd saved them."""
-
-        def layer(old: Projection | None) -> Any:
-            return None if old is None else old.rebuilt(tensors)
-
-        return Stream(
-            layer(self.q),
-            layer(self.k),
-            layer(self.v),
-            tensors[self.norms],
-            tensors[self.norms + 1],
-            self.norms,
-            layer(self.out),
-            layer(self.ff_in),
-            layer(self.ff_out),
-        )
+from sage_fast.models.projection import Gradients, Projection, read_adapters
 
 
 class Streams(NamedTuple):
-    """Both streams of a block."""
+    """Weights of both streams of a block: a query norm and a key norm in each."""
 
-    video: Stream
-    text: Stream
+    video: Weights
+    text: Weights
 
 
 def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
     """The weights of a diffusers `HunyuanVideo15TransformerBlock`, by name and as one flat list of tensors."""
     flat: list[Tensor] = []
 
-    def read(module: nn.Module) -> Projection:
-        layer = projection(module, len(flat))
-        flat.extend(layer.tensors())
-        return layer
-
-    def norms(q: Any, k: Any) -> tuple[Tensor, Tensor, int]:
-        flat.extend([q.weight, k.weight])
-        return q.weight, k.weight, len(flat) - 2
+    def stream(qkv: list[Any], norms: tuple[str, str], out: list[Any], ff: Any) -> Weights:
+        groups = {"qkv": read_layers(flat, *qkv)}
+        first = len(flat)
+        flat.extend(attn[name].weight for name in norms)
+        ends = {"out": out, "ff_in": [ff.net[0].proj] if out else [], "ff_out": [ff.net[2]] if out else []}
+        return Weights(groups | {name: read_layers(flat, *layers) for name, layers in ends.items()}, first)
 
     # Dictionaries: attributes of modules take Python a microsecond each.
     attn: Any = cast(nn.Module, block.attn)._modules
-    ff: Any = block.ff
-    q, k, v = read(attn["to_q"]), read(attn["to_k"]), read(attn["to_v"])
-    own_norms = norms(attn["norm_q"], attn["norm_k"])
-    video = Stream(q, k, v, *own_norms, read(attn["to_out"][0]), read(ff.net[0].proj), read(ff.net[2]))
+    video = stream([attn["to_q"], attn["to_k"], attn["to_v"]], ("norm_q", "norm_k"), [attn["to_out"][0]], block.ff)
+    q, k, v, out = (attn[name] for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"))
     if last:
-        k, v = read(attn["add_k_proj"]), read(attn["add_v_proj"])
         # The kernel wants a query norm. The key's stands in; what it computes is not read.
-        text = Stream(None, k, v, *norms(attn["norm_added_k"], attn["norm_added_k"]), None, None, None)
-    else:
-        ff = block.ff_context
-        q, k, v = read(attn["add_q_proj"]), read(attn["add_k_proj"]), read(attn["add_v_proj"])
-        own_norms = norms(attn["norm_added_q"], attn["norm_added_k"])
-        text = Stream(q, k, v, *own_norms, read(attn["to_add_out"]), read(ff.net[0].proj), read(ff.net[2]))
-    return Streams(video, text), flat
+        return Streams(video, stream([k, v], ("norm_added_k", "norm_added_k"), [], None)), flat
+    return Streams(video, stream([q, k, v], ("norm_added_q", "norm_added_k"), [out], block.ff_context)), flat
 
 
 class Modulation(NamedTuple):
@@ -178,7 +106,7 @@ def block_forward(
         out, text_out = _BlockFunction.apply(settings, streams, rotary, *tensors)
         return out, text.x if text_out is None else text_out
     with torch.no_grad():
-        return _Block(settings, streams, video, text, rotary).forward()
+        return _Block(settings, streams, flat, video, text, rotary).forward()
 
 
 class _Joint:
@@ -210,25 +138,19 @@ class HeadGradients(NamedTuple):
     k: Tensor
     v: Tensor
 
-    def rows(self) -> list[Tensor]:
-        """Existing gradients as (B * tokens, D), in the order of `Stream.groups`."""
-        return [part.flatten(2).flatten(0, 1) for part in self if part is not None]
+    def by_layer(self) -> list[Tensor]:
+        """Existing gradients as (B, tokens, D), in the order of `Weights.groups`."""
+        return [part.flatten(2) for part in self if part is not None]
 
 
 @dataclass
-class _Pass:
+class _Pass(BlockPass):
     """One stream in one pass of a block; each stage fills in what later ones need. Tensors are (B, tokens, ...)."""
 
-    layers: dict[str, list[Projection]]
-    """By input, as `Stream.groups`; empty lists where nothing reads the stream's output."""
-    adapters: dict[str, Adapter | None]
-    """Their low-rank updates."""
     modulation: Modulation
     x: Tensor
     tokens: slice
     """Where its tokens lie in the joint sequence."""
-    low: dict[str, Tensor | None] = field(default_factory=dict)
-    """Inputs times the first factors of the low-rank updates, as the forward left them."""
     attended: Tensor | None = None
     """o W_o + b, before the gate."""
     hidden: Tensor | None = None
@@ -241,19 +163,6 @@ class _Pass:
     def live(self) -> bool:
         """Tell whether anything reads the stream's output."""
         return bool(self.layers["out"])
-
-    def project(self, name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`projection.project` of a group of layers."""
-        # x A^T is kept: the gradient of B reads it again, and x may be gone by then.
-        result, self.low[name] = project(x, self.layers[name], self.adapters[name], out)
-        return result
-
-    def project_backward(
-        self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients, out: Tensor | None = None
-    ) -> Tensor:
-        """`projection.project_backward` of a group of layers."""
-        layers, adapter = self.layers[name], self.adapters[name]
-        return project_backward(grads, x, layers, gradients, adapter, low=self.low.get(name), out=out)
 
     def joined_modulation_grads(self) -> Tensor | None:
         """(B, 6 D); what a stream without output lacks is zero. None where no gradient was wanted."""
@@ -272,13 +181,22 @@ class _Block:
     lse: Tensor | None = None
 
     def __init__(
-        self, settings: BlockSettings, streams: Streams, video: StreamInput, text: StreamInput, rotary: Rotary
+        self,
+        settings: BlockSettings,
+        streams: Streams,
+        flat: Sequence[Tensor],
+        video: StreamInput,
+        text: StreamInput,
+        rotary: Rotary,
     ) -> None:
         self.settings, self.rotary, self.weights = settings, rotary, streams
         self.kernels = without_graph(settings.kernels, video.x.device)
         self.num_video = video.x.shape[1]
         self.num_tokens = self.num_video + text.x.shape[1]
         self.head_dim = rotary.cos.shape[1]
+        video_q, text_q = streams.video.norms, streams.text.norms
+        self.norms = video_q, video_q + 1, text_q, text_q + 1
+        self.norm_weights = flat[video_q], flat[video_q + 1], flat[text_q], flat[text_q + 1]
 
         groups = [weights.groups for weights in streams]
         adapters = iter(read_adapters([layers for group in groups for layers in group.values()], video.x.dtype))
@@ -286,7 +204,7 @@ class _Block:
         def begin(layers: dict[str, list[Projection]], given: StreamInput, tokens: slice) -> _Pass:
             mine = dict(zip(layers, adapters, strict=False))
             modulation = Modulation(*given.modulation.chunk(6, dim=1))
-            return _Pass(layers, mine, modulation, given.x, tokens)
+            return _Pass(self.kernels, layers, mine, modulation, given.x, tokens)
 
         self.video = begin(groups[0], video, slice(0, self.num_video))
         self.text = begin(groups[1], text, slice(self.num_video, self.num_tokens))
@@ -320,18 +238,10 @@ class _Block:
 
     def normed_inputs(self) -> list[Tensor]:
         """y of both streams, with y A^T of low-rank updates behind it where `room_for_low` says so."""
-        found = []
-        for stream in self.streams:
-            m, adapter = stream.modulation, stream.adapters["qkv"]
-            tail = room_for_low(adapter, stream.x.shape[1])
-            y = self.kernels.adaln(stream.x, m.scale_msa, m.shift_msa, EPS, tail)
-            if adapter is not None and tail:
-                # x A^T once for q, k and v, where their product reads it as more columns of its input.
-                y = y[..., : stream.x.shape[2] + tail]
-                rows, low = y.flatten(0, 1).tensor_split([stream.x.shape[2]], dim=1)
-                torch.mm(rows, adapter.a.t(), out=low)
-            found.append(y)
-        return found
+        return [
+            stream.modulate(stream.x, stream.modulation.scale_msa, stream.modulation.shift_msa)
+            for stream in self.streams
+        ]
 
     def project_inputs(self, normed: Sequence[Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Raw projections: video (B, N, 3 D), text (B, L, 3 D or 2 D), and the joint values (B, N + L, D)."""
@@ -360,13 +270,9 @@ class _Block:
         text_heads = text.view(*text.shape[:2], len(self.text.layers["qkv"]), -1, self.head_dim)
         return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
-    def norm_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        video, text = self.weights
-        return video.q_norm, video.k_norm, text.q_norm, text.k_norm
-
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""
-        q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS)
+        q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights, *self.rotary, EPS)
         return q if self.text.live else q[:, : self.num_video], k, v.view(*v.shape[:2], -1, self.head_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -375,15 +281,15 @@ class _Block:
             self.out, self.lse = self.settings.attention.forward(q, k, v, self.num_video)
         return self.out, self.lse
 
-    def attention_rows(self, stream: _Pass) -> Tensor:
-        """Attention's result for one stream, (B * tokens, D)."""
+    def attention_of(self, stream: _Pass) -> Tensor:
+        """Attention's result for one stream, (B, tokens, D)."""
         assert self.out is not None
-        return self.out[:, stream.tokens].flatten(2).flatten(0, 1)
+        return self.out[:, stream.tokens].flatten(2)
 
     def add_attention(self, stream: _Pass) -> tuple[Tensor, Tensor]:
         """x1 and y2 of a live stream."""
         if stream.attended is None:
-            stream.attended = stream.project("out", self.attention_rows(stream)).view(stream.x.shape)
+            stream.attended = stream.project("out", self.attention_of(stream))
         m = stream.modulation
         return self.kernels.gated_residual_adaln(stream.x, stream.attended, m.gate_msa, m.scale_mlp, m.shift_mlp, EPS)
 
@@ -430,7 +336,7 @@ class _Block:
         """
         self.video.grad = grad.contiguous()
         self.text.grad = None if text_grad is None else text_grad.contiguous()
-        trains_qkv = any(gradients.wants(layer) for stream in self.streams for layer in stream.layers["qkv"])
+        trains_qkv = gradients.wants(*self.video.layers["qkv"], *self.text.layers["qkv"])
         normed = projected = rotated = None
         if self.out is None:
             # "full" saved the inputs alone: attention runs again, and the q, k, v products that lead to it.
@@ -461,11 +367,11 @@ class _Block:
         joint = _Joint(self.video.x, num_tokens, self.video.x.shape[2])
         for stream in self.live:
             (layer,) = stream.layers["out"]
-            branch_grad = self.residual_backward(stream, gradients, modulation).flatten(0, 1)
+            branch_grad = self.residual_backward(stream, gradients, modulation)
             # The product with o^T is left out where W_o and its adapter are frozen.
-            rows = self.attention_rows(stream) if gradients.wants(layer) else None
+            attended = self.attention_of(stream) if gradients.wants(layer) else None
             out = joint.rows(stream.tokens)
-            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], rows, gradients, out))
+            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], attended, gradients, out))
             stream.attended = None  # memory for q, k, v; a hidden layer that is there is the graph's
         return joint.buffer.view(*joint.buffer.shape[:2], -1, self.head_dim)
 
@@ -473,11 +379,13 @@ class _Block:
         """One live stream from x2 to o W_o, whose gradient is returned; dL/dx1 replaces dL/dx2 in `grad`."""
         # x1 and y2 are elementwise in x and o W_o. "selective" and "full" compute that product again.
         residual, normed = self.add_attention(stream)
-        normed_grad = self.feed_forward_backward(stream, normed, gradients, modulation)
         m = stream.modulation
+        assert stream.grad is not None
+        normed_grad, gate_grad = stream.feed_forward_backward(
+            stream.grad, stream.hidden, normed, m.gate_mlp, gradients, modulation=modulation
+        )
         # Without a gradient of the gate the kernel does not read o W_o.
         attended = stream.attended if modulation else None
-        assert stream.grad is not None
         stream.grad, attended_grad, dgate, dscale, dshift = self.kernels.gated_residual_adaln_backward(
             stream.grad,
             normed_grad,
@@ -490,45 +398,10 @@ class _Block:
             EPS,
         )
         if modulation:
+            assert gate_grad is not None
             stream.modulation_grads |= {"gate_msa": dgate, "scale_mlp": dscale, "shift_mlp": dshift}
-        return attended_grad
-
-    def feed_forward_backward(self, stream: _Pass, normed: Tensor, gradients: Gradients, modulation: bool) -> Tensor:
-        """dL/dy2 (B, tokens, D) from dL/dx2 in `stream.grad`, through W_2, the GELU and W_1."""
-        (ff_in,), (ff_out,) = stream.layers["ff_in"], stream.layers["ff_out"]
-        gate, grad, adapter = stream.modulation.gate_mlp, stream.grad, stream.adapters["ff_out"]
-        assert grad is not None
-        # y2 W_1: the GELU's derivative needs it. Saved by "none", recomputed otherwise.
-        hidden = stream.hidden if stream.hidden is not None else stream.project("ff_in", normed)
-        branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
-        branch_grad = branch_grad.flatten(0, 1)
-        # dh = branch_grad W_2 needs nothing of the forward, so it comes before h exists.
-        # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
-        activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
-        hidden_grad, activated = self.kernels.gelu_tanh_backward(
-            activated_grad, hidden.flatten(0, 1), modulation or gradients.wants(ff_out)
-        )
-        weight_grad: Tensor | None = None
-        if modulation:
-            whole = gradients.wanted[ff_out.first] and not ff_out.low_rank
-            if whole and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
-                # h W_2 is not recomputed: dx2^T h, which dW_2 takes in any case, holds the gate's gradient too.
-                gate_grad, weight_grad = _gate_gradient(grad[0], activated, ff_out, gate)
-            else:
-                # h W_2 is recomputed for the gate's gradient alone: dx2^T h is not at hand (W_2 frozen or low-rank),
-                # mixes the samples' gates, or costs more than the product (few tokens).
-                branch = stream.project("ff_out", activated).view(grad.shape)
-                _, gate_grad = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
             stream.modulation_grads["gate_mlp"] = gate_grad
-        # dW_2 is not computed twice where the gate has made it; x A^T and its gradient serve the adapter alone.
-        weights_backward(
-            *([branch_grad], activated, [ff_out], gradients, adapter),
-            weight_gradient=weight_grad,
-            low_grad=low_grad if gradients.wants(ff_out) else None,
-        )
-        # y2^T dhidden is left out where W_1 and its adapter are frozen. y2 is at hand: `add_attention` made it above.
-        rows = normed.flatten(0, 1) if gradients.wants(ff_in) else None
-        return stream.project_backward("ff_in", [hidden_grad], rows, gradients).view(normed.shape)
+        return attended_grad
 
     def attention_backward(
         self,
@@ -548,14 +421,12 @@ class _Block:
             padded[:, : self.num_video] = dq
             dq = padded
         video, text, _ = projected
-        first, first_text = self.weights.video.norms, self.weights.text.norms
         # Where the text has no queries, dq of its tokens is zero, and so is the gradient of the norm that stands in.
-        norms = first, first + 1, first_text, first_text + 1
         dq, dk, dq_text, dk_text, *norm_grads = self.kernels.qk_norm_rope_backward(
-            *(dq, dk, *self.raw_heads(video, text), *self.norm_weights(), *self.rotary, EPS),
-            any(gradients.wanted[position] for position in norms),
+            *(dq, dk, *self.raw_heads(video, text), *self.norm_weights, *self.rotary, EPS),
+            any(gradients.wanted[position] for position in self.norms),
         )
-        for position, norm_grad in zip(norms, norm_grads, strict=True):
+        for position, norm_grad in zip(self.norms, norm_grads, strict=True):
             gradients.put(position, norm_grad)
         return (
             HeadGradients(dq, dk, dv[:, self.video.tokens]),
@@ -573,27 +444,16 @@ class _Block:
         inputs: bool,
     ) -> None:
         """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
-        # y^T dq and its like are left out where these weights are frozen.
-        rows = y.flatten(0, 1) if y is not None else None
         # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
-        y_grad = stream.project_backward("qkv", heads.rows(), rows, gradients)
+        y_grad = stream.project_backward("qkv", heads.by_layer(), y, gradients)
         if not inputs and not modulation:
             return  # the first block under LoRA: nothing before it is trained, and dL/dx is left out
         m = stream.modulation
         stream.grad, dscale, dshift = self.kernels.adaln_backward(
-            y_grad.view(stream.x.shape), stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
+            y_grad, stream.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, stream.grad
         )
         if modulation:
             stream.modulation_grads |= {"scale_msa": dscale, "shift_msa": dshift}
-
-
-def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate (1, D) and W_2 (D, 4 D) of one sample, from dx2 (N, D) and h (N, 4 D); see the file's head."""
-    product = matrix_product(grad.t(), activated, layer.weight.dtype)
-    gate_grad = torch.bmm(product[:, None], layer.weight[:, :, None]).flatten()
-    if layer.bias is not None:
-        gate_grad = gate_grad + layer.bias * grad.sum(0)
-    return gate_grad[None].to(gate.dtype), product.mul_(gate[0, :, None])
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -604,7 +464,7 @@ class _BlockFunction(torch.autograd.Function):
         ctx: Any, settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         x, modulation, text, text_modulation, *flat = tensors
-        block = _Block(settings, streams, StreamInput(x, modulation), StreamInput(text, text_modulation), rotary)
+        block = _Block(settings, streams, flat, StreamInput(x, modulation), StreamInput(text, text_modulation), rotary)
         out, text_out = block.forward()
         ctx.settings, ctx.streams, ctx.rotary = settings, streams, rotary
         saved = block.saved()
@@ -619,7 +479,7 @@ class _BlockFunction(torch.autograd.Function):
         saved, (modulation, text_modulation, *flat) = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
         streams = Streams(*(stream.rebuilt(flat) for stream in ctx.streams))
         video, text = StreamInput(saved[0], modulation), StreamInput(saved[1], text_modulation)
-        block = _Block(ctx.settings, streams, video, text, ctx.rotary)
+        block = _Block(ctx.settings, streams, flat, video, text, ctx.rotary)
         block.restore(saved)
         _, _, _, wants_x, wants_modulation, wants_text, wants_text_modulation, *wanted = ctx.needs_input_grad
         gradients = Gradients(wanted)

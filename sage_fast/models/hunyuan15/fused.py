@@ -17,9 +17,8 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.kernels import Choice, Kernels
-from sage_fast.models.fused import BlockwiseForward, Rotary
+from sage_fast.models.fused import BlockwiseForward
 from sage_fast.models.hunyuan15.block import StreamInput, block_forward, read_block
 from sage_fast.models.transformer import MAX_LEVELS, Checkpointing
 from sage_fast.records import PromptEmbeds
@@ -143,12 +142,13 @@ class Acceleration(BlockwiseForward):
     Made by `accelerate`, whose options it has.
     """
 
+    computes: ClassVar = {"qk_norm": "rms_norm", "patch_size": 1, "patch_size_t": 1}
+
     adaln: AdaLN
 
     def __post_init__(self) -> None:
         self.blocks = list(self.transformer.transformer_blocks)
         self.table: ModulationTable | None = None
-        self._rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
         self._masks = WeakTensorKeyDictionary()
         self._images = WeakTensorKeyDictionary()
         if self.adaln in ("table", "offload") and not can_tabulate(self.transformer):
@@ -165,10 +165,9 @@ class Acceleration(BlockwiseForward):
         return _fused_forward, _fused_block
 
     @staticmethod
-    def stackable(block: nn.Module) -> list[list[nn.Linear]]:
-        attn: Any = block.attn
-        groups = [attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]
-        return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
+    def stackable(block: Any) -> list[list[Any]]:
+        attn = block.attn
+        return [[attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]]
 
     def restore(self) -> None:
         if self.table is not None:
@@ -192,9 +191,7 @@ class Acceleration(BlockwiseForward):
         groups: dict[tuple[int, int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault(prompt.lengths, []).append(row)
-        # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
-        device = latents.device.type
-        with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+        with self.without_autocast(latents):
             if len(groups) == 1:
                 return self._dense(latents, timestep, prompts)
             parts = [self._dense(latents[rows], timestep[rows], [prompts[r] for r in rows]) for rows in groups.values()]
@@ -215,20 +212,12 @@ class Acceleration(BlockwiseForward):
         timestep = timestep.to(device, torch.float32, non_blocking=True)
         activated = self.embed_time(timestep)
         text = self.embed_text(prompts, timestep, dtype)
-        x = self.embed_latents(latents.to(dtype))
-        cos, sin = self.rope(latents)
-        self.num_video = x.shape[1]
-        if self.sequence is not None:
-            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
+        x = self.enter(self.embed_latents(latents.to(dtype)), latents)
         table = self.modulation(known, timestep)
-        # Not through the blocks' arguments, which FSDP may cast to bfloat16.
-        self.rotary = Rotary(cos, sin)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations)
-        tokens = self.project_out(x, activated)
-        if self.sequence is not None:
-            tokens = self.sequence.join(tokens, 1, self.num_video)
+        tokens = self.leave(self.project_out(x, activated))
         return tokens.transpose(1, 2).unflatten(2, latents.shape[2:])
 
     def embed_time(self, timestep: Tensor) -> Tensor:
@@ -257,15 +246,9 @@ class Acceleration(BlockwiseForward):
             parts.insert(0, transformer.image_embedder(torch.stack(images)) + kind[2])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
-    def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (N, head dim) float32, of a latent size."""
-        # `transformer.device` of diffusers visits all 4,000 modules, 15 ms of every forward.
-        device = self.transformer.x_embedder.proj.weight.device
-        key = (*latents.shape[2:], device)
-        if key not in self._rope:
-            with torch.inference_mode(False), torch.no_grad():
-                self._rope[key] = self.transformer.rope(torch.empty(latents.shape, device=device))
-        return self._rope[key]
+    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = self.transformer.rope(latents)
+        return cos, sin
 
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
@@ -322,8 +305,7 @@ class Acceleration(BlockwiseForward):
 
     def __getstate__(self) -> dict[str, Any]:
         """Content of a copy or a pickle, without the caches, which hold tensors by identity."""
-        own = {name: value for name, value in self.__dict__.items() if name not in _WEAK_CACHES}
-        return own | {"_settings": {}, "_rope": {}}
+        return {name: value for name, value in super().__getstate__().items() if name not in _WEAK_CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, **{name: WeakTensorKeyDictionary() for name in _WEAK_CACHES})
@@ -361,14 +343,10 @@ def accelerate(
         ValueError: a model of another class, an unsupported variant, or options that cannot be satisfied.
     """
     transformer = _transformer_of(model)
-    config = transformer.config
     if "_acceleration" in transformer.__dict__:
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")
-    if config["use_meanflow"]:
+    if transformer.config["use_meanflow"]:
         raise ValueError("The model is a MeanFlow variant (use_meanflow), which the fused forward does not compute.")
-    for key, computed in (("qk_norm", "rms_norm"), ("patch_size", 1), ("patch_size_t", 1)):
-        if config[key] != computed:
-            raise ValueError(f"{key} is {config[key]!r}; the fused forward computes {computed!r}.")
     acceleration = Acceleration(
         transformer=transformer,
         attention=attention,
@@ -377,11 +355,7 @@ def accelerate(
         deterministic=deterministic,
         adaln=adaln,
     )
-    device, dtype = computes_in or (next(transformer.parameters()).device, transformer.dtype)
-    if device.type != "meta":
-        # Options that cannot be satisfied are refused now, not in the middle of a run.
-        acceleration.settings(device, dtype)
-    acceleration.install()
+    acceleration.install(*(computes_in or (next(transformer.parameters()).device, transformer.dtype)))
     return acceleration
 
 

@@ -1,26 +1,26 @@
 """The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints, and its description for the planner."""
 
-import json
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
-from sage_fast.models.hub import Requirement, local_folder, require
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, animates_pictures
+from sage_fast.models.hub import Requirement, local_folder
+from sage_fast.models.hunyuan15 import (
+    DEFAULT_REPOSITORY,
+    IMAGE_TO_VIDEO,
+    PICTURE_PARTS,
+    TEXT_PARTS,
+    animates_pictures,
+)
 from sage_fast.models.hunyuan15.backbone import IMAGE_TOKENS, HunyuanTransformer, forward_work, modulation
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder, decode_bytes
-from sage_fast.models.stored import weight_files
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.snapshot import requirement, stored_config
 
 HUNYUAN_VIDEO_15: dict[str, Any] = {
     "in_channels": 65,
@@ -87,32 +87,9 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
     return (flops + PICTURE_FLOPS, size + PICTURE_BYTES) if picture else (flops, size)
 
 
-PRODUCTS = frozenset({"convolution", "bmm"})
-"""Operators of the decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
-
-
-@cache
-def _published_decoder(dtype: str = "float32") -> VAEDecoder:
-    """The published video autoencoder without memory for its weights."""
-    with torch.device("meta"):
-        decoder = VAEDecoder(AutoencoderKLHunyuanVideo15())
-    for parameter in decoder.vae.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype))
-    return decoder
-
-
 def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
-    """Cost of decoding a micro-batch as `VAEDecoder` does it: as many videos at once as the budget allows, or tiles."""
-    decoder = _published_decoder(model.decode_dtype(on_gpu))
-    size = latent[1], latent[2], latent[3]
-    whole = float(decode_bytes(decoder.vae, size))
-    together, tile = 1, whole
-    if model.decode_limit_gib is not None:
-        together = min(videos, int(model.decode_limit_gib * 2**30 / whole))
-        rows = min(size[1], decoder.vae.tile_latent_min_height)
-        columns = min(size[2], decoder.vae.tile_latent_min_width)
-        tile = whole * rows * columns / (size[1] * size[2])
-    return Decoding(peak_bytes=together * whole if together else tile, tiled=together == 0)
+    """Cost of decoding a micro-batch as `VAEDecoder` does it."""
+    return VAEDecoder.empty(model.decode_dtype(on_gpu)).decoding(latent, videos, model.decode_limit_gib)
 
 
 def vae_decode_work(latent: tuple[int, int, int, int], tiled: bool, dtype: str) -> tuple[float, float]:
@@ -127,7 +104,7 @@ def vae_decode_work(latent: tuple[int, int, int, int], tiled: bool, dtype: str) 
 
 def _decoded_parts(latent: tuple[int, int, int, int], tiled: bool) -> Iterator[tuple[int, int, int, int]]:
     """Shapes that the decoder is called with: the whole latent, or its tiles."""
-    vae = _published_decoder().vae
+    vae = VAEDecoder.empty().vae
     channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
     if not tiled:
         yield channels, frames, height, width
@@ -142,18 +119,9 @@ def _decoded_parts(latent: tuple[int, int, int, int], tiled: bool) -> Iterator[t
 
 @cache
 def _decode_work(latent: tuple[int, int, int, int], dtype: str) -> tuple[int, int]:
-    decoder = _published_decoder(dtype)
+    decoder = VAEDecoder.empty(dtype)
     decoder.vae.use_tiling = False
-    with FlopCounterMode(display=False) as counter:
-        moved = decode_traffic(decoder, torch.empty(1, *latent, device="meta", dtype=getattr(torch, dtype)))
-    return int(counter.get_total_flops()), moved
-
-
-@torch.no_grad()
-def decode_traffic(decoder: VAEDecoder, latents: Tensor) -> int:
-    """Bytes that one call of the autoencoder's decoder reads and writes outside its products, its mask included."""
-    decoder.forget_masks()
-    return bytes_moved(lambda: decoder.vae.decode(latents), without=PRODUCTS)
+    return decoder.counts(torch.empty(1, *latent, device="meta", dtype=getattr(torch, dtype)))
 
 
 def published_model(**changes: Any) -> ModelDescription:
@@ -161,7 +129,7 @@ def published_model(**changes: Any) -> ModelDescription:
     fields: dict[str, Any] = {
         "transformer": dict(HUNYUAN_VIDEO_15),
         "text_tokens": TEXT_TOKENS,
-        "latent_shape": _published_decoder().latent_shape,
+        "latent_shape": VAEDecoder.empty().latent_shape,
         "decoding": vae_decoding,
         "decode_work": vae_decode_work,
         "forward_work": forward_work,
@@ -190,21 +158,15 @@ def describe_local(model: ModelConfig) -> ModelDescription:
         return published_model(**changes)
     if size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
         changes["decoder_gb"] = size / 1e9
-    file = folder / "transformer" / "config.json"
-    if file.is_file():
-        stored = json.loads(file.read_text(encoding="utf-8"))
-        # Without diffusers' own entries, such as `_class_name`.
-        transformer = published | {key: value for key, value in stored.items() if not key.startswith("_")}
+    transformer = stored_config(folder, "transformer", published)
 
-        def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-            _, *sizes = _published_decoder().latent_shape(num_frames, height, width)
-            return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
+    def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        _, *sizes = VAEDecoder.empty().latent_shape(num_frames, height, width)
+        return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
 
-        changes |= {"transformer": transformer, "latent_shape": latent_shape}
-    file = folder / "text_encoder" / "config.json"
-    if file.is_file():
-        language = LANGUAGE_MODEL | json.loads(file.read_text(encoding="utf-8"))
-        changes["encoding"] = partial(encoding, language, picture=pictures)
+    language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
+    changes |= {"transformer": transformer, "latent_shape": latent_shape}
+    changes["encoding"] = partial(encoding, language, picture=pictures)
     return published_model(**changes)
 
 
@@ -221,25 +183,15 @@ class HunyuanVideo15(HunyuanTransformer):
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
-        patterns = []
         pictures = animates_pictures(path)
-        for part in ("transformer", "vae", "text_encoder", "text_encoder_2", *(["image_encoder"] if pictures else [])):
-            patterns += [f"{part}/config.json", f"{part}/*.safetensors"]
-        patterns += ["tokenizer/tokenizer_config.json", "tokenizer_2/tokenizer_config.json"]
         repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
+        parts: tuple[str, ...] = TEXT_PARTS
         size = DOWNLOAD_GB
         if pictures:
-            patterns.append("feature_extractor/preprocessor_config.json")
-            repository, size = repository.replace("t2v", "i2v"), size + VISION_GB
-        whole = require("HunyuanVideo-1.5", path, patterns, repository, gigabytes=size)
-        missing = list(whole.missing)
-        # Shards that an index names and that are not there, as after an interrupted download.
-        for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
-            with suppress(ValueError):  # damaged and not missing: the loader's checks name it
-                shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
-                missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
+            parts, repository, size = parts + PICTURE_PARTS, repository.replace("t2v", "i2v"), size + VISION_GB
+        whole = requirement("HunyuanVideo-1.5", path, parts, repository, gigabytes=size)
         licence = "not licensed in the European Union, the United Kingdom and South Korea"
-        return [replace(whole, missing=missing, licence=licence)]
+        return [replace(whole, licence=licence)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         from sage_fast.models.hunyuan15.loading import find_model

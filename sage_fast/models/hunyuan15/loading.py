@@ -15,32 +15,29 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, animates_pictures
+from sage_fast.models.hunyuan15 import (
+    DEFAULT_REPOSITORY,
+    IMAGE_TO_VIDEO,
+    PICTURE_PARTS,
+    TEXT_PARTS,
+    animates_pictures,
+)
 from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, require_file, require_weights
+from sage_fast.models.snapshot import (
+    cache_folder,
+    find_folder,
+    load_vae,
+    model_device,
+    published_shift,
+    require_parts,
+)
 from sage_fast.models.stored import open_transformer, read_json
 
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"
 
 DISTILLED_STEPS = 50
 """Steps that weights with distilled guidance must use, by the README of Tencent-Hunyuan/HunyuanVideo-1.5."""
-
-_PARTS = {
-    "transformer": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-    "text_encoder": "model",
-    "text_encoder_2": "model",
-    "image_encoder": "model",
-}
-"""Folders with weights in diffusers' layout, and the stem of their files."""
-
-_TEXT_PARTS = ("transformer", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
-_PICTURE_PARTS = ("image_encoder", "feature_extractor")
-"""Folders of every model, and of image-to-video alone."""
-
-_CONFIGURATION = {"tokenizer": "tokenizer_config.json", "feature_extractor": "preprocessor_config.json"}
-"""Kinds of folders -> the file that each has, where it is not config.json."""
 
 
 def load_components(model: ModelConfig) -> Components:
@@ -56,7 +53,7 @@ def load_components(model: ModelConfig) -> Components:
     cache = cache_folder(model)
     root, facts = find_model(model)
     dtype = getattr(torch, model.dtype)
-    on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
+    device = model_device(model)
     transformer, weights = open_transformer(HunyuanVideo15Transformer3DModel, root / "transformer", dtype)
     transformer.reads_pictures = facts.pictures
     return Components(
@@ -69,16 +66,13 @@ def load_components(model: ModelConfig) -> Components:
             glyph_tokenizer=root / "tokenizer_2",
             vision=(root / "image_encoder", root / "feature_extractor", root / "vae") if facts.pictures else None,
             cache=cache / "prompts",
-            device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
+            device=device,
         ),
         video_decoder=VAEDecoder(
-            load_vae(AutoencoderKLHunyuanVideo15, root / "vae", getattr(torch, model.decode_dtype(on_gpu))),
+            load_vae(AutoencoderKLHunyuanVideo15, root / "vae", model.decode_dtype(device.startswith("cuda"))),
             memory_gib=model.decode_limit_gib,
         ),
-        guidance_distilled=facts.guidance_distilled,
-        shift=facts.shift,
-        least_steps=facts.least_steps,
-        pictures=facts.pictures,
+        **vars(facts),
     )
 
 
@@ -90,7 +84,7 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
 
     Raises as `load_components`.
     """
-    parts = (*_TEXT_PARTS, *_PICTURE_PARTS, "scheduler", "guider")
+    parts = (*TEXT_PARTS, *PICTURE_PARTS, "scheduler", "guider")
     path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
     folder, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
     return folder, _check(folder, repository)
@@ -104,12 +98,12 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline or {IMAGE_TO_VIDEO}")
     pictures = kind == IMAGE_TO_VIDEO
     source = repository or likely_repository(root)
-    for name in _TEXT_PARTS + (_PICTURE_PARTS if pictures else ()):
+
+    def command(part: str) -> str:
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        command = fetch_command(source) if repository else fetch_command(source, f"{name}/*", folder=root)
-        require_file(root / name / _CONFIGURATION.get(name.removesuffix("_2"), "config.json"), command)
-        if name in _PARTS:
-            require_weights(root / name, _PARTS[name], command)
+        return fetch_command(source) if repository else fetch_command(source, f"{part}/*", folder=root)
+
+    require_parts(root, TEXT_PARTS + (PICTURE_PARTS if pictures else ()), command)
     config_file = root / "transformer" / "config.json"
     config = read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
@@ -121,11 +115,9 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         _refuse(config_file, "says task_type i2v, and only model_index.json can tell whether that is so")
     guider = root / "guider" / "guider_config.json"
     distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
-    scheduler = root / "scheduler" / "scheduler_config.json"
-    shift = read_json(scheduler).get("shift") if scheduler.is_file() else None
     return WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
-        shift=None if shift is None else float(shift),
+        shift=published_shift(root),
         least_steps=DISTILLED_STEPS if distilled else None,
         pictures=pictures,
     )

@@ -138,7 +138,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         assert self.vision is not None, "a run without pictures in its model refuses them"
         encoder, processor, autoencoder = self.vision
         siglip = self._load(SiglipVisionModel, encoder)
-        vae = load_vae(AutoencoderKLHunyuanVideo15, autoencoder, torch.float32).to(self.device)
+        vae = load_vae(AutoencoderKLHunyuanVideo15, autoencoder, "float32").to(self.device)
         scaling = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.spatial_compression_ratio, do_resize=False)
         features, stock = SiglipImageProcessor.from_pretrained(processor), HunyuanVideo15ImageToVideoPipeline
 

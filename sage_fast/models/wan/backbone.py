@@ -13,7 +13,6 @@ Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
 """
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -21,10 +20,9 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Client, ModelFamily, Work
-from sage_fast.models.transformer import Layout, velocity_dtype
-from sage_fast.models.wan.fused import WanForward, accelerate_wan
+from sage_fast.models.transformer import velocity_dtype
+from sage_fast.models.wan.fused import accelerate_wan
 from sage_fast.records import PromptEmbeds
 
 TEXT_TOKENS = 512
@@ -41,10 +39,7 @@ NAMES = {
     "ffn.net.0.proj": "ffn.0",
     "ffn.net.2": "ffn.2",
 }
-"""Linear layers of a block in diffusers -> in the official class, ComfyUI and musubi-tuner."""
-
-LAYERS = {name.replace(".", "_"): layer for layer, other in NAMES.items() for name in (layer, other)}
-"""Name of a block's layer in any layout, with `_` for `.` -> in diffusers."""
+"""Linear layers of a block in diffusers -> in the official class, and so in ComfyUI."""
 
 
 class WanTransformer(ModelFamily):
@@ -55,6 +50,8 @@ class WanTransformer(ModelFamily):
     lora_targets = tuple(NAMES)
     in_float32 = tuple(WanTransformer3DModel._keep_in_fp32_modules)
     plans_stock = True
+    names: ClassVar = {layer: (official, official) for layer, official in NAMES.items()}
+    official_blocks = "blocks"
     pipeline = "WanPipeline"
     scheduler = ("UniPCMultistepScheduler", "flow_shift")
     clients: ClassVar = {
@@ -71,6 +68,8 @@ class WanTransformer(ModelFamily):
         ),
         "peft": Client("peft"),
     }
+
+    fuse = staticmethod(accelerate_wan)
 
     @staticmethod
     def build(config: Mapping[str, Any]) -> WanTransformer3DModel:
@@ -93,45 +92,9 @@ class WanTransformer(ModelFamily):
         return result.to(velocity_dtype(transformer))
 
     @staticmethod
-    def choose_forward(
-        transformer: WanTransformer3DModel,
-        model: ModelConfig,
-        computes_in: tuple[torch.device, torch.dtype] | None = None,
-    ) -> WanForward | None:
-        if model.forward == "fused":
-            return accelerate_wan(transformer, model, computes_in)
-        if model.checkpointing == "full":
-            transformer.enable_gradient_checkpointing()
-        return None
-
-    @staticmethod
     def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
         text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
         return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
-
-    @staticmethod
-    def named_adapter(values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        if layout in ("diffusers", "peft"):
-            return ModelFamily.named_adapter(values, layout)
-        adapter: dict[str, Tensor] = {}
-        for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
-            blocks, number, layer = module.split(".", 2)
-            name = f"{blocks}.{number}.{NAMES[layer]}"
-            down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
-            if layout == "musubi":
-                name = f"lora_unet_{name.replace('.', '_')}"
-                rank = torch.tensor(float(len(down)))
-                adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
-            else:
-                name = f"diffusion_model.{name}"
-                adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-        return adapter
-
-    @staticmethod
-    def layers_named(name: str) -> list[str]:
-        match = re.fullmatch(r"blocks[._](\d+)[._](.+)", name)
-        layer = LAYERS.get(match[2].replace(".", "_")) if match else None
-        return [f"blocks.{match[1]}.{layer}" if match and layer else name]
 
 
 def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:

@@ -32,20 +32,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
+from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary
-from sage_fast.models.projection import (
-    Gradients,
-    Projection,
-    input_backward,
-    project,
-    project_backward,
-    projection,
-    read_adapters,
-    room_for_low,
-    weights_backward,
-)
-
-EPS = 1e-6
+from sage_fast.models.projection import Gradients, read_adapters
 
 _INPUTS = ("qkv", "attention", "attended", "text_q", "text_kv", "text_attention", "text_attended")
 SAVED = {
@@ -57,33 +46,18 @@ SAVED = {
 """Stages of a `_Block` that the forward leaves for the backward, by checkpointing."""
 
 
-class Weights(NamedTuple):
-    """Linear layers of a block that share an input, and the position of its four norm weights in the flat list."""
-
-    groups: dict[str, list[Projection]]
-    norms: int
-
-
 def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
-    """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list of tensors."""
+    """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list that ends in four norms."""
     flat: list[Tensor] = []
-
-    def read(*modules: Any) -> list[Projection]:
-        found = []
-        for module in modules:
-            found.append(projection(module, len(flat)))
-            flat.extend(found[-1].tensors())
-        return found
-
     own, text, ffn = block.attn1, block.attn2, block.ffn.net
     groups = {
-        "qkv": read(own.to_q, own.to_k, own.to_v),
-        "out": read(own.to_out[0]),
-        "text_q": read(text.to_q),
-        "text_kv": read(text.to_k, text.to_v),
-        "text_out": read(text.to_out[0]),
-        "ff_in": read(ffn[0].proj),
-        "ff_out": read(ffn[2]),
+        "qkv": read_layers(flat, own.to_q, own.to_k, own.to_v),
+        "out": read_layers(flat, own.to_out[0]),
+        "text_q": read_layers(flat, text.to_q),
+        "text_kv": read_layers(flat, text.to_k, text.to_v),
+        "text_out": read_layers(flat, text.to_out[0]),
+        "ff_in": read_layers(flat, ffn[0].proj),
+        "ff_out": read_layers(flat, ffn[2]),
     }
     flat += [own.norm_q.weight, own.norm_k.weight, text.norm_q.weight, text.norm_k.weight]
     return Weights(groups, len(flat) - 4), flat
@@ -146,26 +120,19 @@ class Stage(Generic[T]):
         return value
 
 
-class _Block:
+class _Block(BlockPass):
     """One pass of one block."""
 
     def __init__(self, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> None:
         self.x, self.text, modulation, *flat = tensors
-        self.settings, self.rotary = settings, rotary
-        self.kernels = without_graph(settings.kernels, self.x.device)
+        adapters = read_adapters(list(weights.groups.values()), self.x.dtype)
+        kernels = without_graph(settings.kernels, self.x.device)
+        super().__init__(kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True)))
+        self.settings, self.rotary, self.first_norm = settings, rotary, weights.norms
         self.modulation = Modulation(*modulation.unbind(1))
         self.saved = SAVED[settings.checkpointing]
-        self.layers, self.first_norm = weights
         norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
         self.norms = (norm_q, norm_k), (text_norm_q, text_norm_k)
-        self.adapters = dict(zip(self.layers, read_adapters(list(self.layers.values()), self.x.dtype), strict=True))
-        self.low: dict[str, Tensor | None] = {}
-
-    def project(self, name: str, x: Tensor) -> Tensor:
-        """`projection.project` of a group of layers."""
-        # x A^T is kept: the gradient of B reads it again, and x may be gone by then.
-        result, self.low[name] = project(x, self.layers[name], self.adapters[name])
-        return result
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Layers' results (B, tokens, n D) as n views (B, tokens, H, head dim)."""
@@ -182,16 +149,7 @@ class _Block:
 
     @Stage
     def y(self) -> Tensor:
-        """With y A^T of low-rank updates behind it where `room_for_low` says so."""
-        m, adapter = self.modulation, self.adapters["qkv"]
-        tail = room_for_low(adapter, self.x.shape[1])
-        y = self.kernels.adaln(self.x, m.scale_msa, m.shift_msa, EPS, tail)
-        if adapter is not None and tail:
-            # x A^T once for q, k and v, where their product reads it as more columns of its input.
-            y = y[..., : self.x.shape[2] + tail]
-            rows, low = y.flatten(0, 1).tensor_split([self.x.shape[2]], dim=1)
-            torch.mm(rows, adapter.a.t(), out=low)
-        return y
+        return self.modulate(self.x, self.modulation.scale_msa, self.modulation.shift_msa)
 
     @Stage
     def qkv(self) -> Tensor:
@@ -281,7 +239,10 @@ class _Block:
             inputs: whether that of x is; where neither is, it stays that of x1.
         """
         m, kernels, found = self.modulation, self.kernels, dict[str, Tensor]()
-        y3_grad = self.feed_forward_backward(grad, gradients, found if modulation else None)
+        y3_grad, gate_grad = self.feed_forward_backward(
+            grad, self.hidden, self.text_residual[1], m.gate_mlp, gradients, modulation=modulation
+        )
+        self.forget("hidden")
         residual, attended = self.text_residual[0], self.text_attended if modulation else None
         grad, branch, _, found["scale_mlp"], found["shift_mlp"] = kernels.gated_residual_adaln_backward(
             grad, y3_grad, residual, attended, self.one, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
@@ -309,22 +270,16 @@ class _Block:
         raw_q, raw_k, v = self.heads(self.qkv)
         dq, dk, dv = self.settings.attention.backward(out_grad, *self.rotated, v, out, lse, self.x.shape[1])
         dq, dk = self.norm_backward(0, dq, dk, raw_q, raw_k, self.rotary, gradients)
-        y = self.y if any(gradients.wants(layer) for layer in self.layers["qkv"]) else None
+        y = self.y if gradients.wants(*self.layers["qkv"]) else None
         y_grad = self.project_backward("qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients)
         if inputs or modulation:
             grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(
                 y_grad, self.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, grad
             )
-        return grad, text_grad, torch.stack([found[n] for n in Modulation._fields], 1) if modulation else None
-
-    def project_backward(self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients) -> Tensor:
-        """`projection.project_backward` of a group of layers, of tokens (B, tokens, ...) and not of rows."""
-        layers, adapter = self.layers[name], self.adapters[name]
-        # A product with x is left out where the weights and their adapters are frozen.
-        rows = x.flatten(0, 1) if x is not None and any(gradients.wants(layer) for layer in layers) else None
-        flat = [grad.flatten(0, 1) for grad in grads]
-        result = project_backward(flat, rows, layers, gradients, adapter, low=self.low.get(name))
-        return result.view(*grads[0].shape[:2], -1)
+        if gate_grad is None:
+            return grad, text_grad, None
+        found["gate_mlp"] = gate_grad
+        return grad, text_grad, torch.stack([found[name] for name in Modulation._fields], 1)
 
     def norm_backward(
         self, index: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
@@ -338,29 +293,6 @@ class _Block:
         for i, weight in enumerate(weights):
             gradients.put(position + i, weight)
         return dq, dk
-
-    def feed_forward_backward(self, grad: Tensor, gradients: Gradients, found: dict[str, Tensor] | None) -> Tensor:
-        """dL/dy3 from dL/dx3, through W_2, the GELU and W_1; leaves the gate's gradient in `found` where there is one.
-
-        h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
-        """
-        (ff_out,), adapter, gate = self.layers["ff_out"], self.adapters["ff_out"], self.modulation.gate_mlp
-        hidden = self.hidden
-        branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
-        branch_grad = branch_grad.flatten(0, 1)
-        activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
-        wanted = gradients.wants(ff_out)
-        hidden_grad, activated = self.kernels.gelu_tanh_backward(
-            activated_grad, hidden.flatten(0, 1), found is not None or wanted
-        )
-        if found is not None:
-            branch = self.project("ff_out", activated).view(grad.shape)
-            _, found["gate_mlp"] = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
-        low_grad = low_grad if wanted else None
-        weights_backward([branch_grad], activated, [ff_out], gradients, adapter, low_grad=low_grad)
-        self.forget("hidden")
-        hidden_grad = hidden_grad.view(hidden.shape)
-        return self.project_backward("ff_in", [hidden_grad], self.text_residual[1], gradients)
 
 
 class _BlockFunction(torch.autograd.Function):
@@ -381,8 +313,7 @@ class _BlockFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors, kept = ctx.saved_tensors[: ctx.count], iter(ctx.saved_tensors[ctx.count :])
-        groups = {name: [layer.rebuilt(tensors[3:]) for layer in layers] for name, layers in ctx.weights.groups.items()}
-        block = _Block(ctx.settings, ctx.weights._replace(groups=groups), ctx.rotary, *tensors)
+        block = _Block(ctx.settings, ctx.weights.rebuilt(tensors[3:]), ctx.rotary, *tensors)
         for name, count in ctx.stages.items():
             block.__dict__[name] = tuple(next(kept) for _ in range(count)) if count else next(kept)
         *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]

@@ -10,19 +10,19 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, D width.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.fused import BlockwiseForward, Rotary
-from sage_fast.models.wan.block import EPS, block_forward, read_block
+from sage_fast.models.block import EPS
+from sage_fast.models.fused import BlockwiseForward
+from sage_fast.models.wan.block import block_forward, read_block
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -30,7 +30,7 @@ class WanForward(BlockwiseForward):
     """See `BlockwiseForward`; made by `accelerate_wan`."""
 
     adaln = "weights"
-    _rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    computes: ClassVar = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True, "eps": EPS}
 
     def __post_init__(self) -> None:
         self.blocks = list(self.transformer.blocks)
@@ -40,43 +40,29 @@ class WanForward(BlockwiseForward):
         return _fused_forward, _fused_block
 
     @staticmethod
-    def stackable(block: nn.Module) -> list[list[nn.Linear]]:
-        own: Any = block.attn1
-        text: Any = block.attn2
-        groups = [own.to_q, own.to_k, own.to_v], [text.to_k, text.to_v]
-        return [[getattr(layer, "base_layer", layer) for layer in group] for group in groups]
+    def stackable(block: Any) -> list[list[Any]]:
+        own, text = block.attn1, block.attn2
+        return [[own.to_q, own.to_k, own.to_v], [text.to_k, text.to_v]]
 
-    def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (N, head dim) float32, of a latent size."""
+    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         transformer = self.transformer
         if latents.is_meta:  # a plan counts a rank's tokens as one line, which is longer than the tables
             tokens = prod(latents.shape[2:]) // prod(transformer.config["patch_size"])
             table = torch.empty(2, tokens, transformer.config["attention_head_dim"], device="meta")
             return table[0], table[1]
-        key = (*latents.shape[2:], latents.device)
-        if key not in self._rope:
-            with torch.inference_mode(False), torch.no_grad():
-                self._rope[key] = tuple(table.flatten(0, 2) for table in transformer.rope(latents))
-        return self._rope[key]
+        cos, sin = transformer.rope(latents)
+        return cos.flatten(0, 2), sin.flatten(0, 2)
 
     def forward(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps (B,) and text (B, 512, text width)."""
         transformer, patch = self.transformer, self.transformer.config["patch_size"]
         temb, time, text, _ = transformer.condition_embedder(timestep, text, None)
-        x = transformer.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous()
-        cos, sin = self.rope(latents)
-        self.num_video = x.shape[1]
-        if self.sequence is not None:
-            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
-        # Not through the blocks' arguments, which FSDP may cast to bfloat16.
-        self.rotary = Rotary(cos, sin)
+        x = self.enter(transformer.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous(), latents)
         time = time.unflatten(1, (6, -1))
         for block in self.blocks:
             x = block(x, text, time)
         shift, scale = (transformer.scale_shift_table + temb.unsqueeze(1)).unbind(1)
-        x = transformer.proj_out(self.settings(x.device, x.dtype).kernels.adaln(x, scale, shift, EPS))
-        if self.sequence is not None:
-            x = self.sequence.join(x, 1, self.num_video)
+        x = self.leave(transformer.proj_out(self.settings(x.device, x.dtype).kernels.adaln(x, scale, shift, EPS)))
         sizes = [size // p for size, p in zip(latents.shape[2:], patch, strict=True)]
         x = x.unflatten(2, (*patch, -1)).unflatten(1, sizes)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
@@ -86,14 +72,10 @@ def accelerate_wan(
     transformer: WanTransformer3DModel, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
 ) -> WanForward:
     """Give one transformer the fused forward, whose signature is that of diffusers; as `ModelFamily.choose_forward`."""
-    config = transformer.config
     if model.adaln in ("table", "offload"):
         raise ValueError(
             f"model.adaln is {model.adaln!r}, but the blocks of Wan have no AdaLN layers to replace. Set it to auto."
         )
-    for key, computed in (("qk_norm", "rms_norm_across_heads"), ("cross_attn_norm", True), ("eps", EPS)):
-        if config[key] != computed:
-            raise ValueError(f"{key} is {config[key]!r}; the fused forward computes {computed!r}.")
     acceleration = WanForward(
         transformer=transformer,
         attention=model.attention,
@@ -101,11 +83,7 @@ def accelerate_wan(
         checkpointing=model.settled_checkpointing,
         deterministic=model.deterministic,
     )
-    device, dtype = computes_in or (transformer.device, transformer.patch_embedding.weight.dtype)
-    if device.type != "meta":
-        # Options that cannot be satisfied are refused now, not in the middle of a run.
-        acceleration.settings(device, dtype)
-    acceleration.install()
+    acceleration.install(*(computes_in or (transformer.device, transformer.patch_embedding.weight.dtype)))
     return acceleration
 
 
@@ -137,8 +115,6 @@ def _fused_forward(
             "The fused forward of Wan is for text-to-video, with a timestep per sample and adapters at full scale. For "
             "anything else set model.forward to stock."
         )
-    # Products write into given memory, which autocast cannot handle; the weights' dtype decides.
-    device = hidden_states.device.type
-    with torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext():
+    with self._acceleration.without_autocast(hidden_states):
         sample = self._acceleration.forward(hidden_states, timestep, encoder_hidden_states)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

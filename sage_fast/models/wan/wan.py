@@ -10,17 +10,24 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
-from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.kernels import bytes_moved
-from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
-from sage_fast.models.hub import Requirement, fetch_command, local_folder, require
-from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, require_file, require_weights
+from sage_fast.models.family import Components, ModelDescription, WeightFacts
+from sage_fast.models.hub import Requirement, fetch_command, local_folder
+from sage_fast.models.snapshot import (
+    cache_folder,
+    find_folder,
+    load_vae,
+    model_device,
+    published_shift,
+    require_parts,
+    requirement,
+    stored_config,
+)
 from sage_fast.models.stored import open_transformer, read_json
 from sage_fast.models.wan import DEFAULT_REPOSITORY
 from sage_fast.models.wan.backbone import TEXT_TOKENS, WanTransformer, forward_work
-from sage_fast.models.wan.video_vae import WanDecoder, decode_bytes
+from sage_fast.models.wan.video_vae import WanDecoder
 
 WAN_1_3B: dict[str, Any] = {
     "_class_name": "WanTransformer3DModel",
@@ -48,11 +55,8 @@ DOWNLOAD_GB = 5.7 + 0.5 + 22.7
 TEXT_ENCODER: dict[str, Any] = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "d_kv": 64, "num_heads": 64}
 """The published UMT5-XXL."""
 
-PARTS = {"transformer": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "text_encoder": "model"}
-"""Folders with weights in diffusers' layout, and the stem of their files."""
-
-PRODUCTS = frozenset({"convolution", "bmm"})
-"""Operators of the decoder whose time is that of their FLOPs; all others take the time of the bytes that they move."""
+PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
+"""Folders in diffusers' layout."""
 
 
 class Wan(WanTransformer):
@@ -63,7 +67,6 @@ class Wan(WanTransformer):
 
         cache = cache_folder(model)
         root, facts = _find(model)
-        on_gpu = model.device.startswith("cuda") or (model.device == "auto" and torch.cuda.is_available())
         transformer, weights = open_transformer(
             WanTransformer3DModel, root / "transformer", getattr(torch, model.dtype), buffers=("rope",)
         )
@@ -74,44 +77,37 @@ class Wan(WanTransformer):
                 text_encoder=root / "text_encoder",
                 tokenizer=root / "tokenizer",
                 cache=cache / "prompts",
-                device=("cuda" if on_gpu else "cpu") if model.device == "auto" else model.device,
+                device=model_device(model),
             ),
             video_decoder=WanDecoder(
                 load_vae(AutoencoderKLWan, root / "vae", _decode_dtype(model)), memory_gib=model.decode_limit_gib
             ),
-            shift=facts.shift,
+            **vars(facts),
         )
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         folder = local_folder(model.path or DEFAULT_REPOSITORY)
-        transformer, autoencoder, encoder = dict(WAN_1_3B), dict[str, Any](), dict(TEXT_ENCODER)
-        for part, config in (("transformer", transformer), ("vae", autoencoder), ("text_encoder", encoder)):
-            if folder is not None and (file := folder / part / "config.json").is_file():
-                config |= {key: value for key, value in read_json(file).items() if not key.startswith("_")}
-        autoencoder = {key: tuple(value) if isinstance(value, list) else value for key, value in autoencoder.items()}
-        decoder = partial(_empty_decoder, tuple(sorted(autoencoder.items())))
+        autoencoder = stored_config(folder, "vae", {})
+        hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in autoencoder.items())
+        decoder = partial(WanDecoder.empty, config=tuple(hashable))
         return ModelDescription(
-            transformer=transformer,
+            transformer=stored_config(folder, "transformer", WAN_1_3B),
             text_tokens=TEXT_TOKENS,
             latent_shape=decoder().latent_shape,
-            decoding=lambda latent, videos, section, on_gpu: _decoding(
-                decoder(_decode_dtype(section)), latent, section.decode_limit_gib
+            decoding=lambda latent, videos, section, on_gpu: decoder(_decode_dtype(section)).decoding(
+                latent, videos, section.decode_limit_gib
             ),
             decode_work=lambda latent, tiled, dtype: _decode_counts(decoder(), latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,
             encoder_gb=TEXT_ENCODER_GB,
-            encoding=partial(_encoding, encoder),
+            encoding=partial(_encoding, stored_config(folder, "text_encoder", TEXT_ENCODER)),
         )
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
-        patterns = [f"{part}/{file}" for part in PARTS for file in ("config.json", "*.safetensors")]
-        patterns += ["tokenizer/tokenizer_config.json", "model_index.json"]
-        include = [f"{part}/*" for part in (*PARTS, "tokenizer", "scheduler")]
-        return [
-            require("Wan 2.1", path, patterns, DEFAULT_REPOSITORY, "model_index.json", *include, gigabytes=DOWNLOAD_GB)
-        ]
+        include = ["model_index.json", *(f"{part}/*" for part in (*PARTS, "scheduler"))]
+        return [requirement("Wan 2.1", path, PARTS, DEFAULT_REPOSITORY, *include, gigabytes=DOWNLOAD_GB)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
@@ -123,16 +119,14 @@ class Wan(WanTransformer):
         return model.path or DEFAULT_REPOSITORY
 
 
-def _decode_dtype(model: ModelConfig) -> torch.dtype:
+def _decode_dtype(model: ModelConfig) -> str:
     """Its authors decode in float32 on a GPU too, and float16 overflows."""
-    dtype: torch.dtype = torch.float32 if model.vae_dtype == "auto" else getattr(torch, model.vae_dtype)
-    return dtype
+    return model.decode_dtype(on_gpu=False)
 
 
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
     """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
-    parts = (*PARTS, "tokenizer", "scheduler")
-    path = model.path or DEFAULT_REPOSITORY
+    path, parts = model.path or DEFAULT_REPOSITORY, (*PARTS, "scheduler")
     root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, "convert_wan", download=download)
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
@@ -144,17 +138,11 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     ):
         if wrong:
             raise ValueError(f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for example: {command}")
-    for part in (*PARTS, "tokenizer"):
-        require_file(root / part / ("tokenizer_config.json" if part == "tokenizer" else "config.json"), command)
-        if part in PARTS:
-            require_weights(root / part, PARTS[part], command)
+    require_parts(root, PARTS, lambda part: command)
     config = read_json(root / "transformer" / "config.json")
     if config.get("image_dim") is not None:
         raise ValueError(f"These weights cannot be trained: {root / 'transformer'} animates an image. Use a T2V model.")
-    scheduler = root / "scheduler" / "scheduler_config.json"
-    stored = read_json(scheduler) if scheduler.is_file() else {}
-    shift = stored.get("flow_shift", stored.get("shift"))
-    return root, WeightFacts(shift=None if shift is None else float(shift))
+    return root, WeightFacts(shift=published_shift(root))
 
 
 def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
@@ -166,37 +154,13 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
 
 
 @cache
-def _empty_decoder(config: tuple[tuple[str, Any], ...], dtype: torch.dtype = torch.float32) -> WanDecoder:
-    """A video decoder without memory for its weights."""
-    options = {key: list(value) if isinstance(value, tuple) else value for key, value in config}
-    with torch.device("meta"):
-        # The method of the class warns of layers that it keeps in float32, of which it has none.
-        return WanDecoder(torch.nn.Module.to(AutoencoderKLWan(**options), dtype))
-
-
-def _decoding(decoder: WanDecoder, latent: tuple[int, int, int, int], limit_gib: float | None) -> Decoding:
-    """As `WanDecoder` does it: one video at a time, in tiles where it does not fit."""
-    _, frames, height, width = latent
-    peak, vae = decode_bytes(decoder.vae, frames, height, width), decoder.vae
-    if limit_gib is None or peak <= limit_gib * 2**30:
-        return Decoding(peak_bytes=float(peak))
-    space = vae.config["scale_factor_spatial"]
-    tile = min(height, vae.tile_sample_min_height // space), min(width, vae.tile_sample_min_width // space)
-    return Decoding(peak_bytes=float(decode_bytes(vae, frames, *tile)), tiled=True)
-
-
-@cache
-@torch.no_grad()
 def _decode_counts(decoder: WanDecoder, latent: tuple[int, int, int, int], tiled: bool) -> tuple[int, int]:
     """FLOPs of decoding one video, and bytes that it moves outside products, in float32; counted on the meta device."""
     # The first latent frame is one of pixels, and all others cost the same.
     frames, counts = latent[1], []
     for count in (1, 2, 3):
         decoder.vae.use_tiling = tiled
-        latents = torch.empty(1, latent[0], count, *latent[2:], device="meta")
-        with FlopCounterMode(display=False) as counter:
-            moved = bytes_moved(partial(decoder.vae.decode, latents), without=PRODUCTS)
-        counts.append((int(counter.get_total_flops()), moved))
+        counts.append(decoder.counts(torch.empty(1, latent[0], count, *latent[2:], device="meta")))
         if count == frames:
             return counts[-1]
     (_, _), second, third = counts

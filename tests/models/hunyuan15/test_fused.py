@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts.traced import meta_transformer
 from sage_fast import accelerate
+from sage_fast.models import block as shared_block
 from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
@@ -171,7 +172,7 @@ def with_lora(
 def test_lora_wrapped(targets: list[str], checkpointing: Any, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the updates beside the products of the weights, and within them as with many tokens."""
     monkeypatch.setattr(
-        block, "room_for_low", lambda adapter, tokens: 0 if adapter is None or not wide else len(adapter.a)
+        shared_block, "room_for_low", lambda adapter, tokens: 0 if adapter is None or not wide else len(adapter.a)
     )
     model = with_lora(tiny_transformer(dtype=torch.float64), targets)
     prompts = prompts_of("ragged", torch.float64)
@@ -319,7 +320,7 @@ def test_the_gradient_of_the_gate_costs_no_product_where_tokens_are_many(monkeyp
     prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
     counts, gradients = [], []
     for few in (1000, 10):  # the video has 24 tokens, the text 5
-        monkeypatch.setattr(block, "_FEW_TOKENS", few)
+        monkeypatch.setattr(shared_block, "_FEW_TOKENS", few)
         model = tiny_transformer(dtype=torch.float64)
         accelerate(model)
         with CountProducts() as products:

@@ -10,8 +10,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.hunyuan15 import _published_decoder
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask, decode_bytes
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask
 from sage_fast.planning.trace import Tracer
 from tests.tiny.checkpoints import LATENT_CHANNELS
 
@@ -67,10 +66,11 @@ def test_as_many_samples_at_once_as_fit(
     vae: AutoencoderKLHunyuanVideo15, monkeypatch: pytest.MonkeyPatch, fitting: int, parts: list[int]
 ) -> None:
     latents = latents_of(5, 1, 2, 2)
-    expected = VAEDecoder(copy.deepcopy(vae)).decode(latents)
+    plain = VAEDecoder(copy.deepcopy(vae))
+    expected = plain.decode(latents)
     decode, sizes = vae.decode, []
     monkeypatch.setattr(vae, "decode", lambda z, **options: sizes.append(len(z)) or decode(z, **options))
-    budget = (fitting + 0.5) * decode_bytes(vae, (1, 2, 2)) / 2**30
+    budget = (fitting + 0.5) * plain.peak_bytes(1, 2, 2) / 2**30
     videos = VAEDecoder(vae, memory_gib=budget).decode(latents)
     assert sizes == parts
     # Another batch size may round a pixel the other way.
@@ -119,8 +119,8 @@ def test_values_that_are_not_finite_are_refused(vae: AutoencoderKLHunyuanVideo15
 
 def test_memory_estimate_of_the_published_vae() -> None:
     """The peak of a decode, traced without data at the published size, lies just below the estimate."""
-    vae, size = _published_decoder("float16").vae, (9, 16, 24)
+    decoder, size = VAEDecoder.empty("float16"), (9, 16, 24)
     latents = torch.empty(1, 32, *size, dtype=torch.float16, device="meta")
-    with torch.no_grad(), Tracer([latents, *vae.parameters()]) as tracer:
-        vae.decode(latents)
-    assert 0.8 < tracer.peak / decode_bytes(vae, size) < 1
+    with torch.no_grad(), Tracer([latents, *decoder.vae.parameters()]) as tracer:
+        decoder.vae.decode(latents)
+    assert 0.8 < tracer.peak / decoder.peak_bytes(*size) < 1

@@ -35,10 +35,11 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     TOKENS_PER_WORD,
     encoding,
     published_model,
-    vae_decode_work,
 )
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.transformer import MAX_LEVELS
+from sage_fast.models.video_decoding import AutoencoderDecoder
+from sage_fast.models.wan.video_vae import WanDecoder
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, gpu_memory_gb, measure_cpu
 from sage_fast.planning.estimate import (
@@ -310,11 +311,18 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
     assert traced.counts(latents.to("meta"))[1] == decoder.counts(latents)[1] == others
 
 
-def test_bytes_of_decoding_in_tiles_are_those_of_the_tiles() -> None:
-    decoder, latent = VAEDecoder.empty("float16"), (32, 3, 18, 24)
+@pytest.mark.parametrize(
+    ("decoder", "latent"), [(VAEDecoder.empty("float16"), (32, 3, 18, 24)), (WanDecoder.empty(), (16, 4, 33, 40))]
+)
+def test_decoding_in_tiles_costs_what_the_tiles_do(
+    decoder: AutoencoderDecoder, latent: tuple[int, int, int, int]
+) -> None:
+    """The decoder counts a tile of each size once, and of Wan's frames two and three."""
+    flops, moved = decoder.work(latent, tiled=True)
     decoder.vae.use_tiling = True
-    _, whole = decoder.counts(torch.empty(1, *latent, dtype=torch.float16, device="meta"))
-    assert vae_decode_work(latent, True, "float16")[1] == pytest.approx(whole, rel=2e-3)
+    whole = decoder.counts(torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta"))
+    assert flops == whole[0]
+    assert moved == pytest.approx(whole[1], rel=2e-3)
 
 
 # ------------------------------------------------------------------------------------------ memory

@@ -1,12 +1,9 @@
 """The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints, and its description for the planner."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
@@ -92,38 +89,6 @@ def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelCon
     return VAEDecoder.empty(model.decode_dtype(on_gpu)).decoding(latent, videos, model.decode_limit_gib)
 
 
-def vae_decode_work(latent: tuple[int, int, int, int], tiled: bool, dtype: str) -> tuple[float, float]:
-    """FLOPs of decoding one video, and bytes that it reads and writes outside its products, on the meta device.
-
-    81 frames of 480x832 are 813e12 and, in float16, 2.5e12, whole. Blending the tiles, less than a part in a thousand,
-    is not counted.
-    """
-    works = [_decode_work(part, dtype) for part in _decoded_parts(latent, tiled)]
-    return float(sum(flops for flops, _ in works)), float(sum(moved for _, moved in works))
-
-
-def _decoded_parts(latent: tuple[int, int, int, int], tiled: bool) -> Iterator[tuple[int, int, int, int]]:
-    """Shapes that the decoder is called with: the whole latent, or its tiles."""
-    vae = VAEDecoder.empty().vae
-    channels, frames, height, width = vae.config["latent_channels"], *latent[1:]
-    if not tiled:
-        yield channels, frames, height, width
-        return
-    rows, columns = vae.tile_latent_min_height, vae.tile_latent_min_width
-    # Tiles begin where `tiled_decode` of diffusers begins them; those at the end are smaller.
-    row_step, column_step = (int(size * (1 - vae.tile_overlap_factor)) for size in (rows, columns))
-    for top in range(0, height, row_step):
-        for left in range(0, width, column_step):
-            yield channels, frames, min(rows, height - top), min(columns, width - left)
-
-
-@cache
-def _decode_work(latent: tuple[int, int, int, int], dtype: str) -> tuple[int, int]:
-    decoder = VAEDecoder.empty(dtype)
-    decoder.vae.use_tiling = False
-    return decoder.counts(torch.empty(1, *latent, device="meta", dtype=getattr(torch, dtype)))
-
-
 def published_model(**changes: Any) -> ModelDescription:
     """The published HunyuanVideo-1.5, with other values for some fields of the description."""
     fields: dict[str, Any] = {
@@ -131,7 +96,7 @@ def published_model(**changes: Any) -> ModelDescription:
         "text_tokens": TEXT_TOKENS,
         "latent_shape": VAEDecoder.empty().latent_shape,
         "decoding": vae_decoding,
-        "decode_work": vae_decode_work,
+        "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(latent, tiled),
         "forward_work": forward_work,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,

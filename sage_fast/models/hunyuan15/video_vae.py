@@ -79,6 +79,11 @@ class VAEDecoder(AutoencoderDecoder):
         pixels = ((frames - 1) * self.time + 1) * height * width * self.space**2
         return 8 * pixels * int(self.vae.config["block_out_channels"][0]) * self.vae.dtype.itemsize
 
+    def tiles(self) -> tuple[int, int, int, int]:
+        rows, columns = self.vae.tile_latent_min_height, self.vae.tile_latent_min_width
+        between = 1 - self.vae.tile_overlap_factor
+        return rows, columns, int(rows * between), int(columns * between)
+
     def decode(self, latents: Tensor) -> Tensor:
         try:
             return super().decode(latents)

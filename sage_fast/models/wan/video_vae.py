@@ -46,3 +46,16 @@ class WanDecoder(AutoencoderDecoder):
         pixels, item = height * width * int(self.space) ** 2, self.vae.dtype.itemsize
         widest = 6 * 4 * int(self.vae.config["base_dim"]) * item
         return pixels * (widest + 2 * 3 * 4 * frames * item)
+
+    def tiles(self) -> tuple[int, int, int, int]:
+        vae, space = self.vae, self.space
+        rows, columns = vae.tile_sample_min_height // space, vae.tile_sample_min_width // space
+        return rows, columns, vae.tile_sample_stride_height // space, vae.tile_sample_stride_width // space
+
+    def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        # The first latent frame is one of pixels, and all others cost the same.
+        if frames <= 3:
+            return super().work_of(frames, height, width)
+        two, three = (super(WanDecoder, self).work_of(count, height, width) for count in (2, 3))
+        flops, moved = (b + (frames - 3) * (b - a) for a, b in zip(two, three, strict=True))
+        return flops, moved

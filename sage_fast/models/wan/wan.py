@@ -4,7 +4,7 @@
 one class. Wan 2.2 with two experts (`transformer_2`) and with a noise level per token (`expand_timesteps`) is refused.
 """
 
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class Wan(WanTransformer):
             decoding=lambda latent, videos, section, on_gpu: decoder(_decode_dtype(section)).decoding(
                 latent, videos, section.decode_limit_gib
             ),
-            decode_work=lambda latent, tiled, dtype: _decode_counts(decoder(), latent, tiled),
+            decode_work=lambda latent, tiled, dtype: decoder().work(latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,
             encoder_gb=TEXT_ENCODER_GB,
@@ -151,18 +151,3 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
     tokens = min(4 / 3 * words + 1, TEXT_TOKENS)
     weights = 4 * width * inner + 3 * width * config["d_ff"]
     return 2 * config["num_layers"] * (weights * tokens + 2 * inner * tokens**2), 2 * tokens * width
-
-
-@cache
-def _decode_counts(decoder: WanDecoder, latent: tuple[int, int, int, int], tiled: bool) -> tuple[int, int]:
-    """FLOPs of decoding one video, and bytes that it moves outside products, in float32; counted on the meta device."""
-    # The first latent frame is one of pixels, and all others cost the same.
-    frames, counts = latent[1], []
-    for count in (1, 2, 3):
-        decoder.vae.use_tiling = tiled
-        counts.append(decoder.counts(torch.empty(1, latent[0], count, *latent[2:], device="meta")))
-        if count == frames:
-            return counts[-1]
-    (_, _), second, third = counts
-    flops, moved = (b + (frames - 3) * (b - a) for a, b in zip(second, third, strict=True))
-    return flops, moved

@@ -7,7 +7,7 @@
 # docs/distributed.md says what happens when a process or a node fails.
 #
 # Environment:
-#   NNODES, HEAD            number of nodes, and the one that they meet on (1, localhost)
+#   NNODES, HEAD            number of nodes, or 4:8 for any from 4 to 8, and the one that they meet on (1, localhost)
 #   PROCESSES               processes per node: gpu, one for each GPU (gpu)
 #   PYTHON                  the interpreter of the environment (python)
 #   MASTER_PORT             a free port of HEAD (one node: any; several: from 20000 on, by the arguments)
@@ -40,9 +40,15 @@ if [[ "${NNODES:-1}" != 1 ]]; then
     )
 fi
 
+# On fewer nodes there are fewer replicas of the weights, and each has more of the videos.
+degrees=()
+if [[ "${NNODES:-1}" == *:* ]]; then
+    degrees=(--distributed.dp_replicate=null)
+fi
+
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --nnodes="${NNODES:-1}" \
     --nproc_per_node="${PROCESSES:-gpu}" \
     "${meeting[@]}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
-    -m sage_fast train --resume auto "$@"
+    -m sage_fast train --resume auto "$@" ${degrees[@]+"${degrees[@]}"}

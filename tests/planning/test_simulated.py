@@ -32,9 +32,11 @@ pytestmark = pytest.mark.slow
 
 FULL = ["--training.mode=full", "--distributed.param_dtype=bfloat16"]
 CASES: dict[str, tuple[int, int, list[str]]] = {
+    "full-8": (8, 5, [*FULL, "--distributed.dp_shard=4", "--distributed.sp=2"]),
     "full-64": (64, 45, [*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=4", "--distributed.sp=2"]),
     "full-512": (512, 301, [*FULL, "--distributed.dp_replicate=64", "--distributed.dp_shard=4", "--distributed.sp=2"]),
     "lora-8": (8, 5, ["--distributed.sp=2"]),
+    "lora-64": (64, 45, ["--distributed.sp=2"]),
     "lora-512": (512, 301, ["--distributed.sp=2"]),
     "single-pass": (
         2, 1, ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass",
@@ -145,6 +147,8 @@ def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_h
     tree["rollout"] |= {"num_generations": 2, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
     model = {"path": str(tiny_model_4_heads), "device": "cpu", "adaln": "weights", "kernels": "reference"}
     tree |= {"model": model, "objective": {"kl_mode": "fixed"}, "evaluation": {"every": 0}}
+    # With the empty prompt's one token they are 5 on average, as the plan has it.
+    tree["data"] = {"prompts": ["a red circle moving left a red circle moving"] * 64}
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(tree))
     (found,) = run_ranks(simulate, 1, str(file), words, rank, size, timeout=300)
@@ -159,5 +163,5 @@ def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_h
             row[1] += times * exchange.bytes
     assert {key: calls for key, (calls, _) in found.items()} == {key: row[0] for key, row in planned.items()}
     for key, (_, sent) in found.items():
-        # A tiny model fills up: rows of weights per rank, and tokens per rank of a video.
-        assert sent == pytest.approx(planned[key][1], rel=0.02, abs=1024), key
+        # A tiny model fills up rows of weights per rank; and a norm of all weights is a number of each.
+        assert sent == pytest.approx(planned[key][1], rel=0.002, abs=1024), key

@@ -75,6 +75,7 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
     ("words", "message"),
     [
         ("nope", "sage-fast: error: argument COMMAND: invalid choice: 'nope'"),
+        ("trian toy_cpu", "sage-fast: error: argument COMMAND: invalid choice: 'trian'"),
         ("plan toy_cpu --memory abc", "sage-fast plan: error: argument --memory: invalid float value: 'abc'"),
         ("generate runs/mine --output videos", "sage-fast generate: error: --output is called --output_dir now"),
         ("train toy_cpu --output=runs/mine", "sage-fast train: error: --output is called --output_dir now"),
@@ -90,6 +91,7 @@ def test_a_usage_error_is_the_usage_on_rank_0_and_a_line_of_its_command(
             main(words.split())
         *usage, line = capsys.readouterr().err.splitlines()
         assert line.startswith(message) and len(usage) == usages and line.count("sage-fast") == 1
+        assert line.endswith("Did you mean train?") is words.startswith("trian")
 
 
 def test_the_version_names_commit_and_torch_without_loading_it() -> None:

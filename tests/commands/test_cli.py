@@ -105,6 +105,16 @@ def test_the_version_names_commit_and_torch_without_loading_it() -> None:
     assert result.stdout == f"sage-fast {__version__} ({commit}torch {torch.__version__})\n"
 
 
+@pytest.mark.parametrize("said", [None, "active"])
+def test_openmp_reads_a_policy_that_the_user_may_set(said: str | None) -> None:
+    """torch's OpenMP reads the environment once, so it is set before the first import of torch."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    code = "import os, sys, sage_fast; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment |= {"OMP_WAIT_POLICY": said} if said else {}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{said or 'passive'} False\n"
+
+
 @pytest.mark.parametrize(
     ("rank", "level", "shown"),
     [("0", "", "INFO ERROR"), ("0", "WARNING", "ERROR"), ("1", "", "ERROR"), ("1", "DEBUG", "DEBUG INFO ERROR")],

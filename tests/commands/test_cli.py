@@ -1,6 +1,7 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
+import os
 import re
 import shutil
 import subprocess

@@ -171,7 +171,7 @@ def to_error(value: float, stderr: float, sign: str = "") -> str:
 
     Example: `to_error(3.02417, 0.0554)` is `3.024`, and `to_error(2.34e-7, 1.2e-7, "+")` is `+2.34e-07`.
     """
-    if not 1e-5 <= stderr < math.inf:
+    if not 1e-6 <= stderr < math.inf:
         return f"{value:{sign}.4g}"
     return f"{value:{sign}.{max(0, 1 - math.floor(math.log10(stderr)))}f}"
 

@@ -8,6 +8,7 @@ import json
 import posixpath
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -100,7 +101,8 @@ def _notebook_page(path: Path) -> str:
             if picture := data.get("image/png"):
                 parts.append(f"![Output](data:image/png;base64,{''.join(picture).strip()})")
             elif text := output.get("text") or data.get("text/plain"):
-                parts.append(f"```text\n{''.join(text).rstrip()}\n```")
+                lines = (textwrap.fill(line, 110) for line in "".join(text).rstrip().splitlines())
+                parts.append("```text\n{}\n```".format("\n".join(lines)))
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,6 +6,7 @@ ends with 1 where the configuration could not run, `plan` where it does not fit,
 """
 
 import argparse
+import difflib
 import logging
 import os
 import re
@@ -61,6 +62,9 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         usage = self.format_usage() if rank() == 0 else ""  # every rank was started with the same words
+        if unknown := re.match("argument COMMAND: invalid choice: '(.*?)'", message):
+            close = difflib.get_close_matches(unknown[1], COMMANDS, n=1)
+            message += f". Did you mean {close[0]}?" if close else ""
         report_error(f"{usage}{self.prog}: error: {message}")
         self.exit(2)
 
@@ -121,7 +125,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options, rest = parser.parse_known_args([_with("-", word) for word in words])
+    options, rest = parser.parse_known_args([_with("-", word) for word in words or ["--help"]])
     options.words, rest = words, [_with("_", word) for word in rest]
     # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
     options.config, overrides = split_words([*options.config, *rest])

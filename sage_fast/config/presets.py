@@ -57,7 +57,7 @@ def config_file(name: str | Path) -> Path:
 
 def missing_file(path: Path) -> ConfigError:
     """Message for a configuration that is neither a file nor a preset."""
-    return ConfigError(f"Config file {str(path)!r} does not exist, and no preset is called that.{_hint(str(path))}")
+    return ConfigError(f"There is no file, run or preset {str(path)!r}.{_hint(str(path))}")
 
 
 def _hint(name: str) -> str:

@@ -252,7 +252,7 @@ def _training_charts(rows: Rows) -> list[Chart]:
     groups = {"advantage/zero_spread_groups": "zero spread", "reward/dropped_groups": "reward failed"}
     kl = lines(**{"kl/position": "position", "kl/velocity": "velocity"})
     return charts(
-        ("KL to the anchor", kl, {}),
+        ("KL to the anchor", [line for line in kl if any(line.y)], {}),  # one is 0 until its anchor moves
         *([("weight of the KL", lines(**{"kl/weight": "weight"}), rare)] if any(line.x for line in kl) else []),
         ("KL's share of the gradient", [metric_line(rows, "kl/grad_share", "share", dots=True)], zero),
         ("probability ratio, mean", lines(**{"ratio/mean": "mean"}), {"level": 1.0, "varies": True}),

@@ -227,11 +227,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 
 def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
-    notes = []
     if update is None:
-        notes.append("The runs have no evaluation after update 0 in common, so their final scores are not compared.")
-    ends = {max(run.evaluations(), default=0) for arm in arms for run in arm.runs}
-    if update is not None and max(ends) > update:
+        return ["The runs have no evaluation after update 0 in common, so their final scores are not compared."]
+    notes = []
+    if max(max(run.evaluations(), default=0) for arm in arms for run in arm.runs) > update:
         notes.append(f"Some runs were evaluated later than update {update}, the last one that all of them have.")
     for arm in arms[1:]:
         pairs = paired_runs(arms[0], arm)
@@ -283,7 +282,8 @@ def _html(comparison: Comparison) -> str:
             updates, means, spreads = arm.band(key)
             line = Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15)
             lines.append(line)
-        drawn.append((key, lines, {}))
+        if any(any(line.y) for line in lines):  # a KL may be 0 in all of a run
+            drawn.append((key, lines, {}))
     return render(
         "comparison.html",
         "Comparison of runs",

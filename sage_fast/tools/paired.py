@@ -253,9 +253,10 @@ def headline(report: Report) -> str:
         doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
     elif not test.significant:
         doubt = ", which a difference of zero would explain too"
+    before, after = (to_error(value, test.stderr) for value in (test.before, test.after))
     mean, low, high = (to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high))
     return (
-        f"{REWARD} {verb} from {test.before:.4g} to {test.after:.4g}: {mean}, 95 % interval {low} to "
+        f"{REWARD} {verb} from {before} to {after}: {mean}, 95 % interval {low} to "
         f"{high}{doubt}. The trained model scores higher on {test.wins:.0%} of "
         f"{test.count} prompts."
     )

@@ -1,6 +1,7 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -75,6 +76,7 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
     ("words", "message"),
     [
         ("nope", "sage-fast: error: argument COMMAND: invalid choice: 'nope'"),
+        ("trian toy_cpu", "sage-fast: error: argument COMMAND: invalid choice: 'trian'"),
         ("plan toy_cpu --memory abc", "sage-fast plan: error: argument --memory: invalid float value: 'abc'"),
         ("generate runs/mine --output videos", "sage-fast generate: error: --output is called --output_dir now"),
         ("train toy_cpu --output=runs/mine", "sage-fast train: error: --output is called --output_dir now"),
@@ -90,6 +92,7 @@ def test_a_usage_error_is_the_usage_on_rank_0_and_a_line_of_its_command(
             main(words.split())
         *usage, line = capsys.readouterr().err.splitlines()
         assert line.startswith(message) and len(usage) == usages and line.count("sage-fast") == 1
+        assert line.endswith("Did you mean train?") is words.startswith("trian")
 
 
 def test_the_version_names_commit_and_torch_without_loading_it() -> None:
@@ -101,6 +104,16 @@ def test_the_version_names_commit_and_torch_without_loading_it() -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     commit = f"commit {found}, " if (found := git_commit(ROOT)) else ""
     assert result.stdout == f"sage-fast {__version__} ({commit}torch {torch.__version__})\n"
+
+
+@pytest.mark.parametrize("said", [None, "active"])
+def test_openmp_reads_a_policy_that_the_user_may_set(said: str | None) -> None:
+    """torch's OpenMP reads the environment once, so it is set before the first import of torch."""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    code = "import os, sys, sage_fast; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    environment |= {"OMP_WAIT_POLICY": said} if said else {}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{said or 'passive'} False\n"
 
 
 @pytest.mark.parametrize(

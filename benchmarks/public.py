@@ -53,7 +53,7 @@ Update = Callable[[], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What every trainer is given, and how its code calls the network.
+    """Work of one update, the same for every trainer.
 
     config: of the transformer. latent: (C, F, H, W). text: (B, L, D) float32, all valid. advantages: (B,).
     num_steps: T; GRPO does not train the last one.

@@ -77,7 +77,7 @@ class Contender:
         return seconds
 
     def more(self, commit: str) -> Record:
-        """What a row says beside the seconds."""
+        """Fields of a row beside the seconds."""
         peak = statistics.median(self.peaks) if self.peaks else None
         said = [f"{self.flop / 1e9:.1f} GFLOP", *([] if peak is None else [f"{peak:.0f} MB"]), *filter(None, [commit])]
         return {"flop": self.flop, "peak_mb": peak, "note": ", ".join(said)}

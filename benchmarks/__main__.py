@@ -9,6 +9,7 @@ SUITES = {
     "transformer": "the full size, fused, against diffusers: forward, training step, rollout step; attention backends",
     "iteration": "one whole GRPO iteration of the true model",
     "decode": "decoding a video, against diffusers",
+    "peers": "updates of public trainers, by their own code in --public FOLDER, and ours in turns on a CPU",
     "cpu": "the fused forward and diffusers' in turns on a CPU, which the guard holds on every change",
 }
 """Command -> what it times; each is a file of benchmarks/suites."""

@@ -213,6 +213,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": headline_block,
     "gpu": gpu_block,
     "cpu": partial(suite_block, suites=("decode",)),
+    "peers": partial(suite_block, suites=("peers",)),
     "presets": presets_block,
 }
 """Name in a document -> its Markdown."""

@@ -87,6 +87,13 @@ def duration(seconds: Mapping[str, float]) -> str:
     return f"{shown[0]} ({shown[1]} – {shown[2]}) {unit}"
 
 
+def over(ours: Record, row: Record) -> str:
+    """How many times as long as ours a row takes; where they took turns, with the turns' quantiles."""
+    if turns := ours.get("over", {}).get(row["contender"]):
+        return f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – {1 / turns['q20']:.2f})"
+    return f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
+
+
 def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
     """Duration, rate, share of the ceiling, peak memory, time over ours and note of a row; "" where there is none."""
     ours = contenders.get("ours")
@@ -95,7 +102,7 @@ def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
         f"{row['rate']:.0f} {row['unit']}" if row.get("rate", 0.0) >= 1.0 else "",
         f"{row['share']:.0%}" if "share" in row else "",
         f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
-        "" if ours in (None, row) else f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x",  # type: ignore[index]
+        "" if ours is None or ours is row else over(ours, row),
         row.get("note", ""),
     ]
 
@@ -106,7 +113,7 @@ HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", ""
 def table(result: Result) -> str:
     """A run in a screenful or two: every figure, and what is missing and why."""
     lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""] if result["smoke"] else []
-    form = "{:44} {:30} {:>13} {:>10} {:>8} {:>9}  {}"
+    form = "{:44} {:30} {:>13} {:>10} {:>8} {:>20}  {}"
     lines.append(form.format("", *HEAD).rstrip())
     for (suite, step, shape), contenders in rows(result).items():
         for contender, row in contenders.items():

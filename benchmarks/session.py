@@ -95,6 +95,7 @@ class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
     ops: of the kernels, those that are measured; empty for all. attention: backend of the transformer and its peers.
+    public: folder with checkouts of public trainers.
     started: when the run began, which is also its name in the records. supervised: whether another process goes on
     when this one ends.
     """
@@ -106,6 +107,7 @@ class Session:
     result: Result = field(default_factory=lambda: {"cells": {}})
     ops: Sequence[str] = ()
     attention: str = "auto"
+    public: Path | None = None
     started: float = field(default_factory=time.monotonic)
     supervised: bool = False
     _suite_ends: float = math.inf
@@ -298,6 +300,7 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS)
     parser.add_argument("--op", action="append", default=[], help="of the kernels, this op only; may be repeated")
     parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
+    parser.add_argument("--public", type=Path, help="of the peers: folder with checkouts of the public trainers")
     # `supervise` gives its processes the time at which it began.
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     return parser
@@ -375,6 +378,7 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         result=result,
         ops=options.op,
         attention=options.attention,
+        public=options.public,
         started=benchmarks.STARTED if options.started is None else options.started,
         supervised=options.started is not None,
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from benchmarks.peers import Velocity
+from benchmarks.contenders import Velocity
 from benchmarks.workload import ETA, GUIDANCE_SCALE, NUM_STEPS, SHIFT, Inputs
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey, noise_ids

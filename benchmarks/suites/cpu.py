@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks import peers, workload
+from benchmarks import contenders, workload
+from benchmarks.contenders import Velocity
 from benchmarks.errors import pooled_error, verdict
 from benchmarks.harness import Quantiles
-from benchmarks.peers import Velocity
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.steps import forward, train
@@ -56,7 +57,7 @@ class Contest:
 
     def switch(self, contender: str) -> AbstractContextManager[Velocity]:
         """A contender, to be switched on by `with`."""
-        return peers.contender(contender, self.transformer, SHAPE, "sdpa")
+        return contenders.contender(contender, self.transformer, SHAPE, "sdpa")
 
     def gradients(self, contender: str) -> dict[str, Tensor]:
         """Of the adapters, and the velocity."""
@@ -96,20 +97,25 @@ def in_turns(step: str, shape: str, contenders: Sequence[str], turn: Callable[[s
         for contender, found in seconds.items():
             found.append(turn(contender))
     torch.set_num_threads(threads)
-    ours, peer = seconds.values()
-    turns = Quantiles.of([mine / theirs for mine, theirs in zip(ours, peer, strict=True)])
     rows = [timing(step, shape, who, Quantiles.of(found)) for who, found in seconds.items()]
-    rows[0]["over"] = {contenders[1]: asdict(turns)}
+    ours, *others = contenders
+    rows[0]["over"] = {
+        who: asdict(Quantiles.of([mine / theirs for mine, theirs in zip(seconds[ours], seconds[who], strict=True)]))
+        for who in others
+    }
     return {"rows": rows}
 
 
-def toy_trainer(update: str, heads: int, layers: int, videos: int) -> Trainer:
-    """Videos of the toy world at once, over random weights of a width; without a KL both gradients are one."""
+def toy_trainer(update: str, heads: int, layers: int, videos: int, **more: Any) -> Trainer:
+    """Videos of the toy world at once, over random weights of a width; without a KL both gradients are one.
+
+    more: settings of the run.
+    """
     from sage_fast.config.load import load_config  # its library may not be on a bare machine
 
     changes = {"model.device": "cpu", "rollout.num_steps": 3, "rollout.num_generations": 2, "objective.kl_mode": "none"}
     changes |= {"rollout.batch_size": videos, "rollout.micro_batch_size": videos, "lora.target_modules": None}
-    config = load_config("toy_cpu", changes | {"training.update": update, "training.ema_decay": None})
+    config = load_config("toy_cpu", changes | {"training.update": update, "training.ema_decay": None} | more)
     model = TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers}
     components = Components(
         transformer=workload.random_transformer(model, torch.device("cpu"), torch.float32),

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks import harness, peers, workload
+from benchmarks import contenders, harness, workload
 from benchmarks.errors import verdict
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record
@@ -105,7 +105,7 @@ class Iteration:
 
     def iterate(self) -> dict[str, float]:
         """The metrics of an iteration, without kernels that are wrong on this device."""
-        with peers.plain_ops(self.reference_ops):
+        with contenders.plain_ops(self.reference_ops):
             return self.trainer.iterate()
 
     def check(self) -> Record:

@@ -5,8 +5,8 @@
     python -m benchmarks transformer --smoke         the same code anywhere on a tiny model; the numbers mean nothing
 
 Parity comes first: on two layers of full width the fused forward may be no further from float64 than `ALLOWED` times
-diffusers in the same type (P2 of `peers.py`), in velocities and in LoRA gradients. At full size, where float64 does not
-fit, velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
+diffusers in the same type (P2 of `contenders.py`), in velocities and in LoRA gradients. At full size, where float64
+does not fit, velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
 
 Where a kernel is wrong on this device (its own parity is red), the fused forward is timed with the plain twin of that
 op, and its rows say so.
@@ -22,9 +22,9 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from benchmarks import harness, peers, results, workload
+from benchmarks import contenders, harness, results, workload
+from benchmarks.contenders import Velocity
 from benchmarks.errors import ALLOWED, SANE, pooled_error, relative_error, verdict
-from benchmarks.peers import Velocity
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, failure, timing
 from benchmarks.steps import STEPS
@@ -141,7 +141,7 @@ class Model:
 
     def switch(self, timed: Timed) -> AbstractContextManager[Velocity]:
         """The contender of a cell, to be switched on by `with`."""
-        return peers.contender(
+        return contenders.contender(
             timed.contender,
             self.get(adapters=timed.step != "forward"),
             self.shapes[timed.shape],
@@ -239,7 +239,7 @@ class TwoLayers:
     def errors(self, contender: str, checkpointing: Checkpointing) -> dict[str, float]:
         """Relative errors of a contender's velocity and gradient; P1 is timed without gradients."""
         trains = contender != "P1"
-        switch = peers.contender(
+        switch = contenders.contender(
             contender,
             self.transformer,
             self.shape,

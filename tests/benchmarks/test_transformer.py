@@ -12,9 +12,9 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from benchmarks import peers, results
+from benchmarks import contenders, results
+from benchmarks.contenders import Velocity
 from benchmarks.errors import SANE, WORST, pooled_error
-from benchmarks.peers import Velocity
 from benchmarks.session import Session, Suite
 from benchmarks.suites import attention, iteration, transformer
 from benchmarks.workload import SMOKE, TINY, adapt, random_inputs, random_transformer
@@ -44,7 +44,7 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
     expected.backward(inputs.noise.double())
     gradients = {name: p.grad for name, p in trainable_parameters(transformer).items() if p.grad is not None}
     transformer.zero_grad(set_to_none=True)
-    with peers.packed(transformer, backend="reference", checkpointing=True) as velocity:
+    with contenders.packed(transformer, backend="reference", checkpointing=True) as velocity:
         out = velocity(inputs.latents, inputs.sigma, inputs.conditional)
         out.backward(inputs.noise.double())
         # Rotary embeddings are float32 in diffusers.
@@ -57,7 +57,11 @@ def test_padded_peer_passes_what_the_pipeline_passes() -> None:
     transformer = random_transformer(TINY, CPU, torch.float32)
     inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
     forward = Mock(wraps=transformer.forward)
-    with torch.no_grad(), patch.object(transformer, "forward", forward), peers.padded(transformer, SHAPE) as velocity:
+    with (
+        torch.no_grad(),
+        patch.object(transformer, "forward", forward),
+        contenders.padded(transformer, SHAPE) as velocity,
+    ):
         out = velocity(inputs.latents, inputs.sigma, inputs.conditional)
         expected = diffusers_velocity(transformer, inputs.latents, inputs.sigma, [inputs.conditional])
     seen = forward.call_args_list[0].kwargs
@@ -70,7 +74,7 @@ def test_a_peer_leaves_the_transformer_as_it_was() -> None:
     transformer = tiny(torch.bfloat16)
     processors = transformer.attn_processors
     masters = {name: p.data_ptr() for name, p in trainable_parameters(transformer).items()}
-    with pytest.raises(KeyError), peers.packed(transformer, backend="sdpa"):
+    with pytest.raises(KeyError), contenders.packed(transformer, backend="sdpa"):
         assert transformer.attn_processors != processors
         assert {p.dtype for p in trainable_parameters(transformer).values()} == {torch.bfloat16}
         raise KeyError
@@ -83,7 +87,7 @@ def test_all_blocks_share_one_compilation() -> None:
     transformer = random_transformer(TINY | {"num_layers": 10}, CPU, torch.bfloat16)
     inputs = random_inputs(SHAPE, TINY, CPU, torch.bfloat16)
     torch._dynamo.utils.counters.clear()
-    with torch.no_grad(), peers.packed(transformer, backend="sdpa", compiler="eager") as velocity:
+    with torch.no_grad(), contenders.packed(transformer, backend="sdpa", compiler="eager") as velocity:
         velocity(inputs.latents, inputs.sigma, inputs.conditional)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -94,7 +98,7 @@ def off_by(factor: float) -> Callable[..., AbstractContextManager[Velocity]]:
 
     @contextmanager
     def fused(transformer: HunyuanVideo15Transformer3DModel, **options: Any) -> Iterator[Velocity]:
-        with peers.packed(transformer, backend="sdpa", cast_adapters=False) as right:
+        with contenders.packed(transformer, backend="sdpa", cast_adapters=False) as right:
             yield lambda *inputs: factor * right(*inputs)
 
     return fused
@@ -109,7 +113,7 @@ def run(session: Session, *names: str) -> dict[str, Any]:
 
 
 def test_a_red_parity_leaves_no_ratio(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "fused", off_by(1.02))
+    monkeypatch.setattr(contenders, "fused", off_by(1.02))
     found = session()
     cells = run(found, "forward B P2", "forward B ours")
     assert cells["transformer parity P2"]["passed"] and not cells["transformer parity ours"]["passed"]
@@ -121,7 +125,7 @@ def test_a_red_parity_leaves_no_ratio(session: MakeSession, monkeypatch: pytest.
 def test_a_forward_that_is_wrong_at_full_depth_only_is_not_timed(
     session: MakeSession, factor: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "fused", off_by(factor))
+    monkeypatch.setattr(contenders, "fused", off_by(factor))
     found = session({f"transformer parity {who}": {"status": "done", "passed": True} for who in ("P1", "P2", "ours")})
     cells = run(found, "forward B ours")
     assert "differs from P2" in cells["transformer forward B ours"]["status"]
@@ -135,7 +139,7 @@ def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
     inputs = random_inputs(SHAPE, TINY, CPU, torch.float32)
     gradients = []
     for step in ("train", "train_split", "single_pass"):
-        with peers.packed(model, backend="sdpa") as velocity:
+        with contenders.packed(model, backend="sdpa") as velocity:
             transformer.STEPS[step](velocity, inputs, select_kernels("auto", CPU))
             gradients.append({name: p.grad for name, p in trainable_parameters(model).items()})
     pair = {name: grad for name, grad in gradients[0].items() if grad is not None}
@@ -208,7 +212,7 @@ def test_a_wrong_kernel_costs_its_op(session: MakeSession, monkeypatch: pytest.M
         out.mul_(1.05)
 
     monkeypatch.setattr(gelu_tanh, "launch", five_per_cent_off)
-    monkeypatch.setattr(peers, "accelerate", partial(accelerate, kernels="triton"))
+    monkeypatch.setattr(contenders, "accelerate", partial(accelerate, kernels="triton"))
     cells = run(session({"kernels parity gelu_tanh": {"status": "done", "passed": False}}), "forward B ours")
     (row,) = cells["transformer forward B ours"]["rows"]
     assert row["note"] == "without the kernels of gelu_tanh" and cells["transformer parity ours"]["passed"]
@@ -216,7 +220,7 @@ def test_a_wrong_kernel_costs_its_op(session: MakeSession, monkeypatch: pytest.M
 
 def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours is compared with float64 on two layers and timed, where P2 cannot be."""
-    monkeypatch.setattr(peers, "packed", lambda *arguments, **options: 1 // 0)
+    monkeypatch.setattr(contenders, "packed", lambda *arguments, **options: 1 // 0)
     found = session()
     cells = run(found, "forward B P2", "forward B ours")
     assert cells["transformer parity P2"]["status"].startswith("failed: ZeroDivisionError")

@@ -1,4 +1,4 @@
-"""Peers of the fused forward: diffusers' own modules and weights, run in three other ways.
+"""Contenders with the fused forward: diffusers' own modules and weights, run in three other ways.
 
     P1   diffusers as shipped: text padded to what its pipeline passes, an N x N mask in every block
     P2   the mask removed, packed tokens, and the attention kernel that the fused forward uses

@@ -147,7 +147,7 @@ def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_h
     tree["rollout"] |= {"num_generations": 2, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
     model = {"path": str(tiny_model_4_heads), "device": "cpu", "adaln": "weights", "kernels": "reference"}
     tree |= {"model": model, "objective": {"kl_mode": "fixed"}, "evaluation": {"every": 0}}
-    # With the empty prompt's one token they are 5 on average, as the plan has it.
+    # With the empty prompt's one token they are 5 on average, which the plan counts.
     tree["data"] = {"prompts": ["a red circle moving left a red circle moving"] * 64}
     file = tmp_path / "run.yaml"
     file.write_text(json.dumps(tree))

@@ -113,6 +113,8 @@ def test_a_chart_that_repeats_another_or_shows_what_does_nothing_is_left_out(lon
     found = shown(gains)
     assert found[:2] == ["paired gain over update 0", "reward"] and "weight of the KL" in found
     assert "paired gain over update 0" not in shown(gains[1:])
+    assert "KL to the anchor" in found
+    assert "KL to the anchor" not in shown([row | {"kl/position": 0.0, "kl/velocity": 0.0} for row in rows])
 
 
 def test_the_page_begins_with_the_picture_and_ends_with_commands_that_work(

@@ -233,8 +233,9 @@ class Split:
 def split_tokens(tokens: int, batch: int, settings: Launch, device: torch.device) -> Split:
     """Deal `tokens` consecutive tokens of each of `batch` samples to about as many programs as fill the device.
 
-    So the last bits of a sum over tokens depend on the model of GPU. One number for all would leave some half idle: one
-    program more than runs at once takes as long as twice as many.
+    So the last bits of a sum over tokens depend on the model of GPU. One number for all, or for an architecture, would
+    leave some half idle: one program more than runs at once takes as long as twice as many. The split of an H100 SXM,
+    with 132 multiprocessors, would take 1.7 times as long on the PCIe card, which has 114.
     """
     wanted = max(num_programs(settings, device) // max(batch, 1), 1)
     each = max(cdiv(tokens, wanted), 1)

@@ -148,11 +148,9 @@ class AutoencoderDecoder(ABC):
         works = [(count, *self.work_of(*part)) for part, count in parts.items()]
         return float(sum(n * flops for n, flops, _ in works)), float(sum(n * moved for n, _, moved in works))
 
-    @cache  # noqa: B019  decoders without memory are cached as well
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """As `work`, of latents that are decoded whole."""
-        self.vae.use_tiling = False
-        return self.counts(torch.empty(1, self.channels, frames, height, width, device="meta", dtype=self.vae.dtype))
+        return _counts(self, frames, height, width)
 
     @torch.no_grad()
     def counts(self, latents: Tensor) -> tuple[int, int]:
@@ -160,6 +158,14 @@ class AutoencoderDecoder(ABC):
         with FlopCounterMode(display=False) as counter:
             moved = bytes_moved(lambda: self.vae.decode(latents), without=PRODUCTS)
         return int(counter.get_total_flops()), moved
+
+
+@cache
+def _counts(decoder: AutoencoderDecoder, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Counted once for each size."""
+    decoder.vae.use_tiling = False
+    latents = torch.empty(1, decoder.channels, frames, height, width, device="meta", dtype=decoder.vae.dtype)
+    return decoder.counts(latents)
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:

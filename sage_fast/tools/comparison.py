@@ -304,7 +304,9 @@ def _sentences(comparison: Comparison) -> list[str]:
         size = f"{mean}, 95 % interval {low} to {high}"
         if difference.column != REWARD:
             continue
-        if difference.verdict == "not told apart":
+        if e.mean == e.stderr == 0:
+            found.append(f"{difference.arm} has the reward of {first} on every prompt.")
+        elif difference.verdict == "not told apart":
             found.append(
                 f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.3g} would "
                 "have been seen in four of five such studies."

@@ -76,6 +76,8 @@ def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
     comparison = compare_runs([one, other])
     assert "has no seed of" in comparison.notes[0] and "says nothing of other seeds" in comparison.notes[1]
     assert comparison.differences[0].verdict == "higher"
+    same = compare_runs([one, make_run(tmp_path / "same", "--objective.equalizer=false")])
+    assert "same has the reward of a on every prompt." in to_text(same)
     for file in (other / "evaluation").glob("update-000004.json"):
         file.unlink()
     comparison = compare_runs([one, other])

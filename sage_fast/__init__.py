@@ -43,7 +43,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 # OpenMP reads it when torch is loaded. By default its threads spin while they wait for one another, and on a busy
-# machine take the very core that the other one needs: a forward of the toy network took five times the CPU time.
+# machine take the very core that the other one needs: a forward of the toy network took four times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {

@@ -75,8 +75,7 @@ class Contest:
         device = next(stock.parameters()).device
         generator = torch.Generator(device).manual_seed(1)
         self.latents = torch.randn(1, *latent, generator=generator, device=device)
-        needed = decoder.peak_bytes(*latent[1:])
-        self.tiled = decoder.memory_gib is not None and needed > decoder.memory_gib * 2**30
+        self.tiled = not decoder.together(*latent[1:], decoder.memory_gib)
 
     def ours(self) -> Tensor:
         return self.decoder.decode(self.latents)

@@ -51,4 +51,4 @@ exec "${PYTHON:-python}" -m torch.distributed.run \
     --nproc_per_node="${PROCESSES:-gpu}" \
     "${meeting[@]}" \
     --max-restarts="${MAX_RESTARTS:-3}" \
-    -m sage_fast train --resume auto "$@" ${degrees[@]+"${degrees[@]}"}
+    -m sage_fast train --resume auto ${degrees[@]+"${degrees[@]}"} "$@"

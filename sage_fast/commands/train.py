@@ -82,17 +82,22 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(to_text(checks, config_given=True))
         return 0 if can_run(checks) else 1
 
-    from sage_fast.tools.api import refuse_cpu
-
-    refuse_cpu(config, options.allow_cpu)  # before the ranks, whose launcher would print the traceback of each
     if options.gpus is not None and world_size() == 1:
+        import torch
+
+        if not torch.cuda.is_available():
+            from sage_fast.tools.api import refuse_cpu
+
+            refuse_cpu(config, options.allow_cpu)  # before the ranks, whose launcher would print the traceback of each
         _start_processes(options.gpus, options.words)
 
     from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.directory import RunDirectory
     from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
+    from sage_fast.tools.api import refuse_cpu
 
+    refuse_cpu(config, options.allow_cpu)
     result = train(settle_memory(config), allow_changes=split_keys(options.allow_changes))
     if rank() != 0:
         return 0

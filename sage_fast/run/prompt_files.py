@@ -182,6 +182,8 @@ def listed_prompts(given: Sequence[Row]) -> list[Prompt]:
             raise ValueError("a prompt is empty; write one or leave it out")
         if _NO_TEXT.search(text):
             raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
+        if unknown := row.keys() - {"prompt", "seed", "image"}:
+            raise ValueError(f"a prompt has {', '.join(sorted(unknown))}; a row of a list has prompt, seed and image")
         _, seed, image = _own(row)
         where, seen = f"prompt {number}", _visible(text)
         prompts.append(Prompt(text=seen, index=number, seed=_seed(seed, where), image=_image(image, Path(), where)))

@@ -346,6 +346,7 @@ def _disk(config: RunConfig) -> Iterator[Check]:
     for disk in {folder.stat().st_dev for folder in needed}:
         folders = [folder for folder in needed if folder.stat().st_dev == disk]
         size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(folders[0]).free
-        detail = f"about {size / 1e9:.0f} GB for downloads and checkpoints, {free / 1e9:.0f} GB free; a tenth stays so"
+        needs = f"about {size / 1e9:.0f} GB for downloads and checkpoints"
+        detail = f"{needs}, {free / 1e9:.0f} GB free, of which a tenth is kept"
         fix = "--output_dir or HF_HOME on a larger disk, or a smaller --checkpoint.keep_last"
         yield judged("disk", str(folders[0]), size < 0.9 * free, detail, fix)

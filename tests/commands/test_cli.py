@@ -70,6 +70,10 @@ def test_gpus_start_torchrun(config_file: Path, monkeypatch: pytest.MonkeyPatch)
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
         *("-m", "sage_fast", "train", str(config_file), "--seed=3"),
     ]
+    # Refused here, in a line: the launcher would add the traceback of every rank.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert main(["train", "--gpus=2", "hv15_quick_lora_8gpu"]) == 2
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(

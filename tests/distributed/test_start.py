@@ -145,8 +145,10 @@ def test_the_scripts(tmp_path: Path) -> None:
     rest = ["-m", "sage_fast", "train", "my config.yaml"]
     meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=a", "--max-restarts=2"]
     assert_called(tmp_path, [*meeting, *rest[:3], "--resume", "auto", *rest[3:], "--seed=1"])
-    assert bash("torchrun.sh", "a.yaml", environment=here | {"NNODES": "4:8"}) == (0, "")
-    assert "--nnodes=4:8" in called(tmp_path) and called(tmp_path)[-1] == "--distributed.dp_replicate=null"
+    assert bash("torchrun.sh", "a.yaml", "--seed=1", environment=here | {"NNODES": "4:8"}) == (0, "")
+    # In front of the user's own words, of which the last one counts.
+    assert "--nnodes=4:8" in called(tmp_path)
+    assert called(tmp_path)[-3:] == ["--distributed.dp_replicate=null", "a.yaml", "--seed=1"]
     assert "usage" in bash("torchrun.sh", environment=here)[1]
 
     assert bash("slurm.sbatch", environment=environment) == (0, "")

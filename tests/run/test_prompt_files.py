@@ -160,6 +160,7 @@ def test_a_list_has_rows_as_a_file_has(tmp_path: Path, monkeypatch: pytest.Monke
     for row, message in (
         ({"prompt": "a", "image": "b.png"}, "prompt 0: there is no picture"),
         ({"text": "a"}, "a row"),
+        ({"prompt": "a", "imgae": "fox.png"}, "a prompt has imgae; a row of a list has prompt, seed and image"),
     ):
         with pytest.raises(ValueError, match=message):
             read_prompts([row])

@@ -153,17 +153,20 @@ class AutoencoderDecoder(ABC):
         return _counts(self, frames, height, width)
 
     @torch.no_grad()
-    def counts(self, latents: Tensor) -> tuple[int, int]:
+    def counts(self, latents: Tensor, *, tiled: bool = False) -> tuple[int, int]:
         """FLOPs of one call of the autoencoder's decoder, and bytes that it reads and writes outside its products."""
-        with FlopCounterMode(display=False) as counter:
-            moved = bytes_moved(lambda: self.vae.decode(latents), without=PRODUCTS)
+        self.vae.use_tiling = tiled
+        try:
+            with FlopCounterMode(display=False) as counter:
+                moved = bytes_moved(lambda: self.vae.decode(latents), without=PRODUCTS)
+        finally:
+            self.vae.use_tiling = False  # an empty decoder serves whoever asks next
         return int(counter.get_total_flops()), moved
 
 
 @cache
 def _counts(decoder: AutoencoderDecoder, frames: int, height: int, width: int) -> tuple[int, int]:
     """Counted once for each size."""
-    decoder.vae.use_tiling = False
     latents = torch.empty(1, decoder.channels, frames, height, width, device="meta", dtype=decoder.vae.dtype)
     return decoder.counts(latents)
 

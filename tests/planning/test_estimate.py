@@ -320,8 +320,7 @@ def test_decoding_in_tiles_costs_what_the_tiles_do(
     """The decoder counts a tile of each size once, and of Wan's frames two and three."""
     decoder = kind.empty("float16")
     flops, moved = decoder.work(latent, tiled=True)
-    decoder.vae.use_tiling = True
-    whole = decoder.counts(torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta"))
+    whole = decoder.counts(torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta"), tiled=True)
     assert flops == whole[0]
     assert moved == pytest.approx(whole[1], rel=2e-3)
 

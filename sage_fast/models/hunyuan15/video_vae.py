@@ -105,7 +105,7 @@ class VAEDecoder(AutoencoderDecoder):
             for block in blocks:
                 block.prepare_causal_attention_mask = self._mask
 
-    def counts(self, latents: Tensor) -> tuple[int, int]:
+    def counts(self, latents: Tensor, *, tiled: bool = False) -> tuple[int, int]:
         """See `AutoencoderDecoder`; making the mask is among them."""
         self.forget_masks()
-        return super().counts(latents)
+        return super().counts(latents, tiled=tiled)

@@ -167,6 +167,7 @@ class Decoding:
 
     peak_bytes: float
     tiled: bool = False
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True, kw_only=True)

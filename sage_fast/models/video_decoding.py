@@ -94,11 +94,12 @@ class AutoencoderDecoder(ABC):
     def decoding(self, latent: tuple[int, int, int, int], videos: int, memory_gib: float | None) -> Decoding:
         """How `decode` decodes a micro-batch within a limit, for a plan."""
         _, frames, height, width = latent
+        dtype = str(self.vae.dtype).removeprefix("torch.")
         if together := min(videos, self.together(frames, height, width, memory_gib)):
-            return Decoding(peak_bytes=float(together * self.peak_bytes(frames, height, width)))
+            return Decoding(peak_bytes=float(together * self.peak_bytes(frames, height, width)), dtype=dtype)
         rows, columns, _, _ = self.tiles()
         tile = self.peak_bytes(frames, min(height, rows), min(width, columns))
-        return Decoding(peak_bytes=float(tile), tiled=True)
+        return Decoding(peak_bytes=float(tile), tiled=True, dtype=dtype)
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -86,7 +86,9 @@ class Device:
 
     def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float, float]:
         """(predicted, what may come on top, at the ceilings) seconds of decoding, whose linear work is convolutions."""
-        convolutions = cost.linear / self.rates(dtype, "sdpa")[0]
+        # By torch's default cuDNN computes float32 convolutions in TF32, at half the rate of 16 bits.
+        half = dtype == "float32" and self.is_gpu
+        convolutions = cost.linear / (self.matmul * 1e12 / 2 if half else self.rates(dtype, "sdpa")[0])
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
         fast, slow = (convolutions / share for share in CONVOLUTION_SHARES)
         return fast + elementwise / ELEMENTWISE_SHARE, slow - fast, convolutions + elementwise

@@ -373,12 +373,11 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
 
 def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
     """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
-    description, model = held.description, held.config.model
-    tiled, dtype = description.decoding(latent, videos, model, held.on_gpu).tiled, model.decode_dtype(held.on_gpu)
-    flops, moved = description.decode_work(latent, tiled, dtype)
+    decoding = held.description.decoding(latent, videos, held.config.model, held.on_gpu)
+    flops, moved = held.description.decode_work(latent, decoding.tiled, decoding.dtype)
     cost = Cost(linear=flops, elementwise=moved)
-    predicted, doubt, bound = device.decode_seconds(cost, dtype)
-    return tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
+    predicted, doubt, bound = device.decode_seconds(cost, decoding.dtype)
+    return decoding.tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
 
 
 def _phases(

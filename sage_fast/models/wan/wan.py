@@ -97,7 +97,7 @@ class Wan(WanTransformer):
             decoding=lambda latent, videos, section, on_gpu: decoder(_decode_dtype(section)).decoding(
                 latent, videos, section.decode_limit_gib
             ),
-            decode_work=lambda latent, tiled, dtype: decoder().work(latent, tiled),
+            decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,
             encoder_gb=TEXT_ENCODER_GB,

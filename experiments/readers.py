@@ -46,7 +46,7 @@ ARMS: dict[str, dict[str, Any]] = {
 
 
 class Readers:
-    """What both readers make of the middle frame of each video.
+    """Scores of the middle frame of each video by both readers.
 
     Scores: `OCR`, the reward of words_cpu, and `judge`, the same of EasyOCR's text; `OCR_right` and `judge_right`, 1
     where the text is the quoted one to the letter. The judge reads held-out words alone, and others count as 0: what it

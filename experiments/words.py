@@ -143,7 +143,7 @@ class WordsWorld:
         return captions
 
     def prompts(self, captions: Tensor) -> list[PromptEmbeds]:
-        """What the transformer reads of captions (B, 6)."""
+        """Features of captions (B, 6), for the transformer."""
         texts = []
         for motion, *word in captions.tolist():
             spelled = "".join(ALPHABET[letter] for letter in word if letter >= 0)

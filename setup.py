@@ -98,6 +98,7 @@ setup(
         "sage_fast": [
             "py.typed",
             "models/toy/assets/*",
+            "models/toy/assets/words/*",
             "tools/*.md",
             "rewards/videoalign/prompt.txt",
             "run/templates/*",

@@ -9,5 +9,7 @@ runner.py         runs what is missing, some processes at a time
 drawings.py       the figures
 document.py       the page
 exact_policy.py   the perfect policy of the toy world, and one with weights to train
-pretrain.py       makes the base model of the toy world
+pretrain.py       makes the base models of the toy worlds
+captioned.py      what it asks of a world; shapes.py and words.py are the two
+readers.py        the experiment of words, with a judge that no training sees
 """

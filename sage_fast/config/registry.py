@@ -14,6 +14,7 @@ from sage_fast.config.errors import ConfigError
 
 MODEL_FAMILIES = {
     "toy": "sage_fast.models.toy.components:Toy",
+    "toy_words": "sage_fast.models.toy.words:Words",
     "hunyuan15": "sage_fast.models.hunyuan15.hunyuan15:HunyuanVideo15",
     "wan": "sage_fast.models.wan.wan:Wan",
 }

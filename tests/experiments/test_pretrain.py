@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from experiments.pretrain import MODULE_COMMAND, PHASES, PretrainConfig, main, pretrain, shown_by_caption
+from experiments.pretrain import MODULE_COMMAND, PretrainConfig, main, pretrain
+from experiments.shapes import PHASES, shown_by_caption
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import (

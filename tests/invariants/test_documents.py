@@ -189,6 +189,26 @@ def test_the_demo_page_shows_its_controls() -> None:
     assert all(3 * abs(r["reward"]["mean"]) < least for r in rows)
 
 
+def test_the_page_of_words_shows_its_results() -> None:
+    """A judge that no training sees reads 20 points more of the words, over three seeds; shuffled rewards gain nothing."""
+    rows = [json.loads(line) for line in (ROOT / "docs/results/words.jsonl").read_text("utf-8").splitlines()]
+    assert {(r["prompts"], r["noises"]) for r in rows} == {(48, 16)}
+    for r in rows:
+        right, judge, reward = r["OCR_right"], r["judge_right"], r["OCR"]
+        cells = (
+            f"| {r['rate']:g} | {r['seed']} | {100 * right['before']:.0f} → {100 * right['after']:.0f} % "
+            f"| {100 * judge['before']:.0f} → {100 * judge['after']:.0f} % "
+            f"| {100 * judge['mean']:+.0f} ± {100 * judge['stderr']:.0f} "
+            f"| {reward['mean']:+.3f} ± {reward['stderr']:.3f} |"
+        )
+        assert cells in PAGES["docs/words.md"], cells
+    best = [r["judge_right"] for r in rows if (r["arm"], r["rate"]) == ("forward_process", 0.03)]
+    assert len(best) == 3 and all(gain["mean"] > 0.2 and gain["mean"] > 5 * gain["stderr"] for gain in best)
+    assert f"{100 * fmean(gain['mean'] for gain in best):.0f} points" in PAGES["README.md"]
+    control = [r["judge_right"]["mean"] for r in rows if r["arm"] == "shuffled"]
+    assert len(control) == 3 and abs(fmean(control)) < 2 * stdev(control) / len(control) ** 0.5
+
+
 def test_the_api_page_names_what_exists() -> None:
     names = re.findall(r"^::: ([\w.]+)$", PAGES["docs/reference/api.md"], re.M)
     for name in names:

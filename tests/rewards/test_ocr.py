@@ -43,7 +43,7 @@ def reads_colour(picture: NDArray[np.uint8]) -> str:
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ocr, "load_reader", lambda min_side, threads: reads_colour)
+    monkeypatch.setattr(ocr, "load_reader", lambda min_side, threads, search: reads_colour)
 
 
 # ------------------------------------------------------------------------------------------ without the reader

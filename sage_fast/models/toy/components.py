@@ -103,9 +103,9 @@ def stored_parameters(transformer: Any) -> dict[str, Tensor]:
     return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
 
 
-def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
+def _open(model: ModelConfig, shipped: Path) -> tuple[Path, dict[str, Any]]:
     """Folder of a toy model, and its configuration. ValueError where a file is missing."""
-    directory = ASSETS if model.path is None else Path(model.path)
+    directory = shipped if model.path is None else Path(model.path)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ValueError(
@@ -115,18 +115,25 @@ def _open(model: ModelConfig) -> tuple[Path, dict[str, Any]]:
     return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
 
 
-def load_components(model: ModelConfig) -> Components:
+def load_components(
+    model: ModelConfig,
+    shipped: Path = ASSETS,
+    encoder: WordEncoder | None = None,
+    codec: PatchCodec | None = None,
+) -> Components:
     """Load a toy model from plain files; nothing is downloaded.
 
     Args:
         model: its `path` is a folder with `config.json` and `weights.safetensors`, as
             `python -m experiments.pretrain` writes it; None means the base model that ships with the project.
+        shipped: folder of that one.
+        encoder, codec: of another world.
 
     Returns the components; the transformer is float32, on the CPU, in evaluation mode.
 
     ValueError when a file is missing or the weights do not fit the config.
     """
-    directory, config = _open(model)
+    directory, config = _open(model, shipped)
     transformer = build_transformer(config)
     expected = stored_parameters(transformer)
     with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
@@ -138,24 +145,34 @@ def load_components(model: ModelConfig) -> Components:
         mismatched={name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape},
     )
     transformer.load_state_dict(weights, strict=False)
-    return Components(transformer=transformer.eval(), prompt_encoder=WordEncoder(), video_decoder=PatchCodec())
+    return Components(
+        transformer=transformer.eval(),
+        prompt_encoder=encoder or WordEncoder(),
+        video_decoder=codec or PatchCodec(),
+    )
 
 
 class Toy(HunyuanTransformer):
     """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
 
+    shipped = ASSETS
+    text_tokens = len(["a", "red", "circle", "moving", "left"])
+    encoder: type[WordEncoder] = WordEncoder
+    codec: type[PatchCodec] = PatchCodec
+
     def load(self, model: ModelConfig) -> Components:
-        return load_components(model)
+        return load_components(model, self.shipped, self.encoder(), self.codec())
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        transformer = _open(model)[1] | {"unread_modules": UNUSED_MODULES}
+        transformer = _open(model, self.shipped)[1] | {"unread_modules": UNUSED_MODULES}
+        codec = self.codec()
         return ModelDescription(
             transformer=transformer,
-            text_tokens=len(["a", "red", "circle", "moving", "left"]),
-            latent_shape=PatchCodec().latent_shape,
+            text_tokens=self.text_tokens,
+            latent_shape=codec.latent_shape,
             # A product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once.
             decoding=lambda latent, videos, section, on_gpu: Decoding(peak_bytes=16.0 * videos * math.prod(latent)),
-            decode_work=lambda latent, tiled, dtype: (2.0 * math.prod(latent) * LATENT_CHANNELS, 0.0),
+            decode_work=lambda latent, tiled, dtype: (2.0 * math.prod(latent) * latent[0], 0.0),
             forward_work=forward_work,
             modulation=modulation(transformer),
         )

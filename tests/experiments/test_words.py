@@ -1,0 +1,117 @@
+"""The world of words: its legal videos, its exact velocity against a sum over all of them, and its pretraining."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from experiments import pretrain as pretraining
+from experiments import words
+from experiments.exact_policy import ExactPolicy
+from experiments.pretrain import PretrainConfig, pretrain
+from experiments.words import HEIGHTS, PARTNER, PHASES, WordsWorld, letters, render_word
+from sage_fast.models.toy.components import WEIGHTS_NAME
+from sage_fast.models.toy.words import (
+    ALPHABET,
+    MOTIONS,
+    PLACES,
+    TRANSFORMER_CONFIG,
+    GreyCodec,
+    letter_places,
+    prompt_of,
+)
+
+
+def test_letters_of_a_word_do_not_overlap() -> None:
+    """The exact velocity takes the letters of a word apart."""
+    table = letters().flatten(3)
+    energy = table.square().sum(-1).mean()
+    for place in range(len(PLACES) - 2):
+        assert (table[:, place] @ table[:, place + 2].mT).max() < 1e-3 * energy
+
+
+def test_every_letter_has_one_look_alike() -> None:
+    assert [PARTNER[PARTNER[letter]] for letter in range(len(ALPHABET))] == list(range(len(ALPHABET)))
+    assert all(partner != letter for letter, partner in enumerate(PARTNER))
+
+
+def test_drawn_latents_are_legal_videos() -> None:
+    world = WordsWorld(0.0, torch.Generator().manual_seed(0))
+    captions = world.draw_captions(6, dropped=0.0)
+    videos = GreyCodec().decode(world.draw_latents(captions))
+    for (motion, *word), video in zip(captions.tolist(), videos, strict=True):
+        shown = "".join(ALPHABET[letter] for letter in word if letter >= 0)
+        legal = torch.stack([render_word(shown, MOTIONS[motion], height) for height in HEIGHTS])
+        assert (legal.int() - video.int()).abs().amax((1, 2, 3, 4)).min() <= 2  # the blank one is rounded to bytes
+
+
+@pytest.mark.parametrize("sigma", [0.05, 0.5, 0.9, 0.97])
+@pytest.mark.parametrize("word", ["CAT", "HEN"])
+def test_the_velocity_is_that_of_the_sum_over_all_videos(word: str, sigma: float) -> None:
+    world = WordsWorld(0.3, torch.Generator().manual_seed(1))
+    asked = [ALPHABET.index(letter) for letter in word]
+    videos, prior = [], []
+    for height, wrong in product(range(len(HEIGHTS)), product((False, True), repeat=3)):
+        chosen = torch.zeros(len(words.VARIANTS), len(PLACES), len(ALPHABET))
+        for place, letter, mistaken in zip(letter_places(3), asked, wrong, strict=True):
+            chosen[height, PLACES.index(place), PARTNER[letter] if mistaken else letter] = 1
+        videos.append((world.blank + chosen.flatten() @ world.ink).view(world.shape))
+        prior.append(torch.tensor([0.3 if mistaken else 0.7 for mistaken in wrong]).log().sum())
+    noise = torch.randn(4, *world.shape, generator=world.generator)
+    latents, level = (1 - sigma) * torch.stack(videos[4:8]) + sigma * noise, torch.full((4,), sigma)
+    caption = torch.tensor([[0, *asked, -1, -1]]).expand(4, -1)
+    exact = ExactPolicy(torch.stack(videos)).velocity(0, latents, level, torch.stack(prior).expand(4, -1))
+    assert (world.velocity(latents, level, caption) - exact).abs().max() < 0.02  # letters overlap by 1e-3
+
+
+def test_a_dropped_caption_allows_every_word() -> None:
+    world = WordsWorld(0.3, torch.Generator().manual_seed(2))
+    captions = world.draw_captions(8, dropped=0.0)
+    clean, level = world.draw_latents(captions), torch.full((8,), 0.3)
+    latents = 0.7 * clean + 0.3 * torch.randn(clean.shape, generator=world.generator)
+    given, free = (world.velocity(latents, level, c) for c in (captions, torch.full_like(captions, -1)))
+    assert torch.allclose(given, free, atol=1e-2), "at little noise the picture alone says what it shows"
+    assert world.prompts(torch.full_like(captions, -1))[0].lengths == (1, 0, 0)
+
+
+def test_a_pretraining_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch) -> None:
+    for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
+        monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
+    monkeypatch.setattr(pretraining, "SAVED_EVERY", 2)
+    config = PretrainConfig(phases=(replace(PHASES[0], steps=3),) * 2, batch_size=4, warmup_steps=2)
+    losses = pretrain(config, tmp_path / "whole", progress=False)
+
+    stops = iter([False] * 4 + [True])  # in the fifth step, the second of the second phase
+    velocity = WordsWorld.velocity
+
+    def stopping(*arguments):
+        if next(stops, False):
+            raise KeyboardInterrupt
+        return velocity(*arguments)
+
+    monkeypatch.setattr(WordsWorld, "velocity", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(config, tmp_path / "stopped", progress=False)
+    assert pretrain(config, tmp_path / "stopped", progress=False) == losses
+    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {"config.json", WEIGHTS_NAME}
+    one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("whole", "stopped"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_two_readers_read_clean_videos() -> None:
+    """300 words, no matter whether they are one; the second reader is EasyOCR, where it is installed."""
+    for package in ("rapidocr", "easyocr", "easyocr_en_models"):
+        pytest.importorskip(package)
+    from experiments.readers import Readers
+
+    generator = torch.Generator().manual_seed(3)
+    captions = WordsWorld(0.0, generator).draw_captions(300, dropped=0.0).tolist()
+    texts = ["".join(ALPHABET[letter] for letter in word if letter >= 0) for _, *word in captions]
+    motions = [MOTIONS[motion] for motion, *_ in captions]
+    heights = torch.randint(-1, 2, (300,), generator=generator).tolist()
+    videos = torch.stack([render_word(*each) for each in zip(texts, motions, heights, strict=True)])
+    scores = Readers().score(videos, [prompt_of(*each) for each in zip(texts, motions, strict=True)])
+    assert scores["reader_right"].mean() >= 0.99 and scores["judge_right"].mean() >= 0.99

@@ -41,7 +41,6 @@ from sage_fast.planning.work import Visits, repeated_branches, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
-from sage_fast.trainer import used_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +97,8 @@ def plan_encoding(config: RunConfig, device: Device, description: ModelDescripti
     files = config.data.prompts, config.evaluation.prompts
     if not description.encoding(1)[0] or any(isinstance(file, str) and not Path(file).is_file() for file in files):
         return None
+    from sage_fast.trainer import used_prompts  # imports all that a run needs
+
     used = used_prompts(config, *load_prompts(config), gpus // config.distributed.sp)
     # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]

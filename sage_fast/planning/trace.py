@@ -24,7 +24,6 @@ from sage_fast.models.counting import CountingMode
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.policy.per_video import PerVideo
 from sage_fast.records import PromptEmbeds
 
@@ -221,6 +220,8 @@ def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: 
 @cache
 def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmbeds]:
     """The policy that calls of one kind share, without a gradient, and a prompt for it; its caches are filled."""
+    from sage_fast.policy.lora import add_lora, train_all  # imports peft and diffusers
+
     dtype = getattr(torch, call.dtype)
     if call.trained == "lora":
         transformer = meta_transformer(dict(call.transformer), dtype, num_layers)

@@ -72,7 +72,7 @@ test: $(READY)  ## run the tests, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" --durations=15 $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## run the slow tests: kills at every file operation, layouts of ranks, DeepSpeed, fuzz
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m slow --durations=25 $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m slow --durations=25 $(PYTEST_ARGS)
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)

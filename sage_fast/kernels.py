@@ -13,7 +13,6 @@ The sampler's step, the loss and the noise themselves are used by `sde.py`, `obj
 # to it all the same.
 
 import importlib.util
-from collections.abc import Callable
 from typing import Literal, Protocol, cast
 
 import torch
@@ -25,7 +24,7 @@ from sage_kernels.reference.adaln import row_length
 from sage_kernels.reference.philox import MASK32, philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
-from sage_kernels.tracer import count, moved
+from sage_kernels.tracer import moved
 
 __all__ = [
     "MASK32",
@@ -36,7 +35,6 @@ __all__ = [
     "LossSettings",
     "PolicyTerms",
     "StepColumns",
-    "bytes_moved",
     "moved",
     "philox_normal",
     "policy_loss_of_noise",
@@ -119,12 +117,3 @@ def without_graph(kernels: Kernels, device: torch.device) -> BlockKernels:
 
     # A block gives every argument, so they have no defaults.
     return cast(BlockKernels, launchers)
-
-
-def bytes_moved(function: Callable[[], object], *, without: frozenset[str] = frozenset()) -> int:
-    """Bytes that PyTorch operators read and write in a call, on any device; an op of sage_kernels is one operator.
-
-    Args:
-        without: names of operators that do not count.
-    """
-    return count(function, without=without).total

@@ -1,7 +1,6 @@
 """Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
 
 import gc
-import itertools
 import json
 import os
 import signal
@@ -31,6 +30,8 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 DEFAULT_TIMEOUT = 300  # seconds, as in pyproject.toml
+
+WITH_RANKS = ("tests/distributed/", "tests/invariants/test_any_number_of_ranks.py")
 
 TINY = {
     "num_attention_heads": 2,
@@ -138,19 +139,25 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let every worker begin with its part of the tests that may take longest, so that none of them ends a run alone.
+    """Begin with the files whose tests may take longest, so that none of them ends a run alone."""
+    limits = ((item.path, item.get_closest_marker("timeout")) for item in items)
+    longest = {path for path, limit in limits if limit and limit.args[0] > DEFAULT_TIMEOUT}
+    items.sort(key=lambda item: item.path not in longest)
 
-    `--dist worksteal` gives each worker an equal share of the tests, in their order.
-    """
-    limits = (item.get_closest_marker("timeout") for item in items)
-    longest = [item for item, limit in zip(items, limits, strict=True) if limit and limit.args[0] > DEFAULT_TIMEOUT]
-    others = iter([item for item in items if item not in longest])
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    dealt: list[pytest.Item] = []
-    for worker in range(workers):
-        size, first = (len(items) - len(dealt)) // (workers - worker), longest[worker::workers]
-        dealt += [*first, *itertools.islice(others, max(0, size - len(first)))]
-    items[:] = [*dealt, *others]
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A worker takes whole files, whose tests share servers, and all tests of ranks, which fork from one server."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "ranks" if file.startswith(WITH_RANKS) else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -8,10 +8,9 @@ from typing import Any, ClassVar, Self
 import torch
 from diffusers.video_processor import VideoProcessor
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast.config.errors import DecodeError
-from sage_fast.kernels import bytes_moved
+from sage_fast.models.counting import CountingMode
 from sage_fast.models.family import Decoding
 
 PRODUCTS = frozenset({"convolution", "bmm"})
@@ -158,11 +157,21 @@ class AutoencoderDecoder(ABC):
         """FLOPs of one call of the autoencoder's decoder, and bytes that it reads and writes outside its products."""
         self.vae.use_tiling = tiled
         try:
-            with FlopCounterMode(display=False) as counter:
-                moved = bytes_moved(lambda: self.vae.decode(latents), without=PRODUCTS)
+            with _Decode() as counter:
+                self.vae.decode(latents)
         finally:
             self.vae.use_tiling = False  # an empty decoder serves whoever asks next
-        return int(counter.get_total_flops()), moved
+        return counter.flops.total(), counter.moved
+
+
+class _Decode(CountingMode):
+    """Adds up the bytes outside products."""
+
+    moved = 0
+
+    def count(self, name: str, args: Any, result: Any, moved: int) -> None:
+        """See `CountingMode`."""
+        self.moved += moved if name not in PRODUCTS else 0
 
 
 @cache

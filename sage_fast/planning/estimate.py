@@ -14,6 +14,7 @@ import resource
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ from sage_fast.planning.work import Visits, repeated_branches, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
-from sage_fast.trainer import used_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ FULL_CALL = 16_384
 
 SAFE_SHARE = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
+
+_words = cache(word_count)  # a plan with options asks many times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +97,12 @@ def plan_encoding(config: RunConfig, device: Device, description: ModelDescripti
     files = config.data.prompts, config.evaluation.prompts
     if not description.encoding(1)[0] or any(isinstance(file, str) and not Path(file).is_file() for file in files):
         return None
+    from sage_fast.trainer import used_prompts  # imports all that a run needs
+
     used = used_prompts(config, *load_prompts(config), gpus // config.distributed.sp)
-    # A thousand of them are a mean; a plan with options asks many times.
+    # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]
-    words = sum(word_count(prompt.text) for prompt in some) / len(some)
+    words = sum(_words(prompt.text) for prompt in some) / len(some)
     flops, size = (len(used) * value for value in description.encoding(words))
     seconds, _ = device.seconds(Cost(linear=flops / gpus), "bfloat16", "auto")
     return Encoding(prompts=len(used), flops=flops, size=size, seconds=seconds)
@@ -364,7 +368,7 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
     prompts = config.data.prompts
     if data_parallel == 1 or groups <= 1 or (isinstance(prompts, str) and not Path(prompts).is_file()):
         return 1.0
-    words = sorted(word_count(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key))
+    words = sorted(_words(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key))
     # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups - ((n-1)/N)^groups.
     chances = [(n / len(words)) ** groups for n in range(len(words) + 1)]
     longest = sum(count * (high - low) for count, (low, high) in zip(words, pairwise(chances), strict=True))

@@ -8,7 +8,6 @@ Shapes: B batch, L text tokens.
 """
 
 import weakref
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -18,16 +17,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.kernels import moved
+from sage_fast.models.counting import CountingMode
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.lora import add_lora, train_all
 from sage_fast.policy.per_video import PerVideo
 from sage_fast.records import PromptEmbeds
 
@@ -123,10 +119,8 @@ class Call:
     forward: Literal["fused", "stock"] = "fused"
 
 
-class Tracer(TorchDispatchMode):
+class Tracer(CountingMode):
     """Context manager that adds up FLOPs by operator and elementwise bytes, and follows which storages are alive.
-
-    One mode does all three: a second one around it would double what a trace takes.
 
     Args:
         own: tensors that were there before; they do not count.
@@ -135,26 +129,19 @@ class Tracer(TorchDispatchMode):
     def __init__(self, own: list[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = self.elementwise = 0
-        self.flops: Counter[str] = Counter()
         self._own = {tensor.untyped_storage()._cdata for tensor in own}
         self._alive: dict[int, int] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operator and follow its results."""
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        name = func.overloadpacket.__name__
-        if formula := flop_registry.get(func.overloadpacket):
-            self.flops[name] += formula(*args, **kwargs, out_val=result)
+    def count(self, name: str, args: Any, result: Any, moved: int) -> None:
+        """See `CountingMode`; follows the results."""
         if name not in PRODUCTS or is_thin(name, args):
-            self.elementwise += moved(func, args, kwargs, result).total
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor):
-                self._follow(leaf.untyped_storage())
+            self.elementwise += moved
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor.untyped_storage())
         if name == "attention_backward":
             # Flash kernels add up the gradient of the queries, the size of the first argument, in float32.
             self.peak = max(self.peak, self.now + 4 * args[0].numel())
-        return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -233,6 +220,8 @@ def meta_transformer(config: Mapping[str, Any], dtype: torch.dtype, num_layers: 
 @cache
 def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmbeds]:
     """The policy that calls of one kind share, without a gradient, and a prompt for it; its caches are filled."""
+    from sage_fast.policy.lora import add_lora, train_all  # imports peft and diffusers
+
     dtype = getattr(torch, call.dtype)
     if call.trained == "lora":
         transformer = meta_transformer(dict(call.transformer), dtype, num_layers)
@@ -255,7 +244,7 @@ def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmb
     family.choose_forward(transformer, model)
     prompt = family.empty_prompt({**transformer.config, **dict(call.transformer)}, call.text_tokens, dtype)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
-    with torch.no_grad(), traced_attention() if call.forward == "stock" else nullcontext():
+    with torch.no_grad(), CountingMode(), traced_attention() if call.forward == "stock" else nullcontext():
         # Rotary tables, modulation: a run has them from its first step on.
         latents = torch.empty(call.batch, *call.latent, device="meta")
         policy.velocity(latents, torch.full((call.batch,), 0.5), [prompt] * call.batch)

@@ -11,7 +11,6 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import extended, meta_transformer
-from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +63,8 @@ def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 def _count(
     key: tuple[tuple[str, Any], ...], layers: int, modules: tuple[str, ...] | None, rank: int, optimizer: str
 ) -> Weights:
+    from sage_fast.policy.lora import add_lora, train_all, trainable_parameters  # imports peft and diffusers
+
     transformer = meta_transformer(dict(key), torch.float32, layers)
     total, pinned = (sum(map(of, transformer.parameters())) for of in (torch.numel, _pinned))
     block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())

@@ -1,15 +1,14 @@
 """A run that was stopped or killed and goes on gives the numbers of an uninterrupted one, bit for bit."""
 
-import os
+import multiprocessing
 import random
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.run import Run
@@ -17,7 +16,6 @@ from tests.made_runs import numbers
 from tests.run.test_run import MakeRun, with_output
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 RUNS = {
@@ -68,17 +66,18 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
     (tmp_path / "killed.yaml").write_text(dump_config(config))
     log = tmp_path / "killed/metrics.jsonl"
     moments = random.Random(20)
-    command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "killed.yaml")]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    fork = multiprocessing.get_context("fork")  # what is killed has imported everything
     for _ in range(3):
         # Lines of an earlier attempt do not count: the process must have trained before it dies.
         lines = count_lines(log)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        process = fork.Process(target=main, args=(["train", str(tmp_path / "killed.yaml")],))
+        process.start()
         while count_lines(log) <= lines + 1:
-            assert process.poll() is None
+            assert process.is_alive()
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.3))
         process.kill()
-        assert process.wait() == -signal.SIGKILL
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
     Run(config).train()
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")

@@ -24,7 +24,6 @@ from sage_fast.commands.cli import main
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import FREE, MACHINE, REMEDY, marked_keys
-from sage_fast.kernels import bytes_moved
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
 from sage_fast.models.hunyuan15.hunyuan15 import (
@@ -60,6 +59,7 @@ from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from sage_fast.run.run import build_trainer
+from sage_kernels.tracer import count
 from tests.tiny.checkpoints import VAE
 
 MakeRun = Callable[..., RunConfig]
@@ -307,7 +307,7 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
     products.append(4 * (2 * tokens * width + tokens**2) + 4 * (tokens**2 + 2 * tokens * width))
     decoder.forget_masks()
     with torch.no_grad():
-        others = bytes_moved(lambda: decoder.vae.decode(latents)) - sum(products)
+        others = count(lambda: decoder.vae.decode(latents)).total - sum(products)
     assert traced.counts(latents.to("meta"))[1] == decoder.counts(latents)[1] == others
 
 

@@ -99,12 +99,22 @@ def _noted(kind: str, what: str) -> None:
         waits[what, _place()] += 1
 
 
-def install(devices: int = 1, *, jit: bool = False) -> None:
-    """Give this process pretended GPUs; `jit` compiles every launch by Triton and ptxas for sm_90."""
-    extension = _load(Path(os.environ["PRETEND_CUDA_LIBRARY"]))
+machine = SimpleNamespace(devices=1, jit=False, extension=None)
+"""`jit` compiles every launch by Triton and ptxas for sm_90."""
+
+
+def choose_machine(devices: int, jit: bool) -> None:
+    """Another number of GPUs, before anything is on one."""
+    machine.devices, machine.jit = devices, jit
+    machine.extension.start(devices, _noted)
+
+
+def install() -> None:
+    """Give this process pretended GPUs."""
+    extension = machine.extension = _load(Path(os.environ["PRETEND_CUDA_LIBRARY"]))
     import torch
 
-    extension.start(devices, _noted)
+    choose_machine(1, jit=False)
 
     def index(device: Any = None) -> int:
         number: int = torch.cuda._utils._get_device_index(device, optional=True)
@@ -135,7 +145,7 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
         "reset_peak_memory_stats": lambda d=None: extension.reset_peak(index(d)),
         "mem_get_info": lambda d=None: (H100["total_memory"] - extension.held(index(d)), H100["total_memory"]),
         "memory_stats": lambda d=None: {"num_alloc_retries": 0, "num_ooms": 0},
-        "device_count": lambda: devices,
+        "device_count": lambda: machine.devices,
         "current_device": extension.current,
         "set_device": lambda d: extension.set_device(index(d)),
         "get_device_properties": lambda d=None: SimpleNamespace(**H100 | {"uuid": f"pretended-{index(d)}"}),
@@ -145,7 +155,7 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
         "Event": Event,
         "stream": lambda given: given or nullcontext(),
         "current_stream": lambda d=None: torch.accelerator.current_stream(torch.device("cuda", index(d))),
-        "manual_seed_all": lambda seed: [extension.generator(d).manual_seed(seed) for d in range(devices)],
+        "manual_seed_all": lambda seed: [extension.generator(d).manual_seed(seed) for d in range(machine.devices)],
         "get_rng_state": lambda d="cuda": extension.generator(index(d)).get_state(),
         "set_rng_state": lambda state, d="cuda": extension.generator(index(d)).set_state(state),
     }
@@ -163,10 +173,10 @@ def install(devices: int = 1, *, jit: bool = False) -> None:
     torch.backends.cudnn.is_available = lambda: True
     torch.backends.cudnn.version = lambda: 91300  # type: ignore[assignment]
     # Capturable optimizers and others ask what the build has.
-    torch._C._cuda_getDeviceCount = lambda: devices  # type: ignore[attr-defined]
+    torch._C._cuda_getDeviceCount = lambda: machine.devices  # type: ignore[attr-defined]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     _operators(extension)
-    _kernels(extension, jit)
+    _kernels(extension)
 
 
 # ---------------------------------------------------------------------------------------- operators of CUDA alone
@@ -260,7 +270,7 @@ def _operators(extension: Any) -> None:
 # ---------------------------------------------------------------------------------------- sage_kernels
 
 
-def _kernels(extension: Any, jit: bool) -> None:
+def _kernels(extension: Any) -> None:
     """Launchers run all of their Python, and their plain twins give what the kernels would."""
     import torch
     from torch._library.custom_ops import OPDEFS
@@ -277,7 +287,7 @@ def _kernels(extension: Any, jit: bool) -> None:
         assert places.pop().index == extension.current(), f"{function.__name__} is launched on another device"
         assert all(0 < n < 2 ** (16 if axis else 31) for axis, n in enumerate(grid)), f"{function.__name__}: {grid}"
         launches[function.__name__] += 1
-        if jit:
+        if machine.jit:
             start(function, grid, arguments, options)
 
     def twin(launcher: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,10 @@
-"""One process on the pretend device: python -m tests.pretend_cuda.program WORK FOLDER
+"""Work on the pretend device: python -m tests.pretend_cuda.program
 
-It writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges.
+Each line `WORK FOLDER` of its input is a process of its own, forked from this one, which has imported everything. It
+writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges, and FOLDER/output. The answer is a line.
 """
 
+import importlib
 import json
 import os
 import sys
@@ -219,12 +221,13 @@ def benchmarks(folder: Path) -> dict[str, Any]:
 WORK = {work.__name__: work for work in (on_cuda, sharded, two_devices, budget, commands, benchmarks)}
 
 
-def main(work: str, folder: Path) -> None:
-    """Install the device, work, write."""
-    pretend_cuda.install(2 if work == "two_devices" else 1, jit=work == "budget")
+def run(work: str, folder: Path) -> None:
+    """Work, write, end this process."""
     import torch
 
-    torch.set_num_threads(1)
+    for number, target in ((0, os.devnull), (1, folder / "output"), (2, folder / "output")):
+        os.dup2(os.open(target, os.O_RDWR | os.O_CREAT | os.O_APPEND), number)
+    pretend_cuda.choose_machine(2 if work == "two_devices" else 1, jit=work == "budget")
     try:
         found = WORK[work](folder)
         cudnn = torch.backends.cuda.cudnn_sdp_enabled()
@@ -236,5 +239,21 @@ def main(work: str, folder: Path) -> None:
     os._exit(0)  # threads of rewards and of the device's generators do not hold the process up
 
 
+def main() -> None:
+    """Install the device, import what every work needs, and work by the lines of the input."""
+    pretend_cuda.install()
+    import torch
+
+    torch.set_num_threads(1)
+    for name in ("sage_fast.run.run", "sage_fast.models.toy.components", "sage_fast.rewards.toy", "tests.conftest"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        work, folder = line.split(maxsplit=1)
+        if (child := os.fork()) == 0:
+            run(work, Path(folder.rstrip("\n")))
+        os.waitpid(child, 0)
+        print("done", flush=True)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main()

@@ -1,11 +1,11 @@
-"""Work on the pretend device, one process for each, since the device is loaded before torch (program.py)."""
+"""Work on the pretend device, one process for each, forked from one that loads the device before torch (program.py)."""
 
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,25 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], dict[str, Any]]]:
     """`run("sharded")` gives the findings of that work of program.py, on a device that is built once."""
     variables = {"PRETEND_CUDA_LIBRARY": str(pretend_cuda.build()), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     environment = os.environ | variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    command, pipe = [sys.executable, "-m", program.__name__], subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        given, answers = server.stdin, server.stdout
 
-    def of(work: str) -> dict[str, Any]:
-        folder = tmp_path_factory.mktemp(work)
-        command = [sys.executable, "-m", program.__name__, work, str(folder)]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert (folder / "found.json").is_file(), done.stderr[-4000:]
-        found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-        return found
+        def of(work: str) -> dict[str, Any]:
+            folder = tmp_path_factory.mktemp(work)
+            print(work, folder, file=given, flush=True)
+            assert answers.readline() == "done\n", "the server has ended"
+            assert (folder / "found.json").is_file(), (folder / "output").read_text()[-4000:]
+            found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+            return found
 
-    return of
+        yield of
 
 
 def test_training_modes_are_those_of_the_cpu(run: Any, tmp_path: Path, in_the_repository: None) -> None:

@@ -52,7 +52,8 @@ def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "mypy.ini").write_text(MYPY)
     environment = os.environ | {"MYPYPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))}
     subprocess.run([sys.executable, "-m", "mypy", "page.py"], env=environment, check=True)
-    small = '"evaluation.num_prompts": 6, "evaluation.noises": 2, "rollout.batch_size": 32}'
+    small = '"evaluation.num_prompts": 6, "evaluation.noises": 1, '
+    small += '"rollout.batch_size": 16, "rollout.micro_batch_size": 16}'
     assert BLOCKS[0].count('"evaluation.num_prompts": 6}') == 1
     exec(BLOCKS[0].replace('"evaluation.num_prompts": 6}', small), {"__name__": "documented"})
     assert (tmp_path / "runs/toy_cpu/generated/00-a-red-circle-moving-left.mp4").stat().st_size > 0
@@ -66,7 +67,8 @@ def test_the_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
     assert code.count('"num_prompts": 6}') == 1
-    code = code.replace('"num_prompts": 6}', '"num_prompts": 6, "noises": 2}, "rollout": {"batch_size": 32}')
+    rollout = '"rollout": {"batch_size": 16, "micro_batch_size": 16}'
+    code = code.replace('"num_prompts": 6}', '"num_prompts": 6, "noises": 1}, ' + rollout)
     exec(code, {"__name__": "documented"})
     assert (tmp_path / "exported/adapter_model.safetensors").exists() or list(
         (tmp_path / "exported").glob("*.safetensors")
@@ -75,11 +77,16 @@ def test_the_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its settings but for the numbers of updates and noises."""
+    """Its settings but for the numbers of updates, noises and videos of a rollout."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(matplotlib.pyplot, "show", lambda: None)
     notebook = {"__name__": "notebook"}
-    assert CELLS[0].count('"training.num_updates": 4') == 1
-    for code in (CELLS[0].replace('num_updates": 4', 'num_updates": 2, "evaluation.noises": 2'), *CELLS[1:]):
+    first = CELLS[0]
+    small = {'num_updates": 4': 'num_updates": 2, "evaluation.noises": 1'}
+    small |= {'"rollout.batch_size": 32': '"rollout.batch_size": 16, "rollout.micro_batch_size": 16'}
+    for words, others in small.items():
+        assert first.count(words) == 1
+        first = first.replace(words, others)
+    for code in (first, *CELLS[1:]):
         exec(code, notebook)
     assert (tmp_path / "runs/notebook/scores/evaluation.html").exists()

@@ -219,7 +219,7 @@ class VideoScoring:
             Numbers of the videos that were decoded here, with the videos (F, 3, H, W) uint8.
         """
         samples, world = trajectory.samples, self.world
-        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.sp_rank]
+        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.rank % world.sp]
         if not rows:
             return []
         own = [samples[row] for row in rows]

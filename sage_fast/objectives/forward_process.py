@@ -35,7 +35,7 @@ from torch import Tensor
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import ForwardProcessConfig, require
 from sage_fast.data import uniform
-from sage_fast.distributed.engine import Snapshot
+from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
 from sage_fast.objectives.base import Objective, Parts, VelocityLoss
@@ -236,9 +236,11 @@ class ForwardProcess(Objective):
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.process = config.forward_process
+        # Not in later updates of a rollout, which has no velocities at the levels.
+        self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
         self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
         """The velocity that samples, guided or as the trained one."""
-        self.old: Snapshot | None = self.engine.snapshot() if self.process.old == "ema" else None
+        self.old: WeightSnapshot | None = self.engine.snapshot() if self.process.old == "ema" else None
         """The old policy, which samples, where it is not the trained one."""
         self.replay = Replay.of(parts, config.training)
         self._old_velocities: dict[Place, Tensor] = {}
@@ -248,11 +250,6 @@ class ForwardProcess(Objective):
         """As in `Objective`."""
         super().begin(update, rollouts)
         self._old_velocities, self._anchor_velocities = {}, {}
-
-    @property
-    def fresh_anchor_is_known(self) -> bool:
-        """As in `Objective`: not in later updates of a rollout, which has no velocities at the levels."""
-        return self.training.updates_per_rollout == 1
 
     def num_positions(self, rollouts: int) -> int:
         """As in `Objective`: levels."""
@@ -345,6 +342,6 @@ class ForwardProcess(Objective):
         }
         return metrics, self.settings.kl_position_weight * kl
 
-    def snapshots(self) -> dict[str, Snapshot]:
+    def snapshots(self) -> dict[str, WeightSnapshot]:
         """As in `Objective`."""
         return super().snapshots() | ({} if self.old is None else {"old": self.old})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.sections import TrainingConfig
-from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.distributed.engine import Engine, WeightSnapshot
 from sage_fast.objectives.base import Parts, Terms, VelocityLoss, concatenate_terms
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
@@ -57,7 +57,7 @@ class Replay:
 
     @torch.no_grad()
     def velocities(
-        self, weights: Snapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int], state: StateAt
+        self, weights: WeightSnapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int], state: StateAt
     ) -> dict[Place, Tensor]:
         """Velocities (B, C, F, H, W) of other weights, for what is wanted (V, len(positions))."""
         due = self._passes(scored, wanted, positions)

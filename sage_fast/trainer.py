@@ -265,8 +265,8 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
 
         def initial(keys: Sequence[NoiseKey]) -> Tensor:
-            starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
-            group = members if rollout.shared_initial_noise else 1
+            starts = fixed_starts(keys, members) if rollout.initial_noise == "fixed" else keys
+            group = members if rollout.initial_noise == "shared" else 1
             return initial_latents(starts, self.latent_shape, self.device, group=group)
 
         sampler = Sampler(

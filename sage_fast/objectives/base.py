@@ -7,7 +7,7 @@ of a sample in the order of its visits, or its noise levels.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -115,11 +115,6 @@ class Objective(ABC):
     def measure(self, scored: ScoredRollout) -> None:
         """Prepare what `accumulate` needs of other weights."""
 
-    def anchor_wanted(self, scored: ScoredRollout) -> tuple[list[int], Tensor]:
-        """Positions P at which the KL to the anchor counts, and for which videos it is wanted there, (V, P) bool."""
-        positions = [position for position, factor in enumerate(self.kl_factors) if factor]
-        return positions, scored.all_trained[:, None].expand(-1, len(positions))
-
     def measures(self, position: int) -> bool:
         """True if the KL to the anchor counts at a position."""
         return self.measured_anchor is not None and self.kl_factors[position] > 0
@@ -175,12 +170,13 @@ class Objective(ABC):
 
     def state(self) -> dict[str, Any]:
         """State of a checkpoint without its tensors, fit for JSON."""
-        return {"anchor_update": self.anchor_update, "kl_weight": self.kl_weight.to_dict()}
+        return {"anchor_update": self.anchor_update, "kl_weight": asdict(self.kl_weight)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` has given."""
         self.anchor_update = int(state["anchor_update"])
-        self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
+        saved = state["kl_weight"]
+        self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})  # a list, as JSON has it
 
 
 # ------------------------------------------------------------------------------------------------ losses

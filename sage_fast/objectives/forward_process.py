@@ -236,7 +236,7 @@ class ForwardProcess(Objective):
         """The velocity that samples, guided or as the trained one."""
         self.old: WeightSnapshot | None = None if self.process.old_decay is None else self.engine.snapshot()
         """The old policy, which samples, where it is not the trained one."""
-        self.replay = Replay.of(parts, config.training)
+        self.replay = Replay(parts=parts, split=config.training.guidance == "split")
         self._old_velocities: dict[Place, Tensor] = {}
         self._anchor_velocities: dict[Place, Tensor] = {}
 
@@ -272,10 +272,8 @@ class ForwardProcess(Objective):
 
     def measure(self, scored: ScoredRollout) -> None:
         """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
-        if self.measured_anchor is not None:
-            positions, wanted = self.anchor_wanted(scored)
-            anchor = self.measured_anchor
-            self._anchor_velocities = self.replay.velocities(anchor, scored, wanted, positions, self._state)
+        anchor = self.measured_anchor
+        self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
         if self.old is not None:
             levels = range(self.process.levels)
             wanted = self._wanted(scored, levels)

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +49,9 @@ class Evaluation:
         """The noise of a pair of evaluations, for people."""
         return "same noise" if self.noises == 1 else f"the same {self.noises} noises of each"
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
-        """The inverse of `to_dict`. ValueError for anything else."""
+        """The evaluation that `asdict` has made JSON of. ValueError for anything else."""
         try:
             evaluation = cls(**tree)  # type: ignore[arg-type]
             columns = [evaluation.reward, *evaluation.scores.values(), *evaluation.shown.values()]
@@ -69,7 +64,7 @@ class Evaluation:
 
     def save(self, path: Path) -> None:
         """Write it as JSON."""
-        write_text(path, json.dumps(self.to_dict(), indent=1))
+        write_text(path, json.dumps(asdict(self), indent=1))
 
     @classmethod
     def load(cls, path: Path) -> "Evaluation":

@@ -9,7 +9,7 @@ Shapes: B batch, P prompts, G samples of a prompt.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -227,11 +227,11 @@ KL_WINDOW = 10
 
 @dataclass(frozen=True, kw_only=True)
 class KLWeightState:
-    """State of the KL weight; JSON-able, part of a checkpoint.
+    """State of the KL weight, part of a checkpoint.
 
     Example:
-        >>> initial_kl_weight(KLWeightConfig(target=0.01)).to_dict()
-        {'weight': 1e-07, 'update': 0, 'history': []}
+        >>> initial_kl_weight(KLWeightConfig(target=0.01))
+        KLWeightState(weight=1e-07, update=0, history=())
     """
 
     weight: float
@@ -240,19 +240,6 @@ class KLWeightState:
     """Times that the controller has moved."""
     history: tuple[float, ...] = ()
     """The last KL values, oldest first, at most `KL_WINDOW` of them."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The state as JSON types."""
-        return {"weight": self.weight, "update": self.update, "history": list(self.history)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "KLWeightState":
-        """The state that `to_dict` wrote."""
-        return cls(
-            weight=float(values["weight"]),
-            update=int(values["update"]),
-            history=tuple(float(value) for value in values["history"]),
-        )
 
 
 def initial_kl_weight(settings: KLWeightConfig) -> KLWeightState:

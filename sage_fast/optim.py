@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
 
@@ -106,7 +105,7 @@ def unusual_movement(
 
 
 class OptimizerSet:
-    """One or more optimizers over disjoint parameters, with one learning-rate schedule, stepped as one.
+    """One or more optimizers over disjoint parameters, stepped as one.
 
     Args:
         parameters: qualified name -> trained parameter.
@@ -146,17 +145,6 @@ class OptimizerSet:
                     weight_decay=config.weight_decay,
                 )
             )
-        warmup = config.warmup_updates
-
-        def rise(update: int) -> float:
-            return min(1.0, (update + 1) / warmup) if warmup else 1.0
-
-        self.schedulers = [LambdaLR(optimizer, rise) for optimizer in self.optimizers]
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step."""
-        return float(self.schedulers[0].get_last_lr()[0])
 
     def clip_gradients(self) -> float:
         """Scale gradients to the configured global norm; returns the norm before scaling. Collective for shards."""
@@ -165,11 +153,12 @@ class OptimizerSet:
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def step(self) -> None:
-        """Apply the gradients, advance the schedule, forget the gradients."""
-        for optimizer, scheduler in zip(self.optimizers, self.schedulers, strict=True):
+    def step(self, learning_rate: float) -> None:
+        """Apply the gradients and forget them."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate
             optimizer.step()
-            scheduler.step()
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -187,20 +176,6 @@ class OptimizerSet:
                         state.update(_fresh_state(optimizer, parameter))
                     result |= {f"{self.names[parameter]}.{key}": value for key, value in state.items()}
         return result
-
-    def schedule(self) -> dict[str, Any]:
-        """The position in the learning-rate schedule, fit for JSON."""
-        return {"updates": self.schedulers[0].last_epoch}
-
-    def load_schedule(self, state: Mapping[str, Any]) -> None:
-        """Continue from the position that `schedule` returned."""
-        for scheduler in self.schedulers:
-            scheduler.last_epoch = int(state["updates"])
-            for group, base, rise in zip(
-                scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
-            ):
-                group["lr"] = base * rise(scheduler.last_epoch)
-            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
 def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:

@@ -195,10 +195,6 @@ class ScoredRollout:
         """This rank's place in `by_rank`."""
         return self.own.start // len(self.orders)
 
-    def trained_rows(self, num_positions: int) -> Tensor:
-        """Rows of trained videos, bool, among the (N num_positions,) that `PolicyGradient.accumulate` returns."""
-        return torch.cat([self.trained[rows].repeat(num_positions) for rows, _ in self.batches()])
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:

@@ -79,7 +79,7 @@ def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
 
 
 def fixed_starts(keys: Sequence[NoiseKey], num_generations: int) -> list[NoiseKey]:
-    """Keys to start from with `rollout.fixed_initial_noise`: neither the rollout nor the prompt's number matters."""
+    """Keys to start from with `rollout.initial_noise: fixed`: neither the rollout nor the prompt's number matters."""
     return [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % num_generations) for key in keys]
 
 
@@ -219,7 +219,7 @@ class VideoScoring:
             Numbers of the videos that were decoded here, with the videos (F, 3, H, W) uint8.
         """
         samples, world = trajectory.samples, self.world
-        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.sp_rank]
+        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.rank % world.sp]
         if not rows:
             return []
         own = [samples[row] for row in rows]

@@ -23,7 +23,7 @@ from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import VideoConfig
 from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
-from sage_fast.distributed.engine import Engine, Snapshot, TensorSource, check_same_shapes
+from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, evaluate
@@ -200,7 +200,7 @@ class Trainer:
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)
         self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
-        self.ema: Snapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+        self.ema: WeightSnapshot | None = self.engine.snapshot() if config.training.ema_decay else None
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
             logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
 
@@ -265,8 +265,8 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
 
         def initial(keys: Sequence[NoiseKey]) -> Tensor:
-            starts = fixed_starts(keys, members) if rollout.fixed_initial_noise else keys
-            group = members if rollout.shared_initial_noise else 1
+            starts = fixed_starts(keys, members) if rollout.initial_noise == "fixed" else keys
+            group = members if rollout.initial_noise == "shared" else 1
             return initial_latents(starts, self.latent_shape, self.device, group=group)
 
         sampler = Sampler(
@@ -465,7 +465,7 @@ class Trainer:
             "skipped_updates": self.skipped_updates,
             "rollouts": self.rollouts,
             **self.objective.state(),
-            "optimizer": self.engine.state(),
+            "optimizer": {"updates": self.engine.updates},
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
@@ -486,11 +486,11 @@ class Trainer:
         self.engine.load_tensors(tensors)
         for group, snapshot in self._snapshots().items():
             snapshot.load_tensors(tensors, group)
-        self.engine.load_state(state["optimizer"])
+        self.engine.updates = int(state["optimizer"]["updates"])
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))
         self.rollouts = int(state["rollouts"])
         self.objective.load_state(state)
 
-    def _snapshots(self) -> dict[str, Snapshot]:
+    def _snapshots(self) -> dict[str, WeightSnapshot]:
         return self.objective.snapshots() | ({} if self.ema is None else {"ema": self.ema})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_score_of_zeros_and_ones_says_what_shows_the_prompt() -> None:
     second = scored(aligned=[1.0, 1.0])
     assert yes_no_score(first, second) == "aligned" and yes_no_score(first, scored()) is None
     assert yes_no_score(scored("bad", bad=[0.0, 1.0]), scored("bad", bad=[0.0, 1.0])) is None
-    assert Evaluation.from_dict(first.to_dict()) == first and second.only([1]).shown == {"aligned": [1.0]}
+    assert Evaluation.from_dict(asdict(first)) == first and second.only([1]).shown == {"aligned": [1.0]}
 
 
 def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:

@@ -134,33 +134,31 @@ def test_the_clip_stops_what_has_moved_far_enough() -> None:
 def test_every_part_of_the_schedule_has_one_level() -> None:
     table = transition_table("ode", sigma_schedule(12, 5.0), 0.0)
     keys = [NoiseKey(0, 1, p, m) for p in range(40) for m in range(5)]
-    settings = ForwardProcessConfig(levels=4)
-    drawn = torch.stack([levels(key, table, 5.0, settings) for key in keys])
+    drawn = torch.stack([levels(key, table, 4) for key in keys])
     numbers_ = (drawn[..., None] == table.sigmas[:-1].double()).int().argmax(-1)
     assert torch.equal(numbers_ // 3, torch.arange(4).expand(len(keys), 4))
     assert len(set(numbers_[:, 0].tolist())) == 3
-    shifted = torch.stack([levels(key, table, 5.0, replace(settings, schedule="shifted")) for key in keys])
-    times = shifted / (5 - 4 * shifted)  # inverse of the shift
-    assert torch.equal(((1 - times) * 4).long().clamp(0, 3), torch.arange(4).expand(len(keys), 4))
-    assert torch.equal(drawn[7], levels(keys[7], table, 5.0, settings))
+    assert torch.equal(drawn[7], levels(keys[7], table, 4))
 
 
 def test_schedules_of_the_old_policy() -> None:
-    assert [old_decay(ForwardProcessConfig(old_decay="rising"), n) for n in (0, 100, 900)] == [0.0, 0.1, 0.5]
-    late = ForwardProcessConfig(old_decay="late")
-    assert [old_decay(late, n) for n in (75, 95, 300)] == pytest.approx([0.0, 0.15, 0.999])
-    assert old_decay(ForwardProcessConfig(old_decay=0.3), 7) == 0.3
+    assert [old_decay("rising", n) for n in (0, 100, 900)] == [0.0, 0.1, 0.5]
+    assert [old_decay("late", n) for n in (75, 95, 300)] == pytest.approx([0.0, 0.15, 0.999])
+    assert old_decay(0.3, 7) == 0.3
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         # Passes of the old policy and the anchor, and of the update; two micro-batches, the second without advantages.
-        (["--forward_process.old=policy"], (0, 4)),
-        (["--forward_process.old=ema"], (8, 8)),
-        (["--forward_process.old=policy", "--objective.kl_mode=fixed"], (8, 8)),
-        (["--forward_process.old=policy", "--objective.kl_mode=fixed", "--objective.kl_position_fraction=0.5"], (4, 6)),
-        (["--forward_process.levels=2", "--forward_process.old=policy"], (0, 2)),
+        (["--forward_process.old_decay=null"], (0, 4)),
+        ([], (8, 8)),
+        (["--forward_process.old_decay=null", "--objective.kl_mode=fixed"], (8, 8)),
+        (
+            ["--forward_process.old_decay=null", "--objective.kl_mode=fixed", "--objective.kl_position_fraction=0.5"],
+            (4, 6),
+        ),
+        (["--forward_process.levels=2", "--forward_process.old_decay=null"], (0, 2)),
     ],
 )
 def test_forwards_per_video(
@@ -175,7 +173,7 @@ def test_forwards_per_video(
 
 
 def test_the_kl_at_a_share_of_the_levels_is_unbiased(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (*EXACT, *STRONG_KL, *FORWARD, "--forward_process.old=policy", "--objective.kl_mode=fixed")
+    words = (*EXACT, *STRONG_KL, *FORWARD, "--forward_process.old_decay=null", "--objective.kl_mode=fixed")
     config = tiny_run(*words, "--objective.kl_position_fraction=0.5")
     found, whole, (metrics, *drawn) = Estimates(config, monkeypatch).over_positions()
     assert relative(found.mean(0), whole) < 1e-10
@@ -189,7 +187,7 @@ def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
     for shapes in (("square", "triangle"), ("square",)):
         folder = tmp_path / str(len(shapes))
         folder.mkdir()
-        trainer = build_trainer(tiny_run(*videos_of(folder, *shapes), *FORWARD, "--forward_process.old=policy"))
+        trainer = build_trainer(tiny_run(*videos_of(folder, *shapes), *FORWARD, "--forward_process.old_decay=null"))
         record = trainer.iterate()
         found.append((record["loss"], [p.detach().clone() for p in trainer.parameters.values()]))
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
@@ -242,7 +240,7 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
         assert loss.anchor_weight == 0.05
         for b, key in enumerate(trajectory.keys):
             x0 = trajectory.final[b]
-            s = float(levels(key, trajectory.table, trainer.config.rollout.shift, objective.process)[position])
+            s = float(levels(key, trajectory.table, objective.process.levels)[position])
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
             torch.testing.assert_close(loss.target[b], z - x0)
@@ -253,7 +251,7 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
 
 def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at v_c alone, in float64."""
-    words = ["--rollout.guidance_scale=1", "--forward_process.sampling_guidance=3", "--forward_process.old=policy"]
+    words = ["--rollout.guidance_scale=1", "--forward_process.sampling_guidance=3", "--forward_process.old_decay=null"]
     trainer = build_trainer(tiny_run(*FORWARD, *words, "--forward_process.weighting=x0"))
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
@@ -276,7 +274,7 @@ def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypat
 
     expected = torch.zeros((), dtype=torch.float64)
     for b, key in enumerate(trajectory.keys):
-        for position, s in enumerate(levels(key, trajectory.table, 3.0, objective.process).float().tolist()):
+        for position, s in enumerate(levels(key, trajectory.table, objective.process.levels).float().tolist()):
             x0, level = trajectory.final[b], torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]

@@ -168,13 +168,9 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
         ("--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise", "fraction is 0.5.*set it to 1"),
         (f"{FORWARD} --objective.kl_mode=dual", "objective.kl_mode"),
         (f"{FORWARD} --training.updates_per_rollout=2", "micro_batch_size is .*updates split the videos.* Set it to 1"),
-        (
-            f"{FORWARD} --forward_process.schedule=shifted --model.adaln=offload",
-            "but with forward_process.schedule shifted .*to sampler",
-        ),
         (f"{FORWARD} --forward_process.sampling_guidance=5", "guidance_scale is 2.0, but with .*sampling_guidance 5"),
         ("--forward_process.sampling_guidance=5 --rollout.guidance_scale=1", "training.update is 'two_phase'.*to null"),
-        (f"{FORWARD} --rollout.sde_type=ode --rollout.shared_initial_noise=true", "rollout.shared_initial_noise"),
+        (f"{FORWARD} --rollout.sde_type=ode --rollout.initial_noise=shared", "rollout.initial_noise"),
         ("--rollout.negative_prompt=x --rollout.guidance_scale=1", "negative_prompt is .*empty with"),
     ],
 )
@@ -221,10 +217,10 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
 
 
 def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
-    for shared in ("true", "false"):
-        trainer = build_trainer(tiny_run(f"--rollout.shared_initial_noise={shared}"))
+    for noise in ("shared", "own"):
+        trainer = build_trainer(tiny_run(f"--rollout.initial_noise={noise}"))
         start = trainer._rollout()[0][0].latents[0]
-        assert torch.equal(start[0], start[1]) == (shared == "true")
+        assert torch.equal(start[0], start[1]) == (noise == "shared")
         assert not torch.equal(start[0], start[2])
 
 
@@ -274,7 +270,7 @@ def test_a_long_list_is_ordered_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run("--rollout.fixed_initial_noise=true", "--rollout.num_generations=2"))
+    trainer = build_trainer(tiny_run("--rollout.initial_noise=fixed", "--rollout.num_generations=2"))
     first = trainer._rollout()[0][0]
     trainer.update += 1
     second, start = trainer._rollout()[0][0], first.latents[0]

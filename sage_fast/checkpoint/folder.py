@@ -190,8 +190,12 @@ def _read_manifest(folder: Path) -> Files:
     if not intact:
         raise incomplete
     files = manifest.get("files")
-    if not isinstance(files, dict) or not {STATE, METADATA} <= files.keys() or not all(map(_is_inside, files)):
+    if not isinstance(files, dict) or not {STATE, METADATA} <= files.keys():
         raise incomplete
+    for name in files:
+        path = PurePosixPath(name)
+        if not name.isprintable() or not path.parts or path.is_absolute() or ".." in path.parts:
+            raise incomplete  # it leads out of the folder
     return files
 
 
@@ -199,12 +203,6 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own digest, whatever its line breaks."""
     others = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
-
-
-def _is_inside(name: str) -> bool:
-    """True for the name of a file in the folder, False for one that leads out of it."""
-    path = PurePosixPath(name)
-    return name.isprintable() and path.parts != () and not path.is_absolute() and ".." not in path.parts
 
 
 def _examine(folder: Path, name: str, entry: Mapping[str, Any], where: str) -> None:

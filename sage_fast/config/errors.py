@@ -11,6 +11,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value for a message, cut after so many characters."""
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 class SageError(Exception):
     """The message says what happened and what to change; nothing else needs to be shown."""
 

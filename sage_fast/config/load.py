@@ -16,7 +16,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
 from sage_fast.config.presets import config_file, locate, missing_file, portable
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
@@ -168,7 +168,9 @@ def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
         if _is_section(kind):
             if not isinstance(value, dict):
                 example = f"{key}.{fields(kind)[0].name}"
-                raise ConfigError(f"{where}: {key} is {_shown(value)}, but it must hold keys such as {example}.")
+                raise ConfigError(
+                    f"{where}: {key} is {shown(value, MAX_SHOWN)}, but it must hold keys such as {example}."
+                )
             _check_keys(value, where, f"{key}.")
 
 
@@ -311,7 +313,7 @@ def _explain(error: ValidationError) -> str:
         allowed = allowed.replace(words, example)
     if key in _fields() and type(None) in get_args(_fields()[key].type):
         allowed += " or null"
-    return f"{key} is {_shown(first['input'])}, but it must be {allowed}."
+    return f"{key} is {shown(first['input'], MAX_SHOWN)}, but it must be {allowed}."
 
 
 def _key_of(location: Sequence[int | str]) -> str:
@@ -320,11 +322,6 @@ def _key_of(location: Sequence[int | str]) -> str:
     keys = (".".join(words[:end]) for end in range(len(words), 0, -1))
     key = next((key for key in keys if key in _fields()), "")
     return key if key and get_origin(_fields()[key].type) is not dict else ".".join(words)
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 # ------------------------------------------------------------------------------------------ trust

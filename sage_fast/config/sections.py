@@ -290,11 +290,11 @@ class RolloutConfig(Section, key="rollout"):
     """Videos that go through the model at once. Rollout and update share it, so that their velocities agree bit for
     bit and the ratio starts at exactly 1. `auto` takes as many of a group as fill the GPU and fit it by the plan; it is
     1 on a CPU."""
-    shared_initial_noise: bool = False
-    """Start all videos of a group from the same noise, so that only the sampler's noise tells them apart."""
-    fixed_initial_noise: bool = False
-    """Start member g of a group from the same noise in every rollout, as SAGE-GRPO's code does: that of its prompt's
-    seed, or without a column `seed` that of the run's, so that all prompts share num_generations starts."""
+    initial_noise: Literal["own", "shared", "fixed"] = "own"
+    """What videos start from: `own` is noise of each; `shared` the same for all of a group, so that only the sampler's
+    noise tells them apart; `fixed` for member g of a group the same in every rollout, as in SAGE-GRPO's code: that of
+    its prompt's seed, or without a column `seed` that of the run's, so that all prompts share num_generations starts.
+    """
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
 
@@ -555,9 +555,7 @@ class ForwardProcessConfig(Section, key="forward_process"):
     """
 
     levels: Length = 4
-    """Noise levels K at which a video is trained, one in each of K equal parts of the schedule."""
-    schedule: Literal["sampler", "shifted"] = "sampler"
-    """Where levels lie: at the sampler's own noise levels, or anywhere on the shifted schedule."""
+    """Noise levels K at which a video is trained, one of the sampler's own in each of K equal parts of its schedule."""
     sampling_guidance: NotNegative | None = None
     """Guidance scale with which the rollout samples, while the unguided velocity is trained (rollout.guidance_scale 1,
     which also evaluates): guidance is distilled into it, weighted by the advantages. null samples what is trained."""
@@ -566,12 +564,11 @@ class ForwardProcessConfig(Section, key="forward_process"):
     branches, as in its code; s^2; or 1."""
     beta: NotNegative = 0.1
     """Weight of the trust region around the old policy, DiffusionNFT's beta."""
-    old: Literal["ema", "policy"] = "ema"
-    """Policy that samples and that the trust region holds: an average of the trained weights, or these themselves,
-    where the trust region is inert."""
-    old_decay: Momentum | Literal["rising", "late"] = 0.5
-    """Share of itself that the average keeps at every update. `rising` is min(0.001 n, 0.5) after n updates, `late`
-    min(0.0075 (n - 75), 0.999) from the 75th update on: the schedules of DiffusionNFT's code."""
+    old_decay: Momentum | Literal["rising", "late"] | None = 0.5
+    """The old policy, which samples and which the trust region holds, is an average of the trained weights; this is the
+    share of itself that it keeps at every update. `rising` is min(0.001 n, 0.5) after n updates, `late`
+    min(0.0075 (n - 75), 0.999) from the 75th update on: the schedules of DiffusionNFT's code. null: the trained weights
+    themselves sample, and the trust region is inert."""
     clip: Inside | None = None
     """Clip range of AWM's ratio; null takes the linear term, DiffusionNFT's."""
 

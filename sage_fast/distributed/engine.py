@@ -4,12 +4,16 @@
 All ranks call the collective methods in the same order; on one process these communicate with nobody.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from sage_fast.config.sections import OptimizerConfig
+from sage_fast.distributed.world import World
 
 Phase = Literal["rollout", "anchor", "update", "evaluation"]
 
@@ -26,113 +30,8 @@ class TensorSource(Protocol):
         ...
 
 
-class Snapshot(Protocol):
-    """A second set of values of the trained weights: the KL anchor, or their moving average."""
-
-    def refresh(self) -> None:
-        """Take the weights as they are now."""
-        ...
-
-    def average(self, decay: float) -> None:
-        """Move towards the present weights: value <- decay * value + (1 - decay) * weight."""
-        ...
-
-    def applied(self) -> AbstractContextManager[None]:
-        """Within the context the model computes with these values. Collective."""
-        ...
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The values by the names of the weights, for a checkpoint; live or partial as in `Engine.tensors`."""
-        ...
-
-    def load_tensors(self, source: TensorSource, group: str) -> None:
-        """Take over the values of a checkpoint's group. Collective."""
-        ...
-
-
-class Engine(Protocol):
-    """Trained weights, their gradients and their optimizer, over all ranks."""
-
-    parameters: Mapping[str, nn.Parameter]
-    """The trained weights by the names they have on one process; possibly shards of them."""
-    shapes: Mapping[str, torch.Size]
-    """Their whole shapes."""
-    sharded: bool
-    """True where a forward communicates weights, so that all ranks must run equally many of them."""
-    lockstep: bool
-    """True where all ranks must make equally many VJPs between two steps, and at least one; always where `sharded`."""
-
-    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """Add the product of the one cotangent with `output`'s Jacobian to this rank's gradient."""
-        ...
-
-    def last_vjp(self, last: bool) -> None:
-        """Say before a `vjp` whether it is the last one before `clip_gradients`."""
-        ...
-
-    def clip_gradients(self) -> float:
-        """Sum the gradient over all ranks and clip it to the configured norm; returns the norm before. Collective.
-
-        Every rank contributes its part of the gradient of the run's whole loss: ranks with different videos contribute
-        different terms of the sum, ranks that share a video the parts that pass through their tokens.
-        """
-        ...
-
-    def step(self) -> None:
-        """Apply the gradient, advance the learning rate, forget the gradient. Collective."""
-        ...
-
-    def zero_grad(self) -> None:
-        """Forget the gradient."""
-        ...
-
-    def weights_finite(self) -> bool:
-        """True when this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
-        ...
-
-    @property
-    def learning_rate(self) -> float:
-        """Rate of the next step."""
-        ...
-
-    def snapshot(self) -> Snapshot:
-        """The present weights. Collective."""
-        ...
-
-    def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """The context is one phase of an iteration; the engine may keep weights gathered through it."""
-        ...
-
-    def whole(self) -> AbstractContextManager[None]:
-        """Within the context adapters are whole and float32 on every rank, ready to be saved; the model need not be
-        able to compute. Collective.
-        """
-        ...
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors for a checkpoint, by group and by the names of one process: `weights`, and `optimizer`
-        with names such as `NAME.exp_avg`.
-
-        Tensors are whole (the same on every rank), DTensors, or on this rank alone. They may be live: copy them to
-        write them later.
-        """
-        ...
-
-    def load_tensors(self, source: TensorSource) -> None:
-        """Take over weights and optimizer state, saved by any engine on any number of ranks. Collective."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """JSON values for a checkpoint: the position in the learning-rate schedule."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take it over."""
-        ...
-
-
 class WeightSnapshot:
-    """`Snapshot` of plain tensors: the KL anchor, the initial policy, the moving average.
+    """A second set of values of the trained weights: the KL anchor, the old policy, their moving average.
 
     Only trained weights are copied, so with LoRA none of these duplicates the frozen transformer. The tensors live on
     the parameters' device, in their dtype and sharded like them, and are in every checkpoint.
@@ -161,8 +60,9 @@ class WeightSnapshot:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the context the model computes with these values; the storage of whole weights is exchanged, not
-        copied.
+        """Within the context the model computes with these values. Collective.
+
+        The storage of whole weights is exchanged, not copied.
         """
         self._exchange()
         try:
@@ -188,12 +88,91 @@ class WeightSnapshot:
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
-        """The values by name; live, not copies."""
+        """The values by the names of the weights, for a checkpoint; live or partial as in `Engine.tensors`."""
         return dict(self.values)
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
-        """Take the values of a checkpoint's group."""
+        """Take over the values of a checkpoint's group. Collective."""
         source.load_into({group: self.values})
+
+
+class Engine(ABC):
+    """Trained weights, their gradients and their optimizer, over all ranks.
+
+    parameters: the trained weights by the names they have on one process; possibly shards of them. shapes: their whole
+    shapes. updates: steps that were taken.
+    """
+
+    sharded: bool
+    """True where a forward communicates weights, so that all ranks must run equally many of them."""
+    lockstep: bool
+    """True where all ranks must make equally many VJPs between two steps, and at least one; always where `sharded`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World) -> None:
+        self.parameters, self.optimizer_config, self.world = parameters, config, world
+        self.shapes: Mapping[str, torch.Size] = shapes_of(parameters)
+        self.updates = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the next step."""
+        warmup = self.optimizer_config.warmup_updates
+        rise = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
+        return self.optimizer_config.learning_rate * rise
+
+    @abstractmethod
+    def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
+        """Add the product of the one cotangent with `output`'s Jacobian to this rank's gradient."""
+
+    def last_vjp(self, last: bool) -> None:  # noqa: B027  an engine that sums in every VJP need not know
+        """Say before a `vjp` whether it is the last one before `clip_gradients`."""
+
+    @abstractmethod
+    def clip_gradients(self) -> float:
+        """Sum the gradient over all ranks and clip it to the configured norm; returns the norm before. Collective.
+
+        Every rank contributes its part of the gradient of the run's whole loss: ranks with different videos contribute
+        different terms of the sum, ranks that share a video the parts that pass through their tokens.
+        """
+
+    @abstractmethod
+    def step(self) -> None:
+        """Apply the gradient, advance the learning rate, forget the gradient. Collective."""
+
+    @abstractmethod
+    def zero_grad(self) -> None:
+        """Forget the gradient."""
+
+    @abstractmethod
+    def weights_finite(self) -> bool:
+        """True when this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
+
+    @abstractmethod
+    def snapshot(self) -> WeightSnapshot:
+        """The present weights. Collective."""
+
+    def phase(self, name: Phase) -> AbstractContextManager[None]:
+        """The context is one phase of an iteration; the engine may keep weights gathered through it."""
+        return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Within the context adapters are whole and float32 on every rank, ready to be saved; the model need not be
+        able to compute. Collective.
+        """
+        return nullcontext()
+
+    @abstractmethod
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """Tensors for a checkpoint, by group and by the names of one process: `weights`, and `optimizer`
+        with names such as `NAME.exp_avg`.
+
+        Tensors are whole (the same on every rank), DTensors, or on this rank alone. They may be live: copy them to
+        write them later.
+        """
+
+    @abstractmethod
+    def load_tensors(self, source: TensorSource) -> None:
+        """Take over weights and optimizer state, saved by any engine on any number of ranks. Collective."""
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

@@ -34,11 +34,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def local_rank() -> int:
-    """This process among those of its node."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def rank_device(name: str) -> "torch.device":
     """The device of this rank for `model.device`; a GPU becomes the current one.
 
@@ -66,7 +61,7 @@ def rank_device(name: str) -> "torch.device":
             f"model.device is {name!r}, but torch sees no GPU on {os.uname().nodename}. Use cpu, or see that the "
             "driver and a CUDA build of torch are installed on every node."
         )
-    count, local = torch.cuda.device_count(), local_rank()
+    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
     if ":" not in name:
         # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two processes
         # that have the same one.

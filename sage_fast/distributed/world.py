@@ -54,10 +54,6 @@ class World:
         return self.rank // self.sp
 
     @property
-    def sp_rank(self) -> int:
-        return self.rank % self.sp
-
-    @property
     def is_main(self) -> bool:
         """True on the rank that writes the files and talks to the user."""
         return self.rank == 0

@@ -154,10 +154,6 @@ class BlockwiseForward(FusedForward):
         """Bring back weights that were moved away."""
         return
 
-    def forget(self) -> None:
-        """As in `FusedForward`; nothing was computed from the weights."""
-        return
-
     def __enter__(self) -> Self:
         return self
 

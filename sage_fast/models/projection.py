@@ -373,7 +373,8 @@ def weights_backward(
             gradients.put(layer.first, weight_gradient)
             weight_gradient = None
         if layer.bias is not None and gradients.wanted[layer.first + 1]:
-            gradients.put(layer.first + 1, grad.sum(0, dtype=_wide(grad.dtype)).to(layer.bias.dtype))
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            gradients.put(layer.first + 1, grad.sum(0, dtype=wide).to(layer.bias.dtype))
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
@@ -405,10 +406,6 @@ def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
         return product(a, b, out_dtype=dtype)
     return product(a, b).to(dtype)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

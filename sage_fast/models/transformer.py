@@ -28,7 +28,6 @@ class FusedForward:
 
     def forget(self) -> None:
         """Forget what was computed from the weights, after they have changed behind its back."""
-        raise NotImplementedError
 
     def undo(self) -> None:
         """Restore the transformer's own forward."""

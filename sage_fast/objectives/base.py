@@ -7,7 +7,7 @@ of a sample in the order of its visits, or its noise levels.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import kl_factors, split_evenly
-from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.distributed.engine import Engine, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.kernels import Kernels
 from sage_fast.noise import NoiseKey
@@ -70,12 +70,15 @@ class Objective(ABC):
         self.settings, self.training = config.objective, config.training
         self.policy, self.engine, self.kernels = parts.policy, parts.engine, parts.kernels
         self.anchor_kind = anchor_kind(self.settings.kl_mode)
-        self.anchor: Snapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
+        self.anchor: WeightSnapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.anchor_update = 0
         """Updates done when the anchor was last refreshed."""
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
-        self.measured_anchor: Snapshot | None = None
+        self.measured_anchor: WeightSnapshot | None = None
         """The anchor, in rollouts whose KL to it is measured."""
+        self.fresh_anchor_is_known = True
+        """The KL to an anchor that is the rollout's policy needs no forward: its value and gradient are zero, and in
+        later updates of the rollout the velocities of its sampler stand for the anchor's."""
         self.kl_factors: Sequence[float] = ()
         """K numbers: what the KL to the anchor counts at each position in this rollout."""
 
@@ -91,12 +94,6 @@ class Objective(ABC):
         self.measured_anchor = None if fresh and self.fresh_anchor_is_known else self.anchor
         count = self.num_positions(rollouts)
         self.kl_factors = kl_factors(self.config.seed, update, count, self.settings.kl_position_fraction)
-
-    @property
-    def fresh_anchor_is_known(self) -> bool:
-        """True if the KL to an anchor that is the rollout's policy needs no forward."""
-        # Its value and gradient are zero; in later updates of the rollout its velocities stand for the anchor's.
-        return True
 
     @abstractmethod
     def num_positions(self, rollouts: int) -> int:
@@ -117,11 +114,6 @@ class Objective(ABC):
     @abstractmethod
     def measure(self, scored: ScoredRollout) -> None:
         """Prepare what `accumulate` needs of other weights."""
-
-    def anchor_wanted(self, scored: ScoredRollout) -> tuple[list[int], Tensor]:
-        """Positions P at which the KL to the anchor counts, and for which videos it is wanted there, (V, P) bool."""
-        positions = [position for position, factor in enumerate(self.kl_factors) if factor]
-        return positions, scored.all_trained[:, None].expand(-1, len(positions))
 
     def measures(self, position: int) -> bool:
         """True if the KL to the anchor counts at a position."""
@@ -172,18 +164,19 @@ class Objective(ABC):
 
     # ------------------------------------------------------------------------------------------ state
 
-    def snapshots(self) -> dict[str, Snapshot]:
+    def snapshots(self) -> dict[str, WeightSnapshot]:
         """Weights of a checkpoint beside the trained ones."""
         return {} if self.anchor is None else {"anchor": self.anchor}
 
     def state(self) -> dict[str, Any]:
         """State of a checkpoint without its tensors, fit for JSON."""
-        return {"anchor_update": self.anchor_update, "kl_weight": self.kl_weight.to_dict()}
+        return {"anchor_update": self.anchor_update, "kl_weight": asdict(self.kl_weight)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Take over what `state` has given."""
         self.anchor_update = int(state["anchor_update"])
-        self.kl_weight = KLWeightState.from_dict(state["kl_weight"])
+        saved = state["kl_weight"]
+        self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})  # a list, as JSON has it
 
 
 # ------------------------------------------------------------------------------------------------ losses
@@ -215,17 +208,12 @@ class VelocityLoss(Generic[Terms]):
             leaf = velocity.detach().requires_grad_()
             terms = self.terms(leaf)
             (result,) = torch.autograd.grad(terms[0], leaf, row_weights.to(terms[0], non_blocking=True))
-        return result, _like(terms, [term.detach() for term in terms])
-
-
-def _like(terms: Terms, columns: Sequence[Tensor]) -> Terms:
-    """The NamedTuple of `terms` with other columns."""
-    return type(terms)(*columns)
+        return result, type(terms)(*(term.detach() for term in terms))
 
 
 def concatenate_terms(terms: Sequence[Terms]) -> Terms:
     """The terms of several batches as those of one."""
-    return _like(terms[0], [torch.cat(column) for column in zip(*terms, strict=True)])
+    return type(terms[0])(*(torch.cat(column) for column in zip(*terms, strict=True)))
 
 
 def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], world: World) -> tuple[Terms, str | None]:
@@ -245,9 +233,10 @@ def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], wo
     if bad.any():
         rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
         names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
-    everywhere = world.gather((matrix[:, scored.trained_rows(len(positions))], names))
+    trained = torch.cat([scored.trained[rows].repeat(len(positions)) for rows, _ in scored.batches()])
+    everywhere = world.gather((matrix[:, trained], names))
     # Ranks that share a video have the same terms.
-    terms = _like(own, list(torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)))
+    terms = type(own)(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
     for rank, (_, names) in enumerate(everywhere):
         if names:
             return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"

@@ -27,7 +27,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from torch import Tensor
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import ForwardProcessConfig, require
 from sage_fast.data import uniform
-from sage_fast.distributed.engine import Snapshot
+from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
 from sage_fast.objectives.base import Objective, Parts, VelocityLoss
@@ -136,22 +136,19 @@ def forward_loss(
     )
 
 
-def levels(key: NoiseKey, table: TransitionTable, shift: float, settings: ForwardProcessConfig) -> Tensor:
-    """Noise levels (K,) float64 in (0, 1] of a video: one in each of K equal parts of the schedule."""
-    parts = (torch.arange(settings.levels) + uniform(key, settings.levels)) / settings.levels
-    if settings.schedule == "sampler":
-        return table.sigmas[(parts * table.num_steps).long()].double()
-    times = 1 - parts  # in (0, 1], because a draw is in [0, 1)
-    return shift * times / (1 + (shift - 1) * times)
+def levels(key: NoiseKey, table: TransitionTable, count: int) -> Tensor:
+    """Noise levels (K,) float64 in (0, 1] of a video: one of the sampler's in each of K = count equal parts."""
+    parts = (torch.arange(count) + uniform(key, count)) / count
+    return table.sigmas[(parts * table.num_steps).long()].double()
 
 
-def old_decay(settings: ForwardProcessConfig, update: int) -> float:
+def old_decay(share: float | Literal["rising", "late"], update: int) -> float:
     """Share of itself that the old policy keeps after `update` updates; NVlabs' schedules 1 (rising) and 2 (late)."""
-    if settings.old_decay == "rising":
+    if share == "rising":
         return min(0.001 * update, 0.5)
-    if settings.old_decay == "late":
+    if share == "late":
         return min(0.0075 * max(0, update - 75), 0.999)
-    return settings.old_decay
+    return share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +195,6 @@ class ForwardProcess(Objective):
         """As in `Objective`: settings of the sampler's steps have no meaning at noised videos."""
         training, rollout, objective = config.training, config.rollout, config.objective
         why = "it trains at noised videos, not at the sampler's steps"
-        alike = rollout.shared_initial_noise and config.samples_by_ode
         require(
             rollout.batch_size % training.updates_per_rollout == 0,
             "training.updates_per_rollout",
@@ -209,7 +205,6 @@ class ForwardProcess(Objective):
         needs: list[Need] = [
             ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
             ("training.kl_share_every", training.kl_share_every, (0,), why),
-            ("rollout.shared_initial_noise", alike, (False,), "without the sampler's noise one start is one video"),
             ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
             ("objective.ratio", objective.ratio, ("gaussian",), why),
             ("objective.logprob", objective.logprob, ("gaussian",), why),
@@ -217,11 +212,10 @@ class ForwardProcess(Objective):
         if training.updates_per_rollout > 1:
             split = "several updates split the videos"
             needs.append(("rollout.micro_batch_size", rollout.videos_at_once, (1,), split))
+        if config.samples_by_ode:
+            starts = "without the sampler's noise one start is one video"
+            needs.append(("rollout.initial_noise", rollout.initial_noise, ("own", "fixed"), starts))
         check_needs("training.update forward_process", "training.update to two_phase", needs)
-        if config.forward_process.schedule == "shifted":
-            levels = "every level would bring the AdaLN weights from CPU memory"
-            kept: Need = ("model.adaln", config.model.adaln, ("auto", "weights", "table"), levels)
-            check_needs("forward_process.schedule shifted", "forward_process.schedule to sampler", [kept])
 
     @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
@@ -236,11 +230,13 @@ class ForwardProcess(Objective):
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.process = config.forward_process
+        # Not in later updates of a rollout, which has no velocities at the levels.
+        self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
         self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
         """The velocity that samples, guided or as the trained one."""
-        self.old: Snapshot | None = self.engine.snapshot() if self.process.old == "ema" else None
+        self.old: WeightSnapshot | None = None if self.process.old_decay is None else self.engine.snapshot()
         """The old policy, which samples, where it is not the trained one."""
-        self.replay = Replay.of(parts, config.training)
+        self.replay = Replay(parts=parts, split=config.training.guidance == "split")
         self._old_velocities: dict[Place, Tensor] = {}
         self._anchor_velocities: dict[Place, Tensor] = {}
 
@@ -248,11 +244,6 @@ class ForwardProcess(Objective):
         """As in `Objective`."""
         super().begin(update, rollouts)
         self._old_velocities, self._anchor_velocities = {}, {}
-
-    @property
-    def fresh_anchor_is_known(self) -> bool:
-        """As in `Objective`: not in later updates of a rollout, which has no velocities at the levels."""
-        return self.training.updates_per_rollout == 1
 
     def num_positions(self, rollouts: int) -> int:
         """As in `Objective`: levels."""
@@ -281,10 +272,8 @@ class ForwardProcess(Objective):
 
     def measure(self, scored: ScoredRollout) -> None:
         """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
-        if self.measured_anchor is not None:
-            positions, wanted = self.anchor_wanted(scored)
-            anchor = self.measured_anchor
-            self._anchor_velocities = self.replay.velocities(anchor, scored, wanted, positions, self._state)
+        anchor = self.measured_anchor
+        self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
         if self.old is not None:
             levels = range(self.process.levels)
             wanted = self._wanted(scored, levels)
@@ -301,8 +290,8 @@ class ForwardProcess(Objective):
 
     def _noised(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """x_t and z (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
-        keys, x0, shift = trajectory.keys, trajectory.final, self.config.rollout.shift
-        sigma = torch.stack([levels(key, trajectory.table, shift, self.process)[position] for key in keys]).float()
+        keys, x0, table, count = trajectory.keys, trajectory.final, trajectory.table, self.process.levels
+        sigma = torch.stack([levels(key, table, count)[position] for key in keys]).float()
         noise = gaussian(keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
         share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         return (1 - share) * x0 + share * noise, noise, sigma
@@ -327,8 +316,9 @@ class ForwardProcess(Objective):
 
     def moved(self, update: int) -> None:
         """As in `Objective`: after the last update of a rollout the old policy follows."""
-        if self.old is not None and update % self.training.updates_per_rollout == 0:
-            self.old.average(old_decay(self.process, update))
+        share = self.process.old_decay
+        if self.old is not None and share is not None and update % self.training.updates_per_rollout == 0:
+            self.old.average(old_decay(share, update))
 
     def statistics(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
         """As in `Objective`."""
@@ -345,6 +335,6 @@ class ForwardProcess(Objective):
         }
         return metrics, self.settings.kl_position_weight * kl
 
-    def snapshots(self) -> dict[str, Snapshot]:
+    def snapshots(self) -> dict[str, WeightSnapshot]:
         """As in `Objective`."""
         return super().snapshots() | ({} if self.old is None else {"old": self.old})

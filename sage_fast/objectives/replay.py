@@ -11,13 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.config.sections import TrainingConfig
-from sage_fast.distributed.engine import Engine, Snapshot
+from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.objectives.base import Parts, Terms, VelocityLoss, concatenate_terms
-from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
 from sage_fast.rewards.base import describe_batch
-from sage_fast.rollout import Progress
 
 Place = tuple[int, int]
 """Numbers of a micro-batch and of a position."""
@@ -41,23 +38,15 @@ def wanted_passes(scored: ScoredRollout, pulls: Sequence[bool]) -> Tensor:
 class Replay:
     """Runs the policy at micro-batches and positions of a rollout.
 
-    split: the two branches of the guidance one after the other. engine: sums the gradient.
+    split: the two branches of the guidance one after the other.
     """
 
-    policy: GuidedPolicy
-    engine: Engine
+    parts: Parts
     split: bool
-    progress: Progress
-
-    @classmethod
-    def of(cls, parts: Parts, training: TrainingConfig) -> "Replay":
-        """Replay of a run's parts."""
-        split = training.guidance == "split"
-        return cls(policy=parts.policy, engine=parts.engine, split=split, progress=parts.progress)
 
     @torch.no_grad()
     def velocities(
-        self, weights: Snapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int], state: StateAt
+        self, weights: WeightSnapshot, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int], state: StateAt
     ) -> dict[Place, Tensor]:
         """Velocities (B, C, F, H, W) of other weights, for what is wanted (V, len(positions))."""
         due = self._passes(scored, wanted, positions)
@@ -66,10 +55,21 @@ class Replay:
         with weights.applied():
             for done, (number, position) in enumerate(due):
                 rows, trajectory = batches[number]
-                self.progress("anchor", done, len(due), describe_batch(trajectory.samples))
+                self.parts.progress("anchor", done, len(due), describe_batch(trajectory.samples))
                 latents, sigma = state(scored, rows, trajectory, position)
-                found[number, position] = self.policy.velocity(latents, sigma, [s.embeds for s in trajectory.samples])
+                embeds = [sample.embeds for sample in trajectory.samples]
+                found[number, position] = self.parts.policy.velocity(latents, sigma, embeds)
         return found
+
+    def anchor_velocities(
+        self, anchor: WeightSnapshot | None, scored: ScoredRollout, kl_factors: Sequence[float], state: StateAt
+    ) -> dict[Place, Tensor]:
+        """Velocities of the anchor, for all trained videos at the positions where the KL to it counts."""
+        if anchor is None:
+            return {}
+        positions = [position for position, factor in enumerate(kl_factors) if factor]
+        wanted = scored.all_trained[:, None].expand(-1, len(positions))
+        return self.velocities(anchor, scored, wanted, positions, state)
 
     def accumulate(
         self,
@@ -96,8 +96,8 @@ class Replay:
                 if done is None:
                     collected.append(loss.unmoved())
                     continue
-                self.progress("update", done, len(due), describe_batch(trajectory.samples))
-                self.engine.last_vjp(done + 1 == len(due))
+                self.parts.progress("update", done, len(due), describe_batch(trajectory.samples))
+                self.parts.engine.last_vjp(done + 1 == len(due))
                 # Of a micro-batch that runs as a whole, videos that are not trained weigh nothing.
                 row_weights = scored.trained[rows].double() / count
                 embeds = [sample.embeds for sample in trajectory.samples]
@@ -112,7 +112,7 @@ class Replay:
         """
         by_rank = scored.by_rank(wanted).any(dim=2).flatten(1)
         own = by_rank[scored.rank]
-        if self.engine.lockstep:
+        if self.parts.engine.lockstep:
             missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())
             own[(~own).nonzero().flatten()[:missing]] = True
         numbers = range(len(scored.trajectories))
@@ -126,8 +126,8 @@ class Replay:
             # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
             # that was differentiated: if it differs after all, the ratio shows it.
             known, _ = loss.cotangent(loss.known_velocity, row_weights)
-            velocity = self.policy.velocity_and_gradient(
-                loss.latents, loss.sigma, embeds, [known], split=True, vjp=self.engine.vjp
+            velocity = self.parts.policy.velocity_and_gradient(
+                loss.latents, loss.sigma, embeds, [known], split=True, vjp=self.parts.engine.vjp
             )
             with torch.no_grad():
                 return loss.terms(velocity)
@@ -139,7 +139,7 @@ class Replay:
             found.append(terms)
             return [cotangent]
 
-        self.policy.velocity_and_gradient(
-            loss.latents, loss.sigma, embeds, cotangents, split=self.split, vjp=self.engine.vjp
+        self.parts.policy.velocity_and_gradient(
+            loss.latents, loss.sigma, embeds, cotangents, split=self.split, vjp=self.parts.engine.vjp
         )
         return found[0]

@@ -36,7 +36,7 @@ class TwoPhase(GRPO):
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
-        self.replay = Replay.of(parts, config.training)
+        self.replay = Replay(parts=parts, split=config.training.guidance == "split")
         self._anchor_velocities: dict[Place, Tensor] = {}
         self._unmoved = True
         self._kl_share: dict[str, float] = {}
@@ -49,10 +49,8 @@ class TwoPhase(GRPO):
 
     def measure(self, scored: ScoredRollout) -> None:
         """As in `Objective`: the anchor's velocities."""
-        if self.measured_anchor is not None:
-            positions, wanted = self.anchor_wanted(scored)
-            anchor = self.measured_anchor
-            self._anchor_velocities = self.replay.velocities(anchor, scored, wanted, positions, self._state)
+        anchor = self.measured_anchor
+        self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int

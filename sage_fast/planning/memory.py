@@ -20,7 +20,6 @@ from sage_fast.config.sections import VideoConfig, kl_uses
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.models.hub import stored_bytes
-from sage_fast.models.transformer import MAX_LEVELS
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
@@ -301,8 +300,6 @@ class MemoryPlan:
         levels = steps
         if evaluation.every and evaluation.num_steps not in (None, steps):
             levels += evaluation.num_steps or 0
-        if config.training.update == "forward_process" and config.forward_process.schedule == "shifted":
-            levels = MAX_LEVELS
         return float(rope + levels * description.modulation * self._item)
 
     @cached_property

@@ -190,7 +190,7 @@ def repeated_branches(config: RunConfig, visited: Visits) -> float:
 
 def keeps_old_policy(config: RunConfig) -> bool:
     """True if a second copy of the trained weights samples and is measured in every update."""
-    return config.training.update == "forward_process" and config.forward_process.old == "ema"
+    return config.training.update == "forward_process" and config.forward_process.old_decay is not None
 
 
 def most_groups(rollout: RolloutConfig) -> int:

@@ -22,7 +22,8 @@ class PerVideo:
     """
 
     def __init__(self, transformer: nn.Module) -> None:
-        self.layers: list[Any] = [m for m in transformer.modules() if isinstance(m, nn.Linear) and _is_trained(m)]
+        linear = (module for module in transformer.modules() if isinstance(module, nn.Linear))
+        self.layers: list[Any] = [layer for layer in linear if layer.weight.requires_grad]
         self.weights: list[Tensor] = [layer.weight for layer in self.layers]
 
     @contextmanager
@@ -47,10 +48,6 @@ class PerVideo:
             for layer, weight in zip(self.layers, self.weights, strict=True):
                 layer._parameters["weight"] = weight
                 del layer.forward
-
-
-def _is_trained(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad
 
 
 class _Linear(torch.autograd.Function):

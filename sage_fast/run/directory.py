@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint.folder import checkpoint_name, list_checkpoints, update_of
+from sage_fast.checkpoint.folder import checkpoint_name, update_of
 from sage_fast.config.errors import ConfigError, RunDirectoryError
 from sage_fast.config.schema import settings_of
 
@@ -116,10 +116,6 @@ class RunDirectory(os.PathLike[str]):
     def evaluations(self) -> dict[int, Path]:
         """Files of scores per prompt, by update, oldest first."""
         return {update_of(file.with_suffix("")): file for file in sorted(self._evaluation.glob("update-*.json"))}
-
-    def newest_update(self) -> int:
-        """Update of the newest checkpoint; 0 without one."""
-        return max(map(update_of, list_checkpoints(self.checkpoints)), default=0)
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import content_digest, read_json, read_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import digest
@@ -144,7 +144,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         _note(
             path,
             f"the column 'index' is left alone and prompts are numbered from 0, because {len(odd)} of its values are "
-            f"not whole numbers from 0 to 2^63 - 1, such as {_shown(odd[0][1])} at {odd[0][0]}",
+            f"not whole numbers from 0 to 2^63 - 1, such as {shown(odd[0][1])} at {odd[0][0]}",
         )
     prompts: list[Prompt] = []
     taken: dict[int, str] = {}
@@ -263,7 +263,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
         if isinstance(row, str):
             row = {key: row}
         if not isinstance(row, dict):
-            raise ValueError(f'{where}: expected an object with "{key}" or a string, found {_shown(row)}')
+            raise ValueError(f'{where}: expected an object with "{key}" or a string, found {shown(row)}')
         if key not in row:
             found = ", ".join(map(repr, row)) or "no keys at all"
             arrays = [name for name, value in row.items() if isinstance(value, list)]
@@ -271,7 +271,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
             advice = f"; if {arrays[0]!r} holds the prompts, save that array alone" if alone else _OTHER_KEY
             raise ValueError(f"{where}: no key named {key!r}; found {found}{advice}")
         if not isinstance(row[key], str | None):
-            raise ValueError(f"{where}: {key!r} must be a string, not {_shown(row[key])}")
+            raise ValueError(f"{where}: {key!r} must be a string, not {shown(row[key])}")
         yield where, row[key] or "", *_own(row)
 
 
@@ -319,7 +319,7 @@ def _seed(value: object, where: str) -> int | None:
         return None
     if (seed := _whole(value)) is None:
         raise ValueError(
-            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {_shown(value)}; fix it or leave it out"
+            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {shown(value)}; fix it or leave it out"
         )
     return seed
 
@@ -330,12 +330,7 @@ def _image(value: object, path: Path, where: str) -> str | None:
     image = path.parent / str(value).strip()
     if not image.is_file():
         raise ValueError(
-            f"{where}: there is no picture {_shown(value)} in {path.parent}; write its path relative to the prompt "
+            f"{where}: there is no picture {shown(value)} in {path.parent}; write its path relative to the prompt "
             "file, of a list to the working directory, or rename the column 'image' if it holds something else"
         )
     return str(image.absolute())
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

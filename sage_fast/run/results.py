@@ -140,11 +140,8 @@ class RunEvaluation:
 
     def samples(self, update: int) -> list[tuple[str, Path]]:
         """The prompts on the contact sheet of an evaluation, and the mp4 of each."""
-        return [(prompt, self._video_file(update, row)) for row, prompt in self._shown_prompts()]
-
-    def _shown_prompts(self) -> list[tuple[int, str]]:
         rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
-        return [(row, self.trainer.eval_prompts[row].text) for row in rows]
+        return [(self.trainer.eval_prompts[row].text, self._video_file(update, row)) for row in rows]
 
     def metrics(self, evaluation: Evaluation) -> dict[str, float]:
         """Means and standard errors of an evaluation, and of its pairs with the scores of update 0. RewardError."""

@@ -217,11 +217,6 @@ def abandon_after(checkpoints: Path, update: int) -> None:
             logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)
 
 
-def describe_changes(changes: Changes) -> str:
-    """Example: "optimizer.learning_rate 0.001 -> 0.0005"."""
-    return "; ".join(f"{key} {old} -> {new}" for key, (old, new) in changes.items())
-
-
 def split_keys(words: Sequence[str]) -> list[str]:
     """Keys of `--allow-changes`, which takes several with commas and may be given more than once."""
     return [key.strip() for word in words for key in word.split(",") if key.strip()]

@@ -19,7 +19,7 @@ import resource
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -55,7 +55,7 @@ from sage_fast.run.plots import reward_figure, to_png
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, describe_changes, find_start, keep_videos, move_aside
+from sage_fast.run.resume import abandon_after, find_start, keep_videos, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer, used_prompts
 
@@ -289,7 +289,8 @@ class Run:
         # A checkpoint of another directory has its records there.
         self._restore_record(state["record"] if is_own else None, pending=state["pending"])
         if self._changes and not self._has_logged(self.trainer.update, {"config/changes"}):
-            self.metrics.log({"update": self.trainer.update, "config/changes": describe_changes(self._changes)})
+            text = "; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())
+            self.metrics.log({"update": self.trainer.update, "config/changes": text})
 
     def _loop(self) -> bool:
         """Iterate, save, evaluate and log until the last update or a request to stop.
@@ -491,7 +492,7 @@ class Run:
             "model": trainer.model_digest,
             "record": record,
             "pending": pending,
-            "baseline": None if baseline is None else baseline.to_dict(),
+            "baseline": None if baseline is None else asdict(baseline),
             "config": to_dict(self.config),
         }
         data = CheckpointData(tensors=trainer.tensors(), state=state)

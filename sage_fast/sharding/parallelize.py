@@ -14,7 +14,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ from sage_fast.config.sections import (
     RolloutConfig,
     TrainingConfig,
 )
-from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
+from sage_fast.distributed.engine import Engine, Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.stored import StoredWeights, allocate
@@ -219,11 +219,6 @@ class Gathering:
         for module in self.modules:
             module.reshard()
 
-    def sum_over_replicas(self, now: bool) -> None:
-        """Let the next backward also sum gradients over replicas, or leave that to a later one."""
-        for module in self.modules:
-            module.set_requires_all_reduce(now, recurse=False)
-
     def _stay_gathered(self, stay: bool) -> None:
         for module in self.modules:
             module.set_reshard_after_forward(not stay, recurse=False)
@@ -235,8 +230,8 @@ def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
     return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
 
 
-class TorchEngine:
-    """`Engine` (engine.py) with torch's optimizers.
+class TorchEngine(Engine):
+    """torch's optimizers, on one process or over FSDP2.
 
     Adapters are whole on every rank, so their gradient is summed here, once per update. FSDP2 sums the gradient of
     sharded weights in the backward pass.
@@ -251,9 +246,7 @@ class TorchEngine:
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World, gathering: Gathering
     ) -> None:
-        self.parameters = parameters
-        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in parameters.items()}
-        self.world = world
+        super().__init__(parameters, config, world)
         self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
         self.sharded = self.lockstep = bool(gathering.modules)
@@ -262,9 +255,10 @@ class TorchEngine:
     vjp = staticmethod(vjp_into_grad)
 
     def last_vjp(self, last: bool) -> None:
-        """As in `Engine`: sums over replicas of the weights wait for the last backward."""
+        """As in `Engine`: FSDP2 leaves the sum over replicas of the weights to the last backward."""
         if self.shards_trained and self.world.dp_replicate > 1:
-            self.gathering.sum_over_replicas(last)
+            for module in self.gathering.modules:
+                module.set_requires_all_reduce(last, recurse=False)
 
     def clip_gradients(self) -> float:
         """As in `Engine`."""
@@ -277,7 +271,8 @@ class TorchEngine:
 
     def step(self) -> None:
         """As in `Engine`."""
-        self.optimizer.step()
+        self.optimizer.step(self.learning_rate)
+        self.updates += 1
         self._weights_changed()
 
     def zero_grad(self) -> None:
@@ -289,11 +284,6 @@ class TorchEngine:
         """As in `Engine`: one fused norm."""
         return norm_is_finite(self.parameters.values())
 
-    @property
-    def learning_rate(self) -> float:
-        """As in `Engine`."""
-        return self.optimizer.learning_rate
-
     def snapshot(self) -> WeightSnapshot:
         """As in `Engine`."""
         return WeightSnapshot(self.parameters, self._weights_changed)
@@ -302,16 +292,10 @@ class TorchEngine:
         """As in `Engine`."""
         return self.gathering.phase(name)
 
-    def whole(self) -> AbstractContextManager[None]:
-        """As in `Engine`; adapters are."""
-        return nullcontext()
-
     def _weights_changed(self) -> None:
         """Gathered copies of trained weights are stale."""
         if self.shards_trained:
             self.gathering.free()
-
-    # ------------------------------------------------------------------------------------------ state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """As in `Engine`."""
@@ -324,14 +308,6 @@ class TorchEngine:
         """As in `Engine`."""
         source.load_into(self.tensors())
         self._weights_changed()
-
-    def state(self) -> dict[str, Any]:
-        """As in `Engine`."""
-        return self.optimizer.schedule()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """As in `Engine`."""
-        self.optimizer.load_schedule(state)
 
 
 def _resolve_keep_gathered(

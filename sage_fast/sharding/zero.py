@@ -16,19 +16,19 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from packaging.version import Version
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
 from torch.optim import AdamW
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig, OptimizerConfig
-from sage_fast.distributed.engine import Phase, TensorSource, WeightSnapshot
+from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import FusedForward
@@ -45,8 +45,8 @@ REDUCE_BUCKET, GATHER_BUCKET = 50_000_000, 200_000_000
 """Elements that are summed, or gathered after a step, at a time."""
 
 
-class DeepSpeedEngine:
-    """`Engine` (engine.py) over DeepSpeed ZeRO, which sums over all ranks in every `vjp`.
+class DeepSpeedEngine(Engine):
+    """DeepSpeed ZeRO, which sums over all ranks in every `vjp`. The weights are whole in every phase.
 
     Args:
         transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
@@ -76,9 +76,8 @@ class DeepSpeedEngine:
             )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
-        self.optimizer_config, self.world, family = optimizer_config, world, family_of(transformer)
-        self.parameters: Mapping[str, nn.Parameter] = trainable_parameters(transformer)
-        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self.parameters.items()}
+        super().__init__(trainable_parameters(transformer), optimizer_config, world)
+        family = family_of(transformer)
         self.sharded, self.lockstep = False, True
 
         bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16
@@ -104,7 +103,6 @@ class DeepSpeedEngine:
         self._zero._lazy_init_hp_params_optimizer_state()
         for name, value in exact.items():
             self.set_master(name, value)
-        self._updates = 0
 
     def _initialize(self, deepspeed: Any, transformer: Any, bf16: bool) -> None:
         """Hand the transformer and its optimizer to DeepSpeed."""
@@ -151,9 +149,6 @@ class DeepSpeedEngine:
         self._zero.clear_backward_seen_flag()
         self._engine.backward((output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False)
 
-    def last_vjp(self, last: bool) -> None:
-        """As in `Engine`; ZeRO sums in every backward."""
-
     @torch.no_grad()
     def clip_gradients(self) -> float:
         """As in `Engine`. Scaling is left to `step`, with torch's coefficient max_norm / (norm + 1e-6), at most 1."""
@@ -170,7 +165,7 @@ class DeepSpeedEngine:
         # Not the engine's step, which would complete the gradient a second time.
         self._zero.step()
         self.zero_grad()
-        self._updates += 1
+        self.updates += 1
 
     def zero_grad(self) -> None:
         """As in `Engine`."""
@@ -183,20 +178,9 @@ class DeepSpeedEngine:
         """As in `Engine`, of the float32 masters."""
         return norm_is_finite(self.masters)
 
-    @property
-    def learning_rate(self) -> float:
-        """As in `Engine`."""
-        warmup = self.optimizer_config.warmup_updates
-        rise = min(1.0, (self._updates + 1) / warmup) if warmup else 1.0
-        return self.optimizer_config.learning_rate * rise
-
     def snapshot(self) -> "ZeroSnapshot":
         """As in `Engine`: one more set of float32 partitions."""
         return ZeroSnapshot(self)
-
-    def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """As in `Engine`; weights are whole in every phase."""
-        return nullcontext()
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -219,14 +203,6 @@ class DeepSpeedEngine:
         for master in self.masters:
             self._zero.optimizer.state[master]["step"] = torch.tensor(steps)
         self.weights_changed()
-
-    def state(self) -> dict[str, Any]:
-        """As in `Engine`."""
-        return {"updates": self._updates}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """As in `Engine`."""
-        self._updates = int(state["updates"])
 
     # ------------------------------------------------------------------------------------------------- partitions
 
@@ -276,7 +252,7 @@ class DeepSpeedEngine:
 
 
 class ZeroSnapshot(WeightSnapshot):
-    """`Snapshot` (engine.py) in float32, partitioned like the masters."""
+    """In float32, partitioned like the masters."""
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         super().__init__({str(i): master for i, master in enumerate(engine.masters)}, engine.weights_changed)
@@ -293,12 +269,12 @@ class ZeroSnapshot(WeightSnapshot):
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As in `Snapshot`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
+        """As in `WeightSnapshot`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
         with self.applied():
             return self._engine.gather_whole()
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
-        """As in `Snapshot`."""
+        """As in `WeightSnapshot`."""
         with self.applied():
             for name in self._engine.parameters:
                 self._engine.set_master(name, source.read(group, name))

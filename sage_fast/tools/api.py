@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sage_fast.checkpoint.folder import list_checkpoints, update_of
 from sage_fast.config.errors import ConfigError, speaking_python
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import register, registered
@@ -184,7 +185,8 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     config = load_config(run.config, {"output_dir": str(run)})
     if not trust_config:
         check_trust(config, run.path, registered())
-    update, result = run.newest_update(), run.result
+    result = run.result
+    update = max(map(update_of, list_checkpoints(run.checkpoints)), default=0)
     test = PairedTest(**json.loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
     return TrainedRun(config=config, update=update, finished=update >= config.training.num_updates, test=test)
 

@@ -185,7 +185,7 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
         ["iteration.forwards/*", "iteration.forwards_elsewhere/*"],
     ),
     "a second update": (
-        before(lambda optimizers: optimizers.optimizers[0].step(), (OptimizerSet, "step")),
+        before(lambda optimizers, rate: optimizers.optimizers[0].step(), (OptimizerSet, "step")),
         ["iteration.optimizer_updates/*"],
     ),
     "a sync in every phase": (

@@ -118,7 +118,7 @@ def test_the_paper_is_one_preset() -> None:
     base, paper = (by_dotted_key(to_dict(c)) for c in (layers, load_config("hv15_352x624_full_8gpu_paper")))
     changed = {key: value for key, value in paper.items() if value != base[key]}
     assert changed.pop("output_dir")
-    assert changed == {"rollout.batch_size": 8, "rollout.fixed_initial_noise": True}
+    assert changed == {"rollout.batch_size": 8, "rollout.initial_noise": "fixed"}
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)

@@ -142,7 +142,6 @@ def follow(mode: str, world: World, folder: Path, source: Source | None = None) 
 
     source = source or Source(found["end"])
     engine.load_tensors(source)
-    engine.load_state(engine.state())
     found["loaded"] = deepcopy(engine.tensors())
     found["norms"].append(make_gradient(policy, engine, UPDATES))
     engine.step()
@@ -270,7 +269,7 @@ def test_checkpoints_of_one_process_and_of_ranks_are_interchangeable(
     policy = make_policy(mode)
     engine = make_engine(policy, mode, World())
     engine.load_tensors(Source({group: run.whole("end", group) for group in ("weights", "optimizer")}))
-    engine.load_state({"updates": UPDATES})
+    engine.updates = UPDATES
     make_gradient(policy, engine, UPDATES)
     engine.step()
     assert_close(engine.tensors()["weights"], expected["resumed"]["weights"], 2e-5)

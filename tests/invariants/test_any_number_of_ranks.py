@@ -122,7 +122,7 @@ DRAWS = {
 @pytest.mark.parametrize("keep", DRAWS, ids=["best-and-worst", "single-pass"])
 def test_draws_do_not_depend_on_the_ranks(keep: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
     """Two ranks that share weights, with groups that lie on both, and as many passes on each."""
-    given = [*DRAWS[keep], "--rollout.shared_initial_noise=true", "--rollout.sde_window.size=2"]
+    given = [*DRAWS[keep], "--rollout.initial_noise=shared", "--rollout.sde_window.size=2"]
     file = written(tiny_model_4_heads, tmp_path, rollout={"batch_size": 4, "micro_batch_size": 1})
     expected = train(file, given)
     words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]

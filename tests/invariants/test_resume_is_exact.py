@@ -29,7 +29,7 @@ RUNS = {
     "full-muon-ema": "training.mode=full optimizer.name=muon training.ema_decay=0.9 rollout.micro_batch_size=1",
     "window-two-updates": "rollout.sde_window.size=2 training.updates_per_rollout=2 optimizer.warmup_updates=3",
     "best-and-worst-shared-start": "training.best_and_worst=1 rollout.num_generations=4 "
-    "rollout.shared_initial_noise=true rollout.sde_window.size=2 rollout.micro_batch_size=2",
+    "rollout.initial_noise=shared rollout.sde_window.size=2 rollout.micro_batch_size=2",
 }
 SLOW = ("full-muon-ema", "window-two-updates", "best-and-worst-shared-start")
 

@@ -36,7 +36,6 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     published_model,
 )
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.transformer import MAX_LEVELS
 from sage_fast.models.video_decoding import AutoencoderDecoder
 from sage_fast.models.wan.video_vae import WanDecoder
 from sage_fast.planning import estimate
@@ -426,10 +425,9 @@ def test_guidance_of_the_sampler_costs_the_rollout_alone() -> None:
     assert guided_first.cost.flops == 2 * first.cost.flops > 0 and guided_rest == rest
 
 
-def test_levels_off_the_samplers_fill_the_table_of_modulation() -> None:
-    at_steps, anywhere = (small_plan(*FORWARD, f"--forward_process.schedule={s}") for s in ("sampler", "shifted"))
-    rows = anywhere.memory.phases["update"].tables - at_steps.memory.phases["update"].tables
-    assert rows == (MAX_LEVELS - 60) * 3 * 12 * 256 * 2, "20 levels of the sampler and 40 of the evaluation are counted"
+def test_the_levels_of_rollout_and_evaluation_fill_the_table_of_modulation() -> None:
+    both, rollout = (small_plan(*FORWARD, *more).memory.phases["update"] for more in ([], ["--evaluation.every=0"]))
+    assert both.tables - rollout.tables == 40 * 3 * 12 * 256 * 2
 
 
 def test_a_single_pass_may_become_two_phases() -> None:

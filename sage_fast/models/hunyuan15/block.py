@@ -131,18 +131,6 @@ class _Joint:
             target.copy_(rows.view(target.shape))
 
 
-class HeadGradients(NamedTuple):
-    """Gradients of a stream's raw projections q, k and v, (B, tokens, H, head dim). q is None without queries."""
-
-    q: Tensor | None
-    k: Tensor
-    v: Tensor
-
-    def by_layer(self) -> list[Tensor]:
-        """Existing gradients as (B, tokens, D), in the order of `Weights.groups`."""
-        return [part.flatten(2) for part in self if part is not None]
-
-
 @dataclass
 class _Pass(BlockPass):
     """One stream in one pass of a block; each stage fills in what later ones need. Tensors are (B, tokens, ...)."""
@@ -409,8 +397,10 @@ class _Block:
         projected: tuple[Tensor, Tensor, Tensor],
         rotated: tuple[Tensor, Tensor, Tensor],
         gradients: Gradients,
-    ) -> tuple[HeadGradients, HeadGradients]:
-        """Through attention, rotation and norm: gradients of the raw projections of video and text."""
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Through attention, rotation and norm: gradients of the raw projections q, k and v of video and text, (B,
+        tokens, D) each. A text without queries has none of q.
+        """
         q, k, v = rotated
         # Attention's result and lse are saved, but by "full", which has recomputed them: no product is repeated here.
         out, lse = self.attend(q, k, v)
@@ -428,15 +418,14 @@ class _Block:
         )
         for position, norm_grad in zip(self.norms, norm_grads, strict=True):
             gradients.put(position, norm_grad)
-        return (
-            HeadGradients(dq, dk, dv[:, self.video.tokens]),
-            HeadGradients(dq_text if self.text.live else None, dk_text, dv[:, self.text.tokens]),
-        )
+        of_video = [dq, dk, dv[:, self.video.tokens]]
+        of_text = [*([dq_text] if self.text.live else []), dk_text, dv[:, self.text.tokens]]
+        return [part.flatten(2) for part in of_video], [part.flatten(2) for part in of_text]
 
     def projections_backward(
         self,
         stream: _Pass,
-        heads: HeadGradients,
+        heads: Sequence[Tensor],
         y: Tensor | None,
         gradients: Gradients,
         *,
@@ -445,7 +434,7 @@ class _Block:
     ) -> None:
         """One stream from q, k, v to x; `y` is None where no weight of these projections is trained."""
         # dy = dq W_q + dk W_k + dv W_v, added up in one buffer.
-        y_grad = stream.project_backward("qkv", heads.by_layer(), y, gradients)
+        y_grad = stream.project_backward("qkv", heads, y, gradients)
         if not inputs and not modulation:
             return  # the first block under LoRA: nothing before it is trained, and dL/dx is left out
         m = stream.modulation

@@ -99,16 +99,10 @@ class ModulationTable:
                 _move(layer, device)
 
 
-def adaln_layers(block: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The AdaLN projections of a block: video, text."""
-    modules: Any = block
-    return modules.norm1.linear, modules.norm1_context.linear
-
-
 def all_adaln_layers(transformer: nn.Module) -> list[nn.Module]:
-    """AdaLN projections of all blocks, in their order."""
+    """AdaLN projections of all blocks, in their order: of its video, of its text."""
     blocks: Any = transformer.transformer_blocks
-    return [layer for block in blocks for layer in adaln_layers(block)]
+    return [layer for block in blocks for layer in (block.norm1.linear, block.norm1_context.linear)]
 
 
 def can_tabulate(transformer: nn.Module) -> bool:
@@ -406,8 +400,7 @@ def _fused_block(
     """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
     acceleration: Acceleration = self._acceleration
     if modulation is None or text_modulation is None:
-        video_layer, text_layer = adaln_layers(self)
-        modulation, text_modulation = video_layer(activated), text_layer(activated)
+        modulation, text_modulation = self.norm1.linear(activated), self.norm1_context.linear(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
     video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)

@@ -231,32 +231,22 @@ class VideoAlignReward:
         embeddings = self.model.language_model.embed_tokens(tokens)
         is_video = (tokens == self.video_token)[..., None]
         embeddings = embeddings.masked_scatter(is_video, features.to(embeddings.dtype))
+        # Positions count the tokens, the video's like all others, where Qwen2-VL itself numbers those by frame, row and
+        # column. VideoAlign was trained so: its forward passed no position ids, for which transformers 4.45 counted.
+        positions = torch.arange(tokens.shape[1], device=self.device).expand(3, *tokens.shape)
         hidden = self.model.language_model(
             inputs_embeds=embeddings,
             attention_mask=mask.long(),
-            position_ids=sequential_positions(tokens),
+            position_ids=positions,
             use_cache=False,
         ).last_hidden_state
 
         places = torch.stack([(tokens == token).long().argmax(1) for token in self.score_tokens], dim=1)
         at_tokens = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         # In float32: the steps of bfloat16 would make ties within a group.
-        return own_scores(at_tokens.float() @ self.head.T)
-
-
-def own_scores(logits: Tensor) -> Tensor:
-    """Of the head's outputs (B, 3 tokens, outputs) each token's own, (B, 3): the diagonal, or the only one."""
-    return logits.squeeze(2) if logits.shape[2] == 1 else logits.diagonal(dim1=1, dim2=2)
-
-
-def sequential_positions(tokens: Tensor) -> Tensor:
-    """Position ids (3, B, L) that count the tokens, the video's like all others.
-
-    Qwen2-VL itself numbers video tokens by frame, row and column. VideoAlign was trained without: its forward passed no
-    position ids, for which transformers 4.45 counted. Its weights know no other positions.
-    """
-    batch, length = tokens.shape
-    return torch.arange(length, device=tokens.device).expand(3, batch, length)
+        logits = at_tokens.float() @ self.head.T
+        # Of the outputs (B, 3 tokens, outputs) each token has its own, or all have the only one.
+        return logits.squeeze(2) if logits.shape[2] == 1 else logits.diagonal(dim1=1, dim2=2)
 
 
 def conversation(prompt: str, num_video_tokens: int) -> str:

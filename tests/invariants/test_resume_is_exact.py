@@ -1,14 +1,15 @@
 """A run that was stopped or killed and goes on gives the numbers of an uninterrupted one, bit for bit."""
 
-import multiprocessing
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from sage_fast.commands.cli import main
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.run import Run
@@ -16,6 +17,7 @@ from tests.made_runs import numbers
 from tests.run.test_run import MakeRun, with_output
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 RUNS = {
@@ -66,18 +68,17 @@ def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Pa
     (tmp_path / "killed.yaml").write_text(dump_config(config))
     log = tmp_path / "killed/metrics.jsonl"
     moments = random.Random(20)
-    fork = multiprocessing.get_context("fork")  # what is killed has imported everything
+    command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "killed.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(3):
         # Lines of an earlier attempt do not count: the process must have trained before it dies.
         lines = count_lines(log)
-        process = fork.Process(target=main, args=(["train", str(tmp_path / "killed.yaml")],))
-        process.start()
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
         while count_lines(log) <= lines + 1:
-            assert process.is_alive()
+            assert process.poll() is None
             time.sleep(0.01)
         time.sleep(moments.uniform(0, 0.3))
         process.kill()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
+        assert process.wait() == -signal.SIGKILL
     Run(config).train()
     assert numbers(tmp_path / "killed") == numbers(tmp_path / "whole")

@@ -291,7 +291,7 @@ class RolloutConfig(Section, key="rollout"):
     bit and the ratio starts at exactly 1. `auto` takes as many of a group as fill the GPU and fit it by the plan; it is
     1 on a CPU."""
     initial_noise: Literal["own", "shared", "fixed"] = "own"
-    """What videos start from: `own` is noise of each; `shared` the same for all of a group, so that only the sampler's
+    """Start of the videos: `own` is noise of each; `shared` the same for all of a group, so that only the sampler's
     noise tells them apart; `fixed` for member g of a group the same in every rollout, as in SAGE-GRPO's code: that of
     its prompt's seed, or without a column `seed` that of the run's, so that all prompts share num_generations starts.
     """

@@ -36,7 +36,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What an operator has done. flops: by torch's formulas. moved: bytes read and written.
+    """Effect of an operator. flops: by torch's formulas. moved: bytes read and written.
 
     results: None if only the operator can make them. several: they are a tuple, even one.
     """
@@ -114,7 +114,7 @@ def _way(part: Any, arguments: list[Tensor]) -> Result | None:
         if part is argument:
             return Result(place)
         if storage._cdata == argument.untyped_storage()._cdata:
-            view = Result(place, part.shape, part.stride(), part.storage_offset())
+            view = Result(place, part.shape, part.stride(), int(part.storage_offset()))
             return view if part.dtype == argument.dtype else None
     made = Result(None, part.shape, part.stride(), 0, part.dtype)
     whole = not part.storage_offset() and storage.nbytes() == made.of([]).untyped_storage().nbytes()

@@ -176,7 +176,7 @@ class Objective(ABC):
         """Take over what `state` has given."""
         self.anchor_update = int(state["anchor_update"])
         saved = state["kl_weight"]
-        self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})  # a list, as JSON has it
+        self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})  # JSON knows lists alone
 
 
 # ------------------------------------------------------------------------------------------------ losses

@@ -190,7 +190,7 @@ def test_the_demo_page_shows_its_controls() -> None:
 
 
 def test_the_page_of_words_shows_its_results() -> None:
-    """A judge that no training sees reads 20 points more of the words with every seed; shuffled rewards gain nothing."""
+    """A judge that no training sees reads 20 points more of the words; shuffled rewards gain nothing over the seeds."""
     rows = [json.loads(line) for line in (ROOT / "docs/results/words.jsonl").read_text("utf-8").splitlines()]
     assert {(r["prompts"], r["noises"]) for r in rows} == {(48, 16)}
     for r in rows:

@@ -1,6 +1,6 @@
 """Work on the pretend device: python -m tests.pretend_cuda.program
 
-Each line `WORK FOLDER` of its input is a process of its own, forked from this one, which has imported everything. It
+Each line `WORK FOLDER` of its input runs in a process that is forked from this one, which has imported everything. It
 writes FOLDER/found.json, which tests/pretend_cuda/test_pretend_cuda.py judges, and FOLDER/output. The answer is a line.
 """
 

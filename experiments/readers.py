@@ -136,7 +136,8 @@ def row(arm: str, rate: float, seed: int, run: TrainedRun, base: TrainedRun) -> 
         name: {key: round(getattr(tests[name], key), 6) for key in ("before", "after", "mean", "stderr")}
         for name in ("OCR", "OCR_right", "judge", "judge_right")
     }
-    told = {"arm": arm, "rate": rate, "seed": seed, "updates": run.config.training.num_updates}
+    updates = 0 if arm == "guidance" else run.config.training.num_updates
+    told = {"arm": arm, "rate": rate, "seed": seed, "updates": updates}
     counts = {"prompts": len(before.prompts), "noises": run.config.evaluation.noises}
     code = json.loads((run.output_dir / "environment.json").read_text("utf-8"))["commit"]
     return told | counts | {"commit": code, "torch": torch.__version__} | found

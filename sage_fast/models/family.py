@@ -167,7 +167,8 @@ class Decoding:
 
     peak_bytes: float
     tiled: bool = False
-    dtype: str = "float32"
+    dtype: str | None = None
+    """Name of a type of torch; None means that of `model.vae_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -378,9 +378,10 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
 def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
     """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
     decoding = held.description.decoding(latent, videos, held.config.model, held.on_gpu)
-    flops, moved = held.description.decode_work(latent, decoding.tiled, decoding.dtype)
+    dtype = decoding.dtype or held.config.model.decode_dtype(held.on_gpu)
+    flops, moved = held.description.decode_work(latent, decoding.tiled, dtype)
     cost = Cost(linear=flops, elementwise=moved)
-    predicted, doubt, bound = device.decode_seconds(cost, decoding.dtype)
+    predicted, doubt, bound = device.decode_seconds(cost, dtype)
     return decoding.tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
 
 

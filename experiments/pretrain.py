@@ -195,8 +195,11 @@ def _train(
     draws = _Draws(world, config, phase, generator)
     losses: list[float] = []
 
+    settings = f"{replace(config, phases=(phase,))}"  # of this phase: those around it may change
     if saved.is_file():
         state = torch.load(saved, weights_only=True)
+        if state["settings"] != settings:
+            raise ValueError(f"{saved} is of other settings: delete it, or take another --output_dir.")
         losses = state["losses"]
         transformer.load_state_dict(state["weights"], strict=False)
         average = state["average"]
@@ -230,6 +233,7 @@ def _train(
         steps.set_postfix(loss=f"{losses[-1]:.4f}")
         if len(losses) % SAVED_EVERY == 0:
             state = {
+                "settings": settings,
                 "losses": losses,
                 "weights": {name: value.detach() for name, value in trained.items()},
                 "average": average,
@@ -319,10 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(counts) != len(phases) or not all(count.isdecimal() for count in counts):
             raise ValueError(f"--steps is {given.steps}: use {len(phases)} numbers, such as {_steps(phases)}.")
         phases = tuple(replace(phase, steps=int(count)) for phase, count in zip(phases, counts, strict=True))
-        config = PretrainConfig(phases=phases, seed=given.seed)
+        losses = pretrain(PretrainConfig(phases=phases, seed=given.seed), given.output_dir)
     except ValueError as error:
         parser.error(str(error))
-    losses = pretrain(config, given.output_dir)
     print(f"Wrote {given.output_dir}: loss {losses[0]:.3f} -> {losses[-1]:.3f} in {len(losses)} steps.")
 
 

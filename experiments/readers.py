@@ -11,7 +11,9 @@ goes on; one that is finished is only read.
 import argparse
 import importlib
 import json
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -179,7 +181,8 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, metavar="PICTURE", help="videos whose reward the judge does not share")
     parser.add_argument("--base", type=Path, help="run whose update 0 counts as before; default the arm itself")
     given = parser.parse_args()
-    run = run_arm(given.arm, given.rate, given.seed, given.updates, given.output_dir)
+    with redirect_stdout(sys.stderr):  # the line of results is alone on the standard output
+        run = run_arm(given.arm, given.rate, given.seed, given.updates, given.output_dir)
     if given.draw is not None:
         draw_parted(run, given.draw)
     base = run if given.base is None else open_run(given.base)

@@ -29,6 +29,8 @@ INSTALL = "pip install 'sage-fast[ocr]'"
 QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
 """As the glyph encoder of HunyuanVideo-1.5 finds it; flow_grpo knows straight marks alone. ' is also an apostrophe."""
 
+MIN_SIDE = 480
+
 OverFrames = Literal["mean", "best"]
 Reader = Callable[[NDArray[np.uint8]], str]
 
@@ -48,7 +50,7 @@ class OcrReward:
 
     Raises:
         ImportError: the reader is not installed; the message says how to get it.
-        ValueError: an option is out of range.
+        ValueError: an option is out of range, or would do nothing.
 
     Example: `OcrReward().score(videos, ['A sign that says "OPEN"'] * 8)["OCR"]` has shape (8,).
     """
@@ -67,7 +69,7 @@ class OcrReward:
         frames = len(middle_frames(video.num_frames, options.get("num_frames", 4)))
         if not options.get("search", True):
             return RewardCosts(seconds=0.04 * frames)
-        enlarged = max(1.0, options.get("min_side", 480) / min(video.height, video.width))
+        enlarged = max(1.0, options.get("min_side", MIN_SIDE) / min(video.height, video.width))
         pixels = frames * video.height * video.width * enlarged**2
         return RewardCosts(seconds=1e-6 * pixels / options.get("threads", 4))
 
@@ -76,12 +78,16 @@ class OcrReward:
         num_frames: int | None = 4,
         over_frames: OverFrames = "mean",
         search: bool = True,
-        min_side: int = 480,
+        min_side: int = MIN_SIDE,
         threads: int = 4,
     ) -> None:
         for name, value in (("num_frames", num_frames), ("min_side", min_side), ("threads", threads)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, but it must be at least 1.")
+        if not search and min_side != MIN_SIDE:
+            raise ValueError(
+                f"min_side is {min_side}, but only a search for text enlarges frames: leave it out, or search: true."
+            )
         if over_frames not in get_args(OverFrames):
             raise ValueError(f"over_frames is {over_frames!r}, but it must be mean or best.")
         self.num_frames, self.over_frames = num_frames, over_frames
@@ -165,8 +171,10 @@ def load_reader(min_side: int, threads: int, search: bool = True) -> Reader:
         "EngineConfig.onnxruntime.intra_op_num_threads": threads,
         "EngineConfig.onnxruntime.inter_op_num_threads": 1,
     }
-    path = os.environ.get("LD_LIBRARY_PATH")
+    name = "LD_LIBRARY_PATH"
+    kept = {name: os.environ[name]} if name in os.environ else {}
     engine = importlib.import_module("rapidocr").RapidOCR(params=options)
-    if path is None:
-        os.environ.pop("LD_LIBRARY_PATH", None)  # OpenCV sets it for windows, which nobody opens here
+    # OpenCV adds a folder to it, for windows, which nobody opens here.
+    os.environ.pop(name, None)
+    os.environ.update(kept)
     return lambda picture: "".join(engine(picture).txts or ())

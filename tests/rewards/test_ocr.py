@@ -115,6 +115,8 @@ def test_options() -> None:
     for option, value in (("num_frames", 0), ("min_side", 0), ("threads", 0), ("over_frames", "worst")):
         with pytest.raises(ValueError, match=f"{option} is {value!r}"):
             OcrReward(**{option: value})
+    with pytest.raises(ValueError, match="min_side is 240, but only a search"):
+        OcrReward(search=False, min_side=240)
     video = VideoConfig(height=240, width=400, num_frames=81)
     assert OcrReward.costs({}, video).seconds == pytest.approx(1e-6 * 4 * 480 * 800 / 4)
 
@@ -162,6 +164,8 @@ def test_what_is_written_is_read(reader: OcrReward, monkeypatch: pytest.MonkeyPa
     clean = torch.stack([draw("HARBOR"), draw("Market day")])[:, None]
     assert OcrReward(min_side=160).score(clean, ['"harbor"', "“Market Day”"])["OCR"].tolist() == [1, 1]
     assert (reader.score(clean, ['"lemon"', '"fox"'])["OCR"] < 0.3).all()
+    line = draw("HARBOR", (36, 144))[None, None]  # the text fills the frame
+    assert OcrReward(search=False).score(line, ['"harbor"'])["OCR"].tolist() == [1]
     videos, prompts = drawn_batch()
     scores = reader.score(videos, prompts)["OCR"]
     singles = [reader.score(videos[i : i + 1], prompts[i : i + 1])["OCR"] for i in range(3)]

@@ -102,9 +102,9 @@ class OcrReward:
             )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """{"OCR": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts.
+        """{"OCR": (B,), "OCR_right": (B,)} float32 of videos (B, F, 3, H, W) uint8 and B prompts.
 
-        Every frame is read by itself, so the score of a video depends on no other one.
+        `OCR_right` is 1 where `OCR` is, else 0. Every frame is read by itself, so the score of a video depends on no other one.
 
         Raises:
             RewardError: a prompt quotes no text. ValueError: another shape or dtype.
@@ -117,7 +117,7 @@ class OcrReward:
         for video, prompt in zip(pictures, prompts, strict=True):
             frames = [similarity(self.read(picture), quoted_text(prompt)) for picture in video]
             scores.append(max(frames) if self.over_frames == "best" else sum(frames) / len(frames))
-        return {"OCR": torch.tensor(scores)}
+        return {"OCR": torch.tensor(scores), "OCR_right": torch.tensor(scores).eq(1).float()}
 
 
 def quoted_text(prompt: str) -> str:

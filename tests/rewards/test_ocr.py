@@ -93,8 +93,9 @@ def test_frames_are_read_and_averaged() -> None:
     videos[:, ::2] = 7  # not read
     prompts = ['a "red" box', 'a "rod" box']
     for over_frames, expected in (("mean", [(1 + 2 / 3 + 1 + 0) / 4, (2 / 3 + 1 / 3) / 4]), ("best", [1, 2 / 3])):
-        score = OcrReward(over_frames=over_frames).score(videos, prompts)["OCR"]  # type: ignore[arg-type]
-        assert score.dtype == torch.float32 and score.tolist() == pytest.approx(expected, abs=1e-6)
+        scores = OcrReward(over_frames=over_frames).score(videos, prompts)  # type: ignore[arg-type]
+        assert scores["OCR"].dtype == torch.float32 and scores["OCR"].tolist() == pytest.approx(expected, abs=1e-6)
+        assert scores["OCR_right"].tolist() == [float(value == 1) for value in expected]
     assert OcrReward(num_frames=None).score(videos, prompts)["OCR"].tolist() == pytest.approx([1 / 3, 1 / 8], abs=1e-6)
 
 

@@ -188,7 +188,9 @@ def test_a_layout_without_names_is_refused(trained: RunConfig, tmp_path: Path) -
 
 
 def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
-    trainer = build_trainer(load_config(write(model, tmp_path), ["--evaluation.every=0"]))
+    # The profiler takes 0.1 ms for each operator of 4 videos and 3 steps, which are 100,000.
+    rollout = {"num_steps": 2, "num_generations": 2, "batch_size": 2, "micro_batch_size": 2}
+    trainer = build_trainer(load_config(write(model, tmp_path, rollout=rollout), ["--evaluation.every=0"]))
     profile_update(trainer, tmp_path / "profile", warmup=0, memory=False, top=200)
     assert BLOCK in (tmp_path / "profile/top.txt").read_text()
 

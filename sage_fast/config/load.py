@@ -280,9 +280,11 @@ def _explain_unknown(key: str, where: str) -> str:
     known = list(_fields())
     last = key.split(".")[-1]
     # The last word alone is compared too, so that `num_step` in the wrong section is still found.
-    close = difflib.get_close_matches(key, known, n=2, cutoff=0.6) or [
-        k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], last).ratio() > 0.8
-    ]
+    close = (
+        [k for k in known if k.startswith(f"{key}_")]
+        or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
+        or [k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], last).ratio() > 0.8]
+    )
     if last == "lr":  # its name in torch
         close = ["optimizer.learning_rate"]
     hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `sage-fast train --keys` lists every key."

@@ -10,6 +10,7 @@ from sage_fast.commands.cli import main
 
 WORDS = {
     "torch-name": ("--optimizer.lr=1e-4", ["unknown key 'optimizer.lr'", "Did you mean optimizer.learning_rate?"]),
+    "half-a-name": ("--forward_process.old=0.5", ["Did you mean forward_process.old_decay?"]),
     "unknown-key": ("--rollout.ettaa=0.5", ["unknown key 'rollout.ettaa'", "Did you mean rollout.eta"]),
     "other-section": ("training.learning_rate=1e-4", ["training.learning_rate", "optimizer.learning_rate"]),
     "long-dash": ("\u2014rollout.eta=0.3", ["write two hyphens before it: --rollout.eta=0.3"]),

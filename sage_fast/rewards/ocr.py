@@ -104,7 +104,8 @@ class OcrReward:
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """{"OCR": (B,), "OCR_right": (B,)} float32 of videos (B, F, 3, H, W) uint8 and B prompts.
 
-        `OCR_right` is 1 where `OCR` is, else 0. Every frame is read by itself, so the score of a video depends on no other one.
+        `OCR_right` is 1 where `OCR` is, else 0. Every frame is read by itself, so the score of a video depends on no
+        other one.
 
         Raises:
             RewardError: a prompt quotes no text. ValueError: another shape or dtype.

@@ -1,5 +1,6 @@
 """The world of words: its legal videos, its exact velocity against a sum over all of them, and its pretraining."""
 
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from itertools import product
 
@@ -12,8 +13,9 @@ from experiments import pretrain as pretraining
 from experiments import words
 from experiments.exact_policy import ExactPolicy
 from experiments.pretrain import PretrainConfig, pretrain
-from experiments.readers import load_judge
+from experiments.readers import BestAlone, load_judge
 from experiments.words import HEIGHTS, PARTNER, PHASES, WordsWorld, letters, render_word
+from sage_fast.config.schema import RunConfig
 from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.models.toy.words import (
     ALPHABET,
@@ -23,7 +25,9 @@ from sage_fast.models.toy.words import (
     GreyCodec,
     letter_places,
 )
+from sage_fast.records import ScoredRollout
 from sage_fast.rewards.ocr import load_reader
+from sage_fast.run.run import build_trainer
 
 
 def test_letters_of_a_word_do_not_overlap() -> None:
@@ -120,6 +124,18 @@ def test_the_shipped_base_says_how_it_was_made() -> None:
     assert metadata["command"] in (ASSETS / "words/MADE_BY.md").read_text("utf-8")
     for name, value in asdict(PretrainConfig(phases=PHASES)).items():
         assert metadata[name] == str(value), name
+
+
+def test_fine_tuning_on_the_best_leaves_one_video_of_each_group(
+    tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--training.update=forward_process", "--rollout.sde_type=ode", "--forward_process.old_decay=null"]
+    trainer = build_trainer(tiny_run(*words, "--objective.kl_mode=none", "--rollout.num_generations=4"))
+    trainer.on_rollout = BestAlone().on_rollout
+    seen: list[ScoredRollout] = []
+    monkeypatch.setattr(trainer.objective, "measure", seen.append)
+    trainer.iterate()
+    assert seen[0].all_advantages.view(-1, 4).sort().values.tolist() == [[0, 0, 0, 1]]
 
 
 @pytest.mark.slow

@@ -139,10 +139,10 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files whose tests may take longest, so that none of them ends a run alone."""
+    """Begin with the tests of ranks, all of one worker, and with the longest files, so that none ends a run alone."""
     limits = ((item.path, item.get_closest_marker("timeout")) for item in items)
     longest = {path for path, limit in limits if limit and limit.args[0] > DEFAULT_TIMEOUT}
-    items.sort(key=lambda item: item.path not in longest)
+    items.sort(key=lambda item: (not item.nodeid.startswith(WITH_RANKS), item.path not in longest))
 
 
 @pytest.hookimpl(optionalhook=True)

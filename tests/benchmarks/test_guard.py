@@ -138,11 +138,11 @@ SLOW_COMMAND = """
 from time import process_time
 before = process_time()
 import torch
-enough = before + 6 * (process_time() - before)
+enough = before + 4 * (process_time() - before)
 while process_time() < enough:
     pass
 """
-"""Five imports of torch longer, on a busy machine too: limits are in imports of torch."""
+"""Three imports of torch longer, on a busy machine too: limits are in imports of torch."""
 
 
 def begins_with(lines: str) -> Change:

@@ -61,8 +61,9 @@ class Readers:
     """Scores of the middle frame of each video by both readers.
 
     Scores: `OCR`, the reward of words_cpu, and `judge`, the same of EasyOCR's text; `OCR_right` and `judge_right`, 1
-    where the text is the quoted one to the letter. The judge reads held-out words alone, and others count as 0: what it
-    says of the training's videos must not reach the training, and would take as long as the reward.
+    where the text is the quoted one to the letter (for the reward's own `OCR_right` it may stand among others). The
+    judge reads held-out words alone, and others count as 0: what it says of the training's videos must not reach the
+    training, and would take as long as the reward.
 
     Args:
         shuffled: a score of the same name, for each video the `OCR` of another one of its batch.
@@ -130,6 +131,7 @@ class BestAlone(Callback):
     """Fine-tuning on the best video of each group: without an advantage the others are left out of the loss."""
 
     def on_rollout(self, record: RolloutRecord) -> None:
+        # In place: the loss reads the same tensor. Groups without spread stay without an advantage.
         spread = record.advantages.amax(1, keepdim=True) > 0
         best = record.advantages.argmax(1, keepdim=True)
         record.advantages.zero_().scatter_(1, best, spread.float())

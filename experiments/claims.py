@@ -154,7 +154,18 @@ def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
 
 _TABLE = tomllib.loads((Path(__file__).parent / "experiments.toml").read_text("utf-8"))
 
-ARMS = {arm: tuple(f"--{word}" for word in words) for arm, words in _TABLE.pop("arms").items()}
+_ARMS = _TABLE.pop("arms")
+
+
+def _words(arm: str) -> dict[str, str]:
+    """An arm's overrides by key, over those of the arms that it names."""
+    words: dict[str, str] = {}
+    for word in _ARMS[arm]:
+        words |= {word.partition("=")[0]: f"--{word}"} if "=" in word else _words(word)
+    return words
+
+
+ARMS = {arm: tuple(_words(arm).values()) for arm in _ARMS}
 """Overrides of the study's configuration by name of the training."""
 
 EXPERIMENTS = tuple(_experiment(key, tree) for key, tree in _TABLE.items())

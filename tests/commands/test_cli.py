@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,7 @@ def test_the_version_names_commit_and_torch_without_loading_it() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     commit = f"commit {found}, " if (found := git_commit(ROOT)) else ""
-    assert result.stdout == f"sage-fast {__version__} ({commit}torch {torch.__version__})\n"
+    assert result.stdout == f"sage-fast {__version__} ({commit}torch {version('torch')})\n"  # as pip names it
 
 
 @pytest.mark.parametrize("said", [None, "active"])

@@ -50,7 +50,7 @@ the signs and orders that hold in all its variants.
 def render(findings: Findings) -> str:
     """The page. Experiments without findings are named at its end."""
     measured = {row.experiment for row in findings.rows}
-    done = [e for e in EXPERIMENTS if e.key in measured or (e.claims and all(claim.cannot for claim in e.claims))]
+    done = [e for e in EXPERIMENTS if e.key in measured or all(claim.cannot for claim in e.claims)]
     left = [e for e in EXPERIMENTS if e not in done]
     least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
     parts = [HEAD.format(least=least)]
@@ -99,8 +99,8 @@ def _summary(findings: Findings) -> str:
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
-        left = all(judgement.verdict == "not run" for judgement in judged) and not done
-        name = experiment.title if left else f"[{experiment.title}](#{anchor})"
+        all_left = all(judgement.verdict == "not run" for judgement in judged)
+        name = experiment.title if all_left else f"[{experiment.title}](#{anchor})"
         lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 
@@ -112,10 +112,11 @@ def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
         *([f"![Figure]({IMAGES}/{experiment.key}.png)", ""] if drawn else []),
         experiment.caption + _rates(experiment, findings),
         "",
+        "| claim | the paper | here | difference | verdict |",
+        "|---|---|---|---|---|",
+        *(_row(judgement) for judgement in judge(experiment.claims, findings)),
+        "",
     ]
-    if experiment.claims:
-        lines += ["| claim | the paper | here | difference | verdict |", "|---|---|---|---|---|"]
-        lines += [*(_row(judgement) for judgement in judge(experiment.claims, findings)), ""]
     return "\n".join(lines)
 
 

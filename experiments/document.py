@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Container
 from statistics import fmean, stdev
 
 from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
@@ -50,7 +51,7 @@ the signs and orders that hold in all its variants.
 def render(findings: Findings) -> str:
     """The page. Experiments without findings are named at its end."""
     measured = {row.experiment for row in findings.rows}
-    done = [e for e in EXPERIMENTS if e.key in measured or all(claim.cannot for claim in e.claims)]
+    done = [e for e in EXPERIMENTS if _has_section(e, measured)]
     left = [e for e in EXPERIMENTS if e not in done]
     least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
     parts = [HEAD.format(least=least)]
@@ -71,6 +72,11 @@ def render(findings: Findings) -> str:
     return "\n".join(parts)
 
 
+def _has_section(experiment: Experiment, measured: Container[str]) -> bool:
+    """True where something was measured, or nothing can be."""
+    return experiment.key in measured or all(claim.cannot for claim in experiment.claims)
+
+
 def _core_hours(experiment: Experiment, findings: Findings) -> float:
     """Of an experiment's trainings of the network, at the mean seconds of an update of those that have been made."""
     made: dict[tuple[str, int | None], int] = {
@@ -89,6 +95,7 @@ def _summary(findings: Findings) -> str:
         f"| table, figure | {' | '.join(VERDICTS)} | seeds | core-minutes |",
         "|---" * 9 + "|",
     ]
+    measured = {row.experiment for row in findings.rows}
     for experiment in EXPERIMENTS:
         judged = judge(experiment.claims, findings)
         paper = Counter(judgement.verdict for judgement in judged if judgement.claim.source)
@@ -99,8 +106,7 @@ def _summary(findings: Findings) -> str:
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
-        all_left = all(judgement.verdict == "not run" for judgement in judged)
-        name = experiment.title if all_left else f"[{experiment.title}](#{anchor})"
+        name = f"[{experiment.title}](#{anchor})" if _has_section(experiment, measured) else experiment.title
         lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 

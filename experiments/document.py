@@ -40,8 +40,8 @@ one fixed rotation. Samplers, advantages and loss are the trainer's. The share o
 
 **Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
 an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
-flaw of the reward; twelve others judge the arm there. What *ends above* another has a higher Overall. In the pictures
-of aligned against drift, small dots are the rates tried, and the large one is the best.
+flaw of the reward; twelve others judge the arm there. What *ends above* another has a higher Overall, on the network a
+higher reward. In the pictures of aligned against drift, small dots are the rates tried, and the large one is the best.
 
 [What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
 the signs and orders that hold in all its variants.
@@ -160,9 +160,9 @@ def fill_tables(page: str, findings: Findings) -> str:
 
 
 def _table(experiment: Experiment, findings: Findings) -> str:
-    """Results of every trained arm: means over the seeds, with their standard errors."""
+    """Means over the seeds, with standard errors, of what has an entry in `LEAST`, for every trained arm."""
     found = dict.fromkeys(row.quantity for row in findings.rows if row.experiment == experiment.key)
-    columns = [name for name in found if name.startswith(PER_PROMPT)]
+    columns = [name for name in found if name.startswith(PER_PROMPT) and name.removeprefix(PER_PROMPT) in LEAST]
     columns += ["rate"] if experiment.rates else []
     if not found:
         return f"It has not been run: `python -m experiments --only {experiment.key}`.\n"

@@ -41,7 +41,8 @@ one fixed rotation. Samplers, advantages and loss are the trainer's. The share o
 **Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
 an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
 flaw of the reward; twelve others judge the arm there. What *ends above* another has a higher Overall, on the network a
-higher reward. In the pictures of aligned against drift, small dots are the rates tried, and the large one is the best.
+higher reward. In the pictures of aligned against drift, small dots are the rates tried; the large one, in the
+legend, is the best.
 
 [What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
 the signs and orders that hold in all its variants.
@@ -116,7 +117,7 @@ def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
         f"## {experiment.title}",
         "",
         *([f"![Figure]({IMAGES}/{experiment.key}.png)", ""] if drawn else []),
-        experiment.caption + _rates(experiment, findings),
+        experiment.caption + _ends(experiment, findings),
         "",
         "| claim | the paper | here | difference | verdict |",
         "|---|---|---|---|---|",
@@ -126,13 +127,11 @@ def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
     return "\n".join(lines)
 
 
-def _rates(experiment: Experiment, findings: Findings) -> str:
-    """Where its arms are judged, and which of them at an end of the search."""
+def _ends(experiment: Experiment, findings: Findings) -> str:
+    """Arms whose best rate is at an end of the search; the picture has all rates."""
     at = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs} if experiment.rates else {}
     ends = [arm for arm, rate in at.items() if rate in (SLOWEST, FASTEST)]
-    text = "; ".join(f"{arm} {rate:g}" for arm, rate in at.items())
-    said = [f" Learning rates: {text}."] if at else []
-    return "".join([*said, *([f" At an end of the search: {'; '.join(ends)}."] if ends else [])])
+    return f" At an end of the search: {'; '.join(ends)}." if ends else ""
 
 
 def _row(judgement: Judgement) -> str:

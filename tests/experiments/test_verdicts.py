@@ -14,7 +14,17 @@ from scipy import stats
 ROOT = Path(__file__).resolve().parents[2]
 NEGLIGIBLE = dict.fromkeys(("final_overall", "area", "group_spread"), 0.01)
 NEGLIGIBLE |= {"final_drift": 0.02, "final_reward": 0.02, "unsteadiness": 0.003}
-TABLES = ("testbed_updates", "testbed_forward", "testbed8", "testbed2", "testbed2a", "updates", "samplers", "table2", "fig3")
+TABLES = (
+    "testbed_updates",
+    "testbed_forward",
+    "testbed8",
+    "testbed2",
+    "testbed2a",
+    "updates",
+    "samplers",
+    "table2",
+    "fig3",
+)
 
 
 @cache

@@ -30,8 +30,8 @@ are of the same seeds and noise, positive where they support the claim (of a ran
 intervals: Student's over the seeds; for trained networks seeds and prompts are crossed random effects, with
 Satterthwaite's degrees of freedom. The paper's figures are from public transcriptions of its first version.
 
-**The network.** Evaluated on 16 noises per caption, on one in `samplers`, `longer` and `kl_share`: intervals count no
-other noise. In its pictures a dot is a seed, a bar the mean.
+**The network.** Evaluated on 16 noises per caption, on one in *Three samplers* and *Twice as many updates*: intervals
+count no other noise. In its pictures a dot is a seed, a bar the mean.
 
 **The exact testbed.** 360 legal videos as a mixture of Gaussians whose velocity is known in closed form. 85 numbers
 are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed by

@@ -41,8 +41,8 @@ one fixed rotation. Samplers, advantages and loss are the trainer's. The share o
 **Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
 an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
 flaw of the reward; twelve others judge the arm there. What *ends above* another has a higher Overall, on the network a
-higher reward. In the pictures of aligned against drift, small dots are the rates tried; the large one, in the
-legend, is the best.
+higher reward. In the pictures of aligned against drift, small dots are the rates tried; the large one, in the legend,
+is the best.
 
 [What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
 the signs and orders that hold in all its variants.

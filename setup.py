@@ -60,7 +60,7 @@ EXTRAS_REQUIRE = {
     "ocr": ["rapidocr>=3.10,<4", "onnxruntime>=1.20"],
     # Words, files and presets completed by the shell; `sage-fast --help` ends with how.
     "completion": ["argcomplete>=3.5"],
-    # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `wandb_project` is set.
+    # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where `logging.report_to` has it.
     "logging": ["wandb>=0.19"],
     # The documentation as a site (`make docs`). MkDocs 2 has another configuration.
     "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.29,<2"],

@@ -153,9 +153,7 @@ def measure_gradients(config: RunConfig, *, seed: int, samplers: Sequence[SDETyp
         )
         optimizer = replace(config.optimizer, learning_rate=1e-30)
         for equalizer in (False, True):
-            objective = replace(
-                config.objective, kl_mode="none", equalizer=equalizer, ratio="gaussian", logprob="gaussian"
-            )
+            objective = replace(config.objective, kl_mode="none", equalizer=equalizer, ratio="gaussian")
             one = replace(
                 config, seed=seed, rollout=rollout, training=training, optimizer=optimizer, objective=objective
             )

@@ -143,17 +143,16 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: 
     if not math.isfinite(kl_weight) or kl_weight < 0:
         raise ValueError(f"kl_weight is {kl_weight}; it must be finite and not negative")
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
-    published = settings.ratio == "ratio_norm"
     return LossSettings(
         clip_range=settings.clip_range,
         position_weight=kl_weight * settings.kl_position_weight * position_factor
         if uses_position and position_factor
         else None,
         velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
-        ratio_norm=settings.ratio != "gaussian",
+        ratio_norm=settings.ratio in ("bias_corrected", "ratio_norm"),
         # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.
-        unnormalized=published or settings.logprob == "unnormalized",
-        equalizer=published or settings.equalizer,
+        unnormalized=settings.ratio in ("unnormalized", "ratio_norm"),
+        equalizer=settings.ratio == "ratio_norm" or settings.equalizer,
         exact=settings.kl_velocity == "exact",
     )
 

@@ -58,7 +58,7 @@ TINY_RUN: dict[str, Any] = {
     "training": {"num_updates": 2},
     "evaluation": {"num_prompts": 4, "every": 2, "batch_size": 4, "num_samples": 2},
     "checkpoint": {"every": 1, "keep_last": 2},
-    "logging": {"tensorboard": False},
+    "logging": {"report_to": []},
 }
 
 

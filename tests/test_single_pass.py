@@ -78,7 +78,7 @@ SETTINGS = {
     "fixed-stepwise": ["--objective.kl_mode=fixed_stepwise"],
     "dual": ["--objective.kl_mode=dual"],
     "dual-velocity-alone": ["--objective.kl_mode=dual", "--objective.kl_position_weight=0"],
-    "unnormalized-cps": ["--rollout.sde_type=cps", "--objective.logprob=unnormalized", "--objective.kl_mode=stepwise"],
+    "unnormalized-cps": ["--rollout.sde_type=cps", "--objective.ratio=unnormalized", "--objective.kl_mode=stepwise"],
     "bias-corrected": ["--objective.ratio=bias_corrected", "--rollout.sde_type=dance_grpo", "--objective.kl_mode=dual"],
     "ratio-norm": ["--objective.ratio=ratio_norm", "--objective.equalizer=false", "--rollout.sde_type=sage_exact"],
     "split": ["--rollout.guidance_scale=6", "--training.guidance=split", "--objective.kl_mode=dual"],

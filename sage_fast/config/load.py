@@ -276,6 +276,15 @@ def describe_keys(word: str = "") -> str:
 # ------------------------------------------------------------------------------------------ messages
 
 
+_OTHER_NAMES = {
+    "lr": "optimizer.learning_rate",
+    "logprob": "objective.ratio",
+    "tensorboard": "logging.report_to",
+    "wandb_project": "logging.report_to",
+}
+"""Last words of keys of torch and of earlier releases -> the key."""
+
+
 def _explain_unknown(key: str, where: str) -> str:
     known = list(_fields())
     last = key.split(".")[-1]
@@ -285,8 +294,8 @@ def _explain_unknown(key: str, where: str) -> str:
         or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
         or [k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], last).ratio() > 0.8]
     )
-    if last == "lr":  # its name in torch
-        close = ["optimizer.learning_rate"]
+    if last in _OTHER_NAMES:
+        close = [_OTHER_NAMES[last]]
     hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `sage-fast train --keys` lists every key."
     return f"{where}: unknown key {key!r}.{hint}"
 

@@ -231,7 +231,7 @@ class DataConfig(Section, key="data"):
     `{prompt: ..., image: ...}`. A relative path is looked for in the folder of the YAML that names it, then in the
     working directory, then among the files that ship; that of a listed picture is relative to the working directory."""
     prompt_key: str = free("prompt", PLACE)
-    """Column or JSON key that holds the prompts, such as `prompt_en` or `caption`."""
+    """Column or JSON key that holds the prompts, the evaluation's too, such as `prompt_en` or `caption`."""
     shuffle: bool = True
     """Visit the prompts in a new order every epoch (a function of the run's seed and the epoch)."""
 
@@ -321,8 +321,6 @@ class EvaluationConfig(Section, key="evaluation"):
 
     prompts: str | list[str | dict[str, str | int]] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
-    prompt_key: str | None = free(None, PLACE)
-    """Column or JSON key of the evaluation's file that holds the prompts; null takes `data.prompt_key`."""
     num_prompts: Annotated[int, Limit(2, MANY)] | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
     every: Natural = free(20, PACE)
@@ -367,13 +365,12 @@ class ObjectiveConfig(Section, key="objective"):
 
     clip_range: Inside = 1e-4
     """PPO clip range c of the ratio. The log-ratio is a mean over elements, hence the small number."""
-    ratio: Literal["gaussian", "ratio_norm", "bias_corrected"] = "gaussian"
-    """"gaussian" is the true ratio. "bias_corrected" is exp(mean(r eps dv)): the log-ratio less its mean under the
-    rollout policy. "ratio_norm" is GRPO-Guard's RatioNorm, the bias-corrected log-ratio times std in a surrogate that
-    is divided by the length of the step in sigma; that takes the equalizer's place."""
-    logprob: Literal["gaussian", "unnormalized"] = "gaussian"
-    """"unnormalized" drops 1 / (2 std^2) from the log-probability of the ratio, as the public CPS code does:
-    the log-ratio is multiplied by 2 std^2. The KL terms stay those of the Gaussian."""
+    ratio: Literal["gaussian", "unnormalized", "bias_corrected", "ratio_norm"] = "gaussian"
+    """"gaussian" is the true ratio. "unnormalized" drops 1 / (2 std^2) from its log-probabilities, as the public CPS
+    code does: the log-ratio is multiplied by 2 std^2. "bias_corrected" is exp(mean(r eps dv)): the log-ratio less its
+    mean under the rollout policy. "ratio_norm" is GRPO-Guard's RatioNorm, the bias-corrected log-ratio times std in a
+    surrogate that is divided by the length of the step in sigma; that takes the equalizer's place. The KL terms stay
+    those of the Gaussian with all of them."""
     equalizer: bool = True
     """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
     kl_mode: KLMode = "dual"
@@ -391,11 +388,10 @@ class ObjectiveConfig(Section, key="objective"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.ratio == "ratio_norm" and (self.equalizer or self.logprob != "gaussian"):
+        if self.ratio == "ratio_norm" and self.equalizer:
             raise ConfigError(
-                f"objective.ratio is 'ratio_norm' with equalizer {self.equalizer} and logprob {self.logprob!r}; "
-                "RatioNorm scales the Gaussian log-ratio and the loss of every step itself: set equalizer to false "
-                "and logprob to gaussian, or ratio to bias_corrected"
+                "objective.ratio is 'ratio_norm' with equalizer True; RatioNorm scales the loss of every step itself: "
+                "set equalizer to false, or ratio to bias_corrected"
             )
         if self.kl_position_fraction < 1 and not kl_uses(self.kl_mode)[0]:
             raise ConfigError(
@@ -595,10 +591,9 @@ class CheckpointConfig(Section, key="checkpoint"):
 class LoggingConfig(Section, key="logging"):
     """Further places for metrics than metrics.jsonl."""
 
-    tensorboard: bool = True
-    """Write TensorBoard events into the run directory."""
-    wandb_project: str | None = None
-    """Log to this Weights & Biases project; needs `pip install wandb`."""
+    report_to: list[Literal["tensorboard", "wandb"]] = field(default_factory=lambda: ["tensorboard"])
+    """`tensorboard` writes events into the run directory. `wandb` needs `pip install wandb`, and logs to the project in
+    the environment variable WANDB_PROJECT, or to `sage-fast`."""
 
 
 @dataclass(kw_only=True)

@@ -207,7 +207,6 @@ class ForwardProcess(Objective):
             ("training.kl_share_every", training.kl_share_every, (0,), why),
             ("objective.kl_mode", objective.kl_mode, ("none", "fixed", "moving"), why),
             ("objective.ratio", objective.ratio, ("gaussian",), why),
-            ("objective.logprob", objective.logprob, ("gaussian",), why),
         ]
         if training.updates_per_rollout > 1:
             split = "several updates split the videos"

@@ -5,7 +5,7 @@ the loss is affine in the advantage A, which is not known yet,
 
     dL/dv = A c_1 + c_2,        c_1 = -S r eps / numel,        c_2 = lambda d(w_pos KL_pos + w_vel KL_vel)/dv
 
-(including the factors of `logprob`, `ratio` and the equalizer S). So a rollout step runs the model with a graph, adds
+(including the factors of `ratio` and the equalizer S). So a rollout step runs the model with a graph, adds
 the VJP of c_1 to one accumulator per video and that of c_2 to one per group, and drops the graph. When the rewards
 arrive,
 

@@ -76,21 +76,24 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of a project. Its identity is kept in ``<run_dir>/wandb_run_id``, so that a resumed run goes on with it.
+    """A run of the project in WANDB_PROJECT.
+
+    Its identity is kept in ``<run_dir>/wandb_run_id``, so that a resumed run goes on with it.
 
     Raises:
         ConfigError: wandb is not installed.
     """
 
-    def __init__(self, directory: RunDirectory, project: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, directory: RunDirectory, settings: Mapping[str, Any]) -> None:
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                f"logging.wandb_project is {project!r}, but wandb is not installed: pip install wandb, or unset it."
+                "logging.report_to has wandb, which is not installed: pip install wandb, or leave it out."
             ) from error
         id_file = directory.wandb_id
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
+        project = os.environ.get("WANDB_PROJECT", "sage-fast")
         self._run: Any = wandb.init(
             project=project, dir=str(directory), name=directory.path.name, id=run_id, resume="allow"
         )
@@ -120,6 +123,12 @@ class WeightsAndBiases:
         self._run.finish()
 
 
+TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+}
+
+
 class NoMetrics:
     """The metrics of a rank that writes none."""
 
@@ -143,9 +152,7 @@ class MetricsLogger:
 
     Args:
         run_dir: the run's directory; created when missing.
-        tensorboard: also write event files to ``<run_dir>/tensorboard``.
-        wandb_project: also send records to this Weights & Biases project. The run's identity is kept in
-            ``<run_dir>/wandb_run_id``, so that a resumed run continues its own curve.
+        report_to: trackers that get the records too, see `LoggingConfig`.
         settings: what the run is made with, which trackers keep with its curves: name -> JSON values.
 
     Raises:
@@ -156,18 +163,13 @@ class MetricsLogger:
     def __init__(
         self,
         run_dir: str | os.PathLike[str],
-        tensorboard: bool = False,
-        wandb_project: str | None = None,
+        report_to: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         directory, settings = RunDirectory(run_dir), settings or {}
         self.path = directory.metrics
-        self._trackers: list[TensorBoard | WeightsAndBiases] = []
-        if tensorboard:
-            self._trackers.append(TensorBoard(directory, settings))
         directory.path.mkdir(parents=True, exist_ok=True)
-        if wandb_project:
-            self._trackers.append(WeightsAndBiases(directory, wandb_project, settings))
+        self._trackers = [TRACKERS[name](directory, settings) for name in report_to]
         if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
             self._rewrite(read_metrics(self.path))
         self._file = self.path.open("ab", buffering=0)

@@ -58,10 +58,9 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
     key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
-    column = config.evaluation.prompt_key or config.data.prompt_key
     if given is None:
-        key, given, column = "data.prompts", config.data.prompts, config.data.prompt_key
-    prompts = _read_prompts(key, given, column)
+        key, given = "data.prompts", config.data.prompts
+    prompts = _read_prompts(key, given, config.data.prompt_key)
     if count is not None and count > len(prompts):
         raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
     return prompts[:count]
@@ -283,7 +282,7 @@ def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
             yield f"{path}:{line}", content, None, None, None
 
 
-_OTHER_KEY = "; data.prompt_key, or evaluation.prompt_key for an evaluation's own file, names the one with the prompts"
+_OTHER_KEY = "; data.prompt_key names the one with the prompts"
 
 _READERS: dict[str, Callable[[Path, str, str], Iterator[_Row]]] = {
     ".csv": _read_csv,

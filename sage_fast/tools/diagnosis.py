@@ -192,8 +192,7 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     except ConfigError as error:
         yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
     uses = {
-        "wandb": ("logging.wandb_project", config.logging.wandb_project),
-        "tensorboard": ("logging.tensorboard", config.logging.tensorboard),
+        **{name: ("logging.report_to", name in config.logging.report_to) for name in ("tensorboard", "wandb")},
         "deepspeed": ("distributed.zero_stage", config.distributed.zero_stage),
     }
     for package, (key, value) in uses.items():

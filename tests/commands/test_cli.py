@@ -207,7 +207,7 @@ def test_two_seeds_are_two_videos_of_a_prompt_that_has_its_own_and_the_record_sa
     found = {}
     for words in ([], ["--seed", "0"], ["--seed", "1"]):
         output = tmp_path / "_".join(["v", *words])
-        words = [*words, "--checkpoint", "none", "--evaluation.prompt_key=caption"]
+        words = [*words, "--checkpoint", "none", "--data.prompt_key=caption"]
         assert generate(config_file, prompts, output, *words) == 0
         record = json.loads((output / "generation.json").read_text())
         assert [entry["prompt"]["seed"] for entry in record.values()] == [7, None]
@@ -218,7 +218,7 @@ def test_two_seeds_are_two_videos_of_a_prompt_that_has_its_own_and_the_record_sa
     assert seeds[:2] == [7, 1_000_003] and seeds[3::2] == [0, 1] and len({*seeds}) == 6
     # The seed of the record, put where a file has it, gives the video.
     prompts.write_text(f'[{{"caption": "a red circle moving left", "seed": {seeds[4]}}}]')
-    words = ["--checkpoint", "none", "--evaluation.prompt_key=caption"]
+    words = ["--checkpoint", "none", "--data.prompt_key=caption"]
     assert generate(config_file, prompts, tmp_path / "again", *words) == 0
     assert found[next((tmp_path / "again").glob("*.mp4")).read_bytes()] == seeds[4]
 

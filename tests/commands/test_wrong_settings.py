@@ -10,6 +10,7 @@ from sage_fast.commands.cli import main
 
 WORDS = {
     "torch-name": ("--optimizer.lr=1e-4", ["unknown key 'optimizer.lr'", "Did you mean optimizer.learning_rate?"]),
+    "renamed": ("--logging.wandb_project=p", ["unknown key 'logging.wandb_project'", "Did you mean logging.report_to?"]),
     "half-a-name": ("--forward_process.old=0.5", ["Did you mean forward_process.old_decay?"]),
     "unknown-key": ("--rollout.ettaa=0.5", ["unknown key 'rollout.ettaa'", "Did you mean rollout.eta"]),
     "other-section": ("training.learning_rate=1e-4", ["training.learning_rate", "optimizer.learning_rate"]),
@@ -49,8 +50,11 @@ WORDS = {
 FILES = {
     "key-in-a-file": ("rollout: {etaa: 1}\n", ["late.yaml: unknown key 'rollout.etaa'", "Did you mean rollout.eta"]),
     "key-twice": ("rollout:\n  eta: 1\n  eta: 2\n", ["late.yaml:3", "eta is given twice, first in line 2", "keep one"]),
-    "word-for-a-truth": ("logging:\n  tensorboard: yes\n", ["late.yaml:2", "read yes differently", "true or false"]),
-    "section-without-keys": ("logging:\n", ["logging is None", "keys such as logging.tensorboard"]),
+    "word-for-a-truth": (
+        "checkpoint:\n  asynchronous: yes\n",
+        ["late.yaml:2", "read yes differently", "true or false"],
+    ),
+    "section-without-keys": ("logging:\n", ["logging is None", "keys such as logging.report_to"]),
     "not-yaml": ("rollout: [", ["late.yaml", "not valid YAML"]),
     "extends-itself": ("extends: late.yaml\n", ["late.yaml", "which extends this file"]),
     "code": ("seed: !!python/object/apply:os.getpid []\n", ["late.yaml", "tag", "os.getpid"]),

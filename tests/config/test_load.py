@@ -34,8 +34,8 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "base.yaml").write_text("extends: toy_cpu\noutput_dir: base\nrollout: {eta: 0.3}\n")
-    (folder / "top.yaml").write_text("extends: base.yaml\noutput_dir: top\nlogging: {tensorboard: false}\n")
-    words = {"rollout.eta": 0.3, "output_dir": "top", "logging.tensorboard": False}
+    (folder / "top.yaml").write_text("extends: base.yaml\noutput_dir: top\nlogging: {report_to: []}\n")
+    words = {"rollout.eta": 0.3, "output_dir": "top", "logging.report_to": []}
     assert load_config(folder / "top.yaml") == load_config("toy_cpu", words)
 
 
@@ -89,12 +89,12 @@ def test_a_saved_configuration_means_the_same_files_anywhere(tmp_path: Path, mon
 
 def test_values_are_what_they_look_like() -> None:
     Path("run.yaml").write_text(
-        "output_dir: 2024-01-01\ndata: {prompts: '010'}\nvideo: {fps: 1e1, height: 0x10}\n"
-        "logging: {wandb_project: 'no'}\nmodel: {path: '1e3', device: cpu}\nlora: {alpha: .5}\n"
+        "output_dir: 2024-01-01\ndata: {prompts: '010', prompt_key: 'no'}\nvideo: {fps: 1e1, height: 0x10}\n"
+        "model: {path: '1e3', device: cpu}\nlora: {alpha: .5}\n"
     )
-    config = load_config("run.yaml", ["--model.cache_dir=null", "--logging.wandb_project=007"])
+    config = load_config("run.yaml", ["--model.cache_dir=null", "--data.prompt_key=007"])
     assert (config.output_dir, config.data.prompts, config.video.fps) == ("2024-01-01", "010", 10.0)
-    assert (config.video.height, config.logging.wandb_project) == (16, "007")
+    assert (config.video.height, config.data.prompt_key) == (16, "007")
     assert (config.model.path, config.lora.alpha, config.model.cache_dir) == ("1e3", 0.5, None)
 
 
@@ -105,7 +105,7 @@ TEXTS = ("010", "1e3", "-.5", "no", "On", "1:30", "null", "", "true", ".inf", "Ã
 @pytest.mark.parametrize("text", TEXTS)
 def test_what_is_written_is_read_back(text: str) -> None:
     assert read_yaml(dump_yaml({"a": [text], text or "x": 1}), "here") == {"a": [text], text or "x": 1}
-    config = load_config("toy_cpu", {"output_dir": text or "x", "logging.wandb_project": f"{text}."})
+    config = load_config("toy_cpu", {"output_dir": text or "x", "data.prompt_key": f"{text}."})
     Path("run.yaml").write_text(dump_config(config), encoding="utf-8")
     assert load_config("run.yaml") == config
 

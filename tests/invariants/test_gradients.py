@@ -4,7 +4,6 @@ The reference side knows nothing of gains: it builds the two normal distribution
 log-densities, and takes their KL divergence from torch.distributions. Autograd does the rest on both sides.
 """
 
-from itertools import product
 from typing import Any, get_args
 
 import pytest
@@ -69,11 +68,11 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     old, anchor = batch.policy(batch.old), batch.policy(batch.anchor)
     log_ratio = mean_over_elements(new.log_prob(batch.x_next) - old.log_prob(batch.x_next))
     used = log_ratio
-    if settings.ratio != "gaussian":
+    if settings.ratio in ("bias_corrected", "ratio_norm"):
         used = log_ratio + mean_over_elements(kl_divergence(old, new))
     if settings.ratio == "ratio_norm":
         used = used * batch.std
-    if settings.logprob == "unnormalized":
+    if settings.ratio == "unnormalized":
         used = used * 2 * batch.std**2
     ratio, clip = used.exp(), settings.clip_range
     pushed, held = -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip, 1 + clip)
@@ -98,20 +97,16 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kl_velocity", ["estimator", "exact"])
-@pytest.mark.parametrize(
-    ("ratio", "logprob"),
-    [*product(("gaussian", "bias_corrected"), ("gaussian", "unnormalized")), ("ratio_norm", "gaussian")],
-)
+@pytest.mark.parametrize("ratio", ["gaussian", "unnormalized", "bias_corrected", "ratio_norm"])
 @pytest.mark.parametrize("kl_mode", get_args(KLMode))
 @pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"])
 def test_loss_and_gradients_equal_explicit_log_probabilities(
-    sde_type: str, kl_mode: Any, ratio: Any, logprob: Any, kl_velocity: Any
+    sde_type: str, kl_mode: Any, ratio: Any, kl_velocity: Any
 ) -> None:
     batch = Batch(sde_type)
     settings = ObjectiveConfig(
         clip_range=2e-3,
         ratio=ratio,
-        logprob=logprob,
         kl_velocity=kl_velocity,
         kl_mode=kl_mode,
         equalizer=kl_velocity == "exact" and ratio != "ratio_norm",

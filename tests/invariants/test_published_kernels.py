@@ -36,7 +36,7 @@ OPTIONS = [
     ["--objective.kl_mode=none", "--lora.target_modules=[attn.to_q,attn.to_k]"],
     ["--objective.ratio=ratio_norm", "--objective.equalizer=false"],
     ["--objective.ratio=bias_corrected", "--objective.kl_velocity=exact"],
-    ["--objective.logprob=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
+    ["--objective.ratio=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
 ]
 
 Variant = tuple[str, tuple[tuple[str, object], ...]]

@@ -100,7 +100,7 @@ def sheet(tmp_path: Path) -> Path:
 def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_truncated(tmp_path, sheet, caplog):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    logger = MetricsLogger(tmp_path, tensorboard=True, settings=SETTINGS)
+    logger = MetricsLogger(tmp_path, report_to=["tensorboard"], settings=SETTINGS)
     for update in range(4):
         logger.log({"update": update, "reward/mean": float(update), "note": "text"})
     logger.truncate_after(1)
@@ -130,8 +130,9 @@ def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_ke
     run = wandb.init.return_value
     run.id = "abc"
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_PROJECT", "videos")
     for update in (1, 2):
-        logger = MetricsLogger(tmp_path, wandb_project="videos", settings=SETTINGS)
+        logger = MetricsLogger(tmp_path, report_to=["wandb"], settings=SETTINGS)
         logger.log({"update": update, "a": 0.5})
         logger.close()
     logger.show(2, sheet, [(PROMPT, tmp_path / "00.mp4")])
@@ -147,5 +148,5 @@ def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_ke
 
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging\.wandb_project is 'videos'.*pip install wandb"):
-        MetricsLogger(tmp_path, wandb_project="videos")
+    with pytest.raises(ConfigError, match=r"logging\.report_to has wandb.*pip install wandb"):
+        MetricsLogger(tmp_path, report_to=["wandb"])

@@ -78,7 +78,7 @@ MISTAKES = {
         "prompt,image\na,b.png\n",
         r"p\.csv:2: there is no picture 'b\.png' in .*rename the column",
     ),
-    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key,"),
+    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key names"),
     "two-prompt-columns": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: .*rename all but one"),
     "other-separator": ("p.csv", "prompt;seed\na;1\n", r"p\.csv:1: .*separated by commas"),
     "array-in-an-object": ("p.json", '{"prompts": ["a"]}', r"p\.json:1: .*if 'prompts' holds .* save that array alone"),
@@ -100,7 +100,11 @@ MISTAKES = {
     "header-only": ("p.csv", "prompt\n", r"p\.csv: holds no prompts"),
     "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
     "json-too-deep": ("p.jsonl", "[" * 200_000 + "\n", r"p\.jsonl:1: nested too deep"),
-    "json-without-prompt": ("p.jsonl", '{"text": "a"}\n', r"p\.jsonl:1: .*'prompt'; found 'text'; data.prompt_key,"),
+    "json-without-prompt": (
+        "p.jsonl",
+        '{"text": "a"}\n',
+        r"p\.jsonl:1: .*'prompt'; found 'text'; data.prompt_key names",
+    ),
     "json-prompt-not-text": ("p.jsonl", '{"prompt": 3}\n', r"p\.jsonl:1: 'prompt' must be a string, not 3"),
     "not-utf8": ("p.txt", b"ok\ncaf\xe9\n", r"p\.txt:2: not UTF-8 \(byte 0xe9\)"),
     "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'"),
@@ -177,7 +181,7 @@ def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) 
         ["a red circle moving left", "a blue square moving up"]
     ] * 2
     other = replace(config.evaluation, prompts=str(tmp_path / "b.jsonl"))
-    with pytest.raises(ValueError, match="no key named 'prompt_en'; found 'caption'; data.prompt_key, or evaluation"):
+    with pytest.raises(ValueError, match="no key named 'prompt_en'; found 'caption'; data.prompt_key names"):
         load_prompts(replace(config, evaluation=other))
-    other = replace(other, prompt_key="caption")
+    (tmp_path / "b.jsonl").write_text('{"id": 1, "prompt_en": "a red circle moving up"}\n')
     assert load_prompts(replace(config, evaluation=other))[1][0].text == "a red circle moving up"

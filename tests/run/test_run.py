@@ -43,7 +43,7 @@ def with_output(config: RunConfig, output: Path, **changes: Any) -> RunConfig:
 
 
 def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
-    config = tiny_run("--logging.tensorboard=true")
+    config = tiny_run("--logging.report_to=[tensorboard]")
     result = Run(config).train()
     run = result.output_dir
     assert result.finished and result.update == 2 and result.test is not None and result.test.count == 4

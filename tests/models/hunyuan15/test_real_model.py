@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         f"--reward.options.videoalign.base_model={base_model}",
         f"--reward.options.clip_score.path={clip}",
         f"--reward.options.pick_score.path={clip}",
-        "--logging.tensorboard=false",
+        "--logging.report_to=[]",
     ]
     assert main(["train", *words]) == 0
     return World(root, words)

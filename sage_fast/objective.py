@@ -125,8 +125,8 @@ def kl_pulls(settings: ObjectiveConfig, *, anchor_behind: bool) -> bool:
     """
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
     position = uses_position and anchor_behind and settings.kl_position_weight > 0
-    # At the rollout's policy the exact KL is at its minimum; the estimator has the gradient of a log-ratio.
-    return position or (uses_velocity and settings.kl_velocity == "estimator" and settings.kl_velocity_weight > 0)
+    # The estimate at the drawn noise has the gradient of a log-ratio, though the KL itself is at its minimum here.
+    return position or (uses_velocity and settings.kl_velocity_weight > 0)
 
 
 def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0) -> LossSettings:
@@ -153,7 +153,6 @@ def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: 
         # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.
         unnormalized=settings.ratio in ("unnormalized", "ratio_norm"),
         equalizer=settings.ratio == "ratio_norm" or settings.equalizer,
-        exact=settings.kl_velocity == "exact",
     )
 
 

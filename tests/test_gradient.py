@@ -134,7 +134,6 @@ TWICE, UNWEIGHTED = "--training.updates_per_rollout=2", "--objective.kl_position
 LEFT_OUT = {
     "no-spread": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none"], False, (0, 4)),
     "no-spread-anywhere": (("circle", "circle"), ["--objective.kl_mode=none"], False, (0, 0)),
-    "exact-velocity-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_velocity=exact"], False, (0, 4)),
     "unweighted-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=fixed", UNWEIGHTED], True, (8, 4)),
     "anchor-behind": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=moving"], True, (8, 8)),
     "estimated-kl": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=stepwise"], False, (0, 8)),
@@ -179,7 +178,7 @@ def test_to_measure_the_kls_share_takes_no_more_passes_than_to_train(
 ) -> None:
     """The weights have not moved: videos without advantages still need none."""
     words = videos_of(tmp_path, *SQUARE_AND_CIRCLE)
-    trainer = build_trainer(tiny_run(*words, "--objective.kl_velocity=exact", "--training.kl_share_every=1"))
+    trainer = build_trainer(tiny_run(*words, "--objective.kl_mode=fixed", "--training.kl_share_every=1"))
     counts = passes(trainer, monkeypatch)
     assert trainer.iterate()["kl/grad_share"] == 0.0  # at its minimum, which takes no pass to know
     assert counts["update"] == 2 * 4

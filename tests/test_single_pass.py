@@ -74,7 +74,6 @@ SETTINGS = {
     "fixed": ["--objective.kl_mode=fixed"],
     "moving": ["--objective.kl_mode=moving"],
     "stepwise": ["--objective.kl_mode=stepwise"],
-    "stepwise-exact": ["--objective.kl_mode=stepwise", "--objective.kl_velocity=exact"],
     "fixed-stepwise": ["--objective.kl_mode=fixed_stepwise"],
     "dual": ["--objective.kl_mode=dual"],
     "dual-velocity-alone": ["--objective.kl_mode=dual", "--objective.kl_position_weight=0"],

@@ -382,9 +382,8 @@ class ObjectiveConfig(Section, key="objective"):
     counts 1/q there, so its gradient and the value that kl_weight watches are unbiased. The anchor's forwards, or the
     single pass's second backward passes, are taken at these steps alone. Rounded down, at least one step."""
     kl_velocity_weight: NotNegative = 0.1
-    """Weight of the KL to the rollout policy, inside the KL weight lambda."""
-    kl_velocity: Literal["estimator", "exact"] = "estimator"
-    """"estimator" is mean(log pi_old - log pi_new) at the drawn noise (Eq. 15), "exact" is `gaussian_kl`."""
+    """Weight of the KL to the rollout policy, mean(log pi_old - log pi_new) at the drawn noise (Eq. 15), inside the KL
+    weight lambda."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

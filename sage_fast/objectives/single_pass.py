@@ -260,9 +260,9 @@ class SinglePass(GRPO):
                     video.kl.add(own, kl_share)
 
     def _estimator_share(self, table: TransitionTable, step: int) -> float:
-        """c_2 / c_1 of a step whose KL is the estimator of the velocity KL, minus the log-ratio; 0 without it."""
+        """c_2 / c_1 of a step with the velocity KL, minus the log-ratio; 0 without it."""
         settings = self.settings
-        if not kl_uses(settings.kl_mode)[1] or settings.kl_velocity != "estimator":
+        if not kl_uses(settings.kl_mode)[1]:
             return 0.0
         columns = step_columns(settings, table, [step], torch.zeros(1))
         columns = StepColumns(*(column.double() for column in columns))

@@ -10,7 +10,10 @@ from sage_fast.commands.cli import main
 
 WORDS = {
     "torch-name": ("--optimizer.lr=1e-4", ["unknown key 'optimizer.lr'", "Did you mean optimizer.learning_rate?"]),
-    "renamed": ("--logging.wandb_project=p", ["unknown key 'logging.wandb_project'", "Did you mean logging.report_to?"]),
+    "renamed": (
+        "--logging.wandb_project=p",
+        ["unknown key 'logging.wandb_project'", "Did you mean logging.report_to?"],
+    ),
     "half-a-name": ("--forward_process.old=0.5", ["Did you mean forward_process.old_decay?"]),
     "unknown-key": ("--rollout.ettaa=0.5", ["unknown key 'rollout.ettaa'", "Did you mean rollout.eta"]),
     "other-section": ("training.learning_rate=1e-4", ["training.learning_rate", "optimizer.learning_rate"]),

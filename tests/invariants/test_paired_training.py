@@ -90,8 +90,7 @@ def test_training_is_the_same_with_the_stock_and_the_fused_forward(tiny_run: Mak
 
 KERNEL_RUNS = {
     "on-policy": "objective.kl_mode=moving rollout.num_steps=2",
-    "clipped-updates-exact-kl": "training.updates_per_rollout=2 objective.clip_range=1e-3 objective.kl_velocity=exact "
-    "rollout.sde_type=dance_grpo",
+    "clipped-updates": "training.updates_per_rollout=2 objective.clip_range=1e-3 rollout.sde_type=dance_grpo",
     "unnormalized-cps": "training.updates_per_rollout=2 rollout.sde_type=cps objective.ratio=unnormalized "
     "rollout.guidance_scale=1.0 training.mode=full",
     "ratio-norm-window": "training.updates_per_rollout=2 rollout.sde_type=flow_grpo objective.ratio=ratio_norm "

@@ -35,7 +35,7 @@ OPTIONS = [
     ["--training.update=forward_process", "--objective.kl_mode=none"],
     ["--objective.kl_mode=none", "--lora.target_modules=[attn.to_q,attn.to_k]"],
     ["--objective.ratio=ratio_norm", "--objective.equalizer=false"],
-    ["--objective.ratio=bias_corrected", "--objective.kl_velocity=exact"],
+    ["--objective.ratio=bias_corrected"],
     ["--objective.ratio=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
 ]
 

@@ -5,7 +5,7 @@ the N elements of a sample (A advantage, S equalizer scale, c clip range, w weig
 
     l    = mean(s (eps - s / 2)) | mean(s eps),  times 2 std^2 if unnormalized;   rho = exp(l)
     loss = S max(-A rho, -A clamp(rho, 1 - c, 1 + c)) + w_position mean(t^2) / 2 + w_velocity KL_velocity
-    KL_velocity = -mean(s (eps - s / 2)) | mean(s^2) / 2
+    KL_velocity = -mean(s (eps - s / 2))
     d loss/dv = k_0 eps + k_1 (v - v_old) + k_2 (v - v_anchor)
 
 Source: the log-density ratio and the KL divergence of N(a x + b v, std^2 I) and N(a x + b v_old, std^2 I), Eq. 15 and
@@ -13,7 +13,7 @@ Source: the log-density ratio and the KL divergence of N(a x + b v, std^2 I) and
 log-probability of the public CPS code. No log-probability is formed: the difference of two rounded ones is noise of the
 size of the clip range.
 
-Three launches. The first leaves four sums of every tile; the second, one program a sample, adds them in a fixed order,
+Three launches. The first leaves three sums of every tile; the second, one program a sample, adds them in a fixed order,
 without atomics, and finishes the loss and k_0, k_1, k_2; the third, in the backward pass, is elementwise. The noise is
 drawn again from its key each time, so neither x nor x' is read. Kernels are built without fused multiply-add, as in
 `sde_step`.
@@ -51,7 +51,7 @@ def policy_loss_partial_kernel(
     p_anchor,  # (B, N), or None
     p_noise_ids,  # (B, 3) int64
     p_gain,  # (B,) float32
-    p_partial,  # (B, 4, T) float32: log-ratio, RatioNorm's log-ratio, KL to the rollout policy, KL to the anchor
+    p_partial,  # (B, 3, T) float32: log-ratio, RatioNorm's log-ratio, KL to the anchor
     numel,
     num_tiles,
     BLOCK: tl.constexpr,
@@ -72,18 +72,17 @@ def policy_loss_partial_kernel(
     b_noise = row_noise(p_noise_ids, i_row, i_tile, BLOCK)
     # Outside the mask all velocities are 0, so that s and t are 0 there, whatever was drawn.
     b_shift = gain * (b_v - b_old)
-    p_out = p_partial + i_row * 4 * num_tiles + i_tile
+    p_out = p_partial + i_row * 3 * num_tiles + i_tile
     tl.store(p_out, tl.sum(b_shift * (b_noise - 0.5 * b_shift)))
     tl.store(p_out + num_tiles, tl.sum(b_shift * b_noise))
-    tl.store(p_out + 2 * num_tiles, 0.5 * tl.sum(b_shift * b_shift))
     if p_anchor is not None:
         b_away = gain * (b_v - b_anchor)
-        tl.store(p_out + 3 * num_tiles, 0.5 * tl.sum(b_away * b_away))
+        tl.store(p_out + 2 * num_tiles, 0.5 * tl.sum(b_away * b_away))
 
 
 @triton.jit
 def policy_loss_finish_kernel(
-    p_partial,  # (B, 4, T) float32
+    p_partial,  # (B, 3, T) float32
     p_gain,  # (B,) float32, as all columns
     p_std,  # None unless unnormalized
     p_scale,  # None without the equalizer
@@ -99,13 +98,12 @@ def policy_loss_finish_kernel(
     numel,
     num_tiles,
     RATIO_NORM: tl.constexpr,
-    EXACT: tl.constexpr,
     CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """All scalars of one row."""
     i_row = tl.program_id(0).to(tl.int64)
-    p_row = p_partial + i_row * 4 * num_tiles
+    p_row = p_partial + i_row * 3 * num_tiles
     gain = tl.load(p_gain + i_row)
     advantage = tl.load(p_advantage + i_row)
 
@@ -137,15 +135,12 @@ def policy_loss_finish_kernel(
     kl_velocity = gaussian * 0.0
     of_anchor = gaussian * 0.0
     if position_weight is not None:
-        kl_position = sum_in_order(p_row + 3 * num_tiles, num_tiles, CHUNKS, BLOCK) / numel
+        kl_position = sum_in_order(p_row + 2 * num_tiles, num_tiles, CHUNKS, BLOCK) / numel
         loss += position_weight * kl_position
         of_anchor += position_weight
     if velocity_weight is not None:
-        if EXACT:
-            kl_velocity = sum_in_order(p_row + 2 * num_tiles, num_tiles, CHUNKS, BLOCK) / numel
-        else:
-            kl_velocity = -gaussian
-            of_noise -= velocity_weight
+        kl_velocity = -gaussian
+        of_noise -= velocity_weight
         loss += velocity_weight * kl_velocity
         of_old += velocity_weight
 
@@ -203,11 +198,11 @@ def _contiguous(*tensors: Tensor | None) -> Any:
 
 def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     """Run the first two stages: loss (B,), parts (B, 4), clipped (B,) bool, coefficients of the gradient (B, 3)."""
-    clip_range, position_weight, velocity_weight, ratio_norm, exact = settings
+    clip_range, position_weight, velocity_weight, ratio_norm = settings
     rows, numel = v.shape[0], v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     partial, loss, parts, coefficients = (
-        common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((4, tiles), (), (4,), (3,))
+        common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((3, tiles), (), (4,), (3,))
     )
     clipped = common.empty((rows,), dtype=torch.bool, device=v.device)
     v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = _contiguous(
@@ -225,7 +220,6 @@ def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *
         *(partial, gain, std, scale, advantage, loss, parts, clipped, coefficients),
         *(1 - clip_range, 1 + clip_range, position_weight, velocity_weight, numel, tiles),
         RATIO_NORM=ratio_norm,
-        EXACT=exact,
         CHUNKS=cdiv(tiles, SUM_BLOCK),
         BLOCK=SUM_BLOCK,
     )
@@ -249,8 +243,7 @@ def launch_backward(grad_loss, v, v_old, v_anchor, noise_ids, coefficients) -> T
 
 def _reference_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     columns = StepColumns(gain, gain if std is None else std, gain if scale is None else scale, advantage)
-    switches = {"unnormalized": std is not None, "equalizer": scale is not None, "exact": settings[-1]}
-    chosen = LossSettings(*settings[:-1], **switches)
+    chosen = LossSettings(*settings, unnormalized=std is not None, equalizer=scale is not None)
     terms, coefficients = reference.policy_loss_forward(v, v_old, v_anchor, noise_ids, columns, chosen)
     return terms.loss, torch.stack(terms[1:5], dim=1), terms.clipped, coefficients
 
@@ -263,7 +256,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     # Read once: under selective checkpointing a saved tensor can be unpacked one time only.
     saved = ctx.saved_tensors
-    return None if grad_loss is None else _policy_loss_backward(grad_loss, *saved), *[None] * 12
+    return None if grad_loss is None else _policy_loss_backward(grad_loss, *saved), *[None] * 11
 
 
 _policy_loss_backward = operator(
@@ -276,7 +269,7 @@ _policy_loss_backward = operator(
 _policy_loss = operator(
     "policy_loss",
     """(Tensor v, Tensor v_old, Tensor? v_anchor, Tensor noise_ids, Tensor gain, Tensor advantage, Tensor? std,
-    Tensor? scale, float clip_range, float? position_weight, float? velocity_weight, bool ratio_norm, bool exact)
+    Tensor? scale, float clip_range, float? position_weight, float? velocity_weight, bool ratio_norm)
     -> (Tensor, Tensor, Tensor, Tensor)""",
     launcher=launch_forward,
     reference=_reference_forward,
@@ -342,7 +335,6 @@ def policy_loss(
         settings.position_weight,
         settings.velocity_weight,
         settings.ratio_norm,
-        settings.exact,
     )
     return PolicyTerms(loss, *parts.detach().unbind(1), clipped)  # type: ignore[call-arg]
 
@@ -396,7 +388,7 @@ SPEC = OpSpec(
         Case(id="one-element", shape=latent_shape(1, 1, 1, 1, 1)),
         Case(id="strided-cps", shape=latent_shape(2, 4, 3, 5, 6, unnormalized=1), strided=True),
         Case(id="mixed-dtypes", shape=latent_shape(2, 4, 3, 6, 8), mixed=True),
-        Case(id="bias-corrected-exact", shape=latent_shape(3, 4, 3, 5, 7, exact=1, ratio_norm=1)),
+        Case(id="bias-corrected", shape=latent_shape(3, 4, 3, 5, 7, ratio_norm=1)),
         Case(id="ratio-norm", shape=latent_shape(3, 4, 3, 5, 7, ratio_norm=1, unnormalized=1)),
         Case(id="no-kl", shape=latent_shape(2, 4, 3, 5, 7, kl=0, equalizer=0)),
     ),
@@ -406,7 +398,7 @@ SPEC = OpSpec(
         Case(id="B, no KL", shape=latent_shape(1, 32, 21, 30, 52, kl=0)),
         Case(id="B, CPS", shape=latent_shape(1, 32, 21, 30, 52, unnormalized=1, equalizer=0)),
         Case(id="B, RatioNorm", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, unnormalized=1)),
-        Case(id="B, bias-corrected", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1, exact=1)),
+        Case(id="B, bias-corrected", shape=latent_shape(1, 32, 21, 30, 52, ratio_norm=1)),
     ),
     bench_dtype=torch.float32,
     # Per row: noise ids, three columns and 4 + 4 * 4 + 1 + 3 * 4 bytes of results; loss gradient, ids, coefficients.

@@ -48,7 +48,7 @@ class LossSettings(NamedTuple):
     position_weight: float | None = None
     """Weight of the KL to the anchor; None leaves it out."""
     velocity_weight: float | None = None
-    """Weight of the KL to the rollout policy; None leaves it out."""
+    """Weight of the KL to the rollout policy, at the drawn noise minus the log-ratio; None leaves it out."""
     ratio_norm: bool = False
     """The bias-corrected log-ratio of GRPO-Guard, mean(r eps dv), instead of the Gaussian one. Its RatioNorm also
     multiplies this by std and divides the surrogate by the step's length in sigma: `std` and `scale` of the columns."""
@@ -56,8 +56,6 @@ class LossSettings(NamedTuple):
     """Multiply the log-ratio by 2 std^2, as the public CPS code does."""
     equalizer: bool = True
     """Multiply the surrogate by the gradient equalizer."""
-    exact: bool = False
-    """KL to the rollout policy by its formula instead of its estimate at the drawn noise, minus the log-ratio."""
 
 
 class PolicyTerms(NamedTuple):
@@ -126,7 +124,7 @@ def policy_loss_of_noise(
         kl_position = gaussian_kl(gain, v - v_anchor.detach().to(dtype))
         loss = loss + settings.position_weight * kl_position
     if settings.velocity_weight is not None:
-        kl_velocity = gaussian_kl(gain, delta) if settings.exact else -gaussian_log_ratio
+        kl_velocity = -gaussian_log_ratio
         loss = loss + settings.velocity_weight * kl_velocity
     with torch.no_grad():
         ratio = used.exp()
@@ -206,7 +204,7 @@ def policy_loss_forward(
         slope = slope * scale
     of_noise, of_old = slope, torch.zeros_like(slope) if settings.ratio_norm else -slope
     if settings.velocity_weight is not None:
-        of_noise = of_noise if settings.exact else of_noise - settings.velocity_weight
+        of_noise = of_noise - settings.velocity_weight
         of_old = of_old + settings.velocity_weight
     of_anchor = torch.full_like(slope, settings.position_weight or 0.0)
     mean_gain = gain / v.shape[1:].numel()

@@ -33,7 +33,7 @@ from sage_fast.models.stored import StoredWeights
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
-from sage_fast.optim import unusual_movement
+from sage_fast.optim import norm_is_finite, unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
 from sage_fast.records import Pictured, Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
@@ -207,21 +207,13 @@ class Trainer:
     def _make_engine(self, transformer: Any, weights: StoredWeights | None) -> Engine:
         """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
         config, world = self.config, self.world
-        sections = config.distributed, config.model, config.training
-        gathering = parallelize(
-            transformer,
-            *sections,
-            world,
-            self.device,
-            weights,
-            kl_position_fraction=config.objective.kl_position_fraction,
-        )
+        keep_gathered = parallelize(transformer, config, world, self.device, weights)
         if config.distributed.zero_stage is not None:
             from sage_fast.sharding.zero import DeepSpeedEngine
 
             mode = config.training.mode
             return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)
-        return TorchEngine(trainable_parameters(transformer), config.optimizer, world, gathering)
+        return TorchEngine(trainable_parameters(transformer), config.optimizer, world, transformer, keep_gathered)
 
     # ------------------------------------------------------------------------------------------ one iteration
 
@@ -451,7 +443,7 @@ class Trainer:
 
     def _check_weights(self) -> None:
         """TrainingError unless the weights are finite. Collective; waits for the GPU once."""
-        if self.world.any(not self.engine.weights_finite()):
+        if self.world.any(not norm_is_finite(self.engine.masters)):
             raise TrainingError(
                 f"Update {self.update}: the optimizer step left weights that are not finite, or so large that their "
                 "norm overflows. They were not saved, and the last checkpoint is intact. Start a new run with a lower "

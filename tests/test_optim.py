@@ -17,7 +17,7 @@ from torch.optim import AdamW, Muon
 from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
 from sage_fast.distributed.world import SINGLE_PROCESS
 from sage_fast.optim import PUBLISHED, WIDTH, OptimizerSet, ShardedMuon, first_movement, unusual_movement
-from sage_fast.sharding.parallelize import Gathering, TorchEngine
+from sage_fast.sharding.parallelize import TorchEngine
 
 
 def parameter(*shape: int, seed: int = 0) -> nn.Parameter:
@@ -75,7 +75,7 @@ def test_the_schedule_goes_on_where_it_was() -> None:
     def made() -> TorchEngine:
         layer = nn.Linear(3, 3)
         layer.weight.grad = torch.ones_like(layer.weight)
-        return TorchEngine({"weight": layer.weight}, config, SINGLE_PROCESS, Gathering(layer, "never"))
+        return TorchEngine({"weight": layer.weight}, config, SINGLE_PROCESS, layer, "never")
 
     whole, rates = made(), []
     for _ in range(6):

@@ -134,7 +134,7 @@ class Iteration:
             return None
         total = torch.cuda.get_device_properties(self.session.device).total_memory / 1e9
         memory = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=total, runtime=0.0, sizes={}).memory
-        return max(memory.total(phase) for phase in memory.phases if phase != "evaluation") / 1e9
+        return max(held.total for phase, held in memory.phases.items() if phase != "evaluation") / 1e9
 
 
 def cells(session: Session) -> Iterator[Cell]:

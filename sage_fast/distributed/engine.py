@@ -99,9 +99,11 @@ class WeightSnapshot:
 class Engine(ABC):
     """Trained weights, their gradients and their optimizer, over all ranks.
 
-    parameters: the trained weights by the names they have on one process; possibly shards of them. shapes: their whole
-    shapes. updates: steps that were taken.
+    parameters: the trained weights by the names they have on one process; possibly shards of them. masters: what the
+    optimizer steps on this rank. shapes: whole shapes of the weights. updates: steps that were taken.
     """
+
+    masters: Sequence[Tensor]
 
     sharded: bool
     """True where a forward communicates weights, so that all ranks must run equally many of them."""
@@ -110,6 +112,7 @@ class Engine(ABC):
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World) -> None:
         self.parameters, self.optimizer_config, self.world = parameters, config, world
+        self.masters = list(parameters.values())
         self.shapes: Mapping[str, torch.Size] = shapes_of(parameters)
         self.updates = 0
 
@@ -142,10 +145,6 @@ class Engine(ABC):
     @abstractmethod
     def zero_grad(self) -> None:
         """Forget the gradient."""
-
-    @abstractmethod
-    def weights_finite(self) -> bool:
-        """True when this rank's weights, or its shards of them, have a finite norm. Waits for the GPU."""
 
     @abstractmethod
     def snapshot(self) -> WeightSnapshot:

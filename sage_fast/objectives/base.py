@@ -111,8 +111,7 @@ class Objective(ABC):
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
         """Lists of K: the trained steps of each sample in the order of its visits, or the numbers of its levels."""
 
-    @abstractmethod
-    def measure(self, scored: ScoredRollout) -> None:
+    def measure(self, scored: ScoredRollout) -> None:  # noqa: B027  it may be known from the rollout
         """Prepare what `accumulate` needs of other weights."""
 
     def measures(self, position: int) -> bool:
@@ -199,8 +198,9 @@ class VelocityLoss(Generic[Terms]):
         raise NotImplementedError
 
     def unmoved(self) -> Terms:
-        """The terms where the loss has no gradient, without the model."""
-        raise NotImplementedError
+        """The terms where the loss has no gradient, without the model: those at `known_velocity`."""
+        assert self.known_velocity is not None
+        return self.terms(self.known_velocity)
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, Terms]:
         """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""

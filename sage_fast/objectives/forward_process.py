@@ -275,11 +275,8 @@ class ForwardProcess(Objective):
         self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
         if self.old is not None:
             levels = range(self.process.levels)
-            wanted = self._wanted(scored, levels)
+            wanted = wanted_passes(scored, [True] * len(levels))
             self._old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
-
-    def _wanted(self, scored: ScoredRollout, positions: Sequence[int]) -> Tensor:
-        return wanted_passes(scored, [self.old is not None or self.measures(position) for position in positions])
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -297,7 +294,8 @@ class ForwardProcess(Objective):
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
         """As in `Objective`."""
-        return self.replay.accumulate(scored, self._wanted(scored, positions), positions, self._loss)
+        wanted = wanted_passes(scored, [self.old is not None or self.measures(position) for position in positions])
+        return self.replay.accumulate(scored, wanted, positions, self._loss)
 
     def _loss(self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> ForwardLoss:
         latents, noise, sigma = self._noised(trajectory, place[1])

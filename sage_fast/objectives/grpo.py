@@ -53,10 +53,6 @@ class StepLoss(VelocityLoss[PolicyTerms]):
     kl_weight: float
     position_factor: float
 
-    def unmoved(self) -> PolicyTerms:
-        """As in `VelocityLoss`: those at the rollout's velocity."""
-        return self.terms(self.known_velocity)
-
     def terms(self, velocity: Tensor) -> PolicyTerms:
         """As in `VelocityLoss`. The position KL is times its factor."""
         advantage = self.advantage.to(velocity.device, non_blocking=True)

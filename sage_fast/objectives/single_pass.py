@@ -33,6 +33,7 @@ from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import kl_uses
 from sage_fast.data import GroupOrder
 from sage_fast.kernels import PolicyTerms, StepColumns
+from sage_fast.models.transformer import velocity_dtype
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import loss_settings, surrogate_factor
 from sage_fast.objectives.base import Parts, concatenate_terms
@@ -44,12 +45,14 @@ from sage_fast.rollout import StepVelocity, step_columns
 from sage_fast.sde import TransitionTable
 
 
+@dataclass
 class GradientSum:
-    """A weighted sum of gradients, one tensor like each parameter; allocated by the first term."""
+    """A weighted sum of gradients, one tensor like each parameter; allocated by the first term.
 
-    def __init__(self) -> None:
-        self.values: dict[int, Tensor] = {}
-        """By the number of the parameter."""
+    values: by the number of the parameter.
+    """
+
+    values: dict[int, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, gradients: Mapping[int, Tensor], factor: float = 1.0) -> None:
@@ -150,9 +153,6 @@ class SinglePass(GRPO):
 
         return velocity
 
-    def measure(self, scored: ScoredRollout) -> None:
-        """The anchor was measured during the rollout."""
-
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> PolicyTerms:
         """As in `Objective`; uses up the rollout's accumulators."""
         assert len(positions) == len(scored.orders[0])
@@ -216,7 +216,7 @@ class SinglePass(GRPO):
             cotangents: Cotangents = both_cotangents
         else:
             # c_1 is the same at every velocity, so it need not wait for one.
-            anywhere = torch.zeros_like(latents, dtype=self.policy.dtype)
+            anywhere = torch.zeros_like(latents, dtype=velocity_dtype(self.policy.transformer))
             cotangents = [losses(anywhere)[0].cotangent(anywhere, one)[0]]
         kl_share = 0.0 if needs_own_vjp else self._estimator_share(table, step)
         split = self.training.guidance == "split"

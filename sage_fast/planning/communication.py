@@ -17,20 +17,10 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-import torch
-
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
-from sage_fast.planning.weights import compute_dtype
-from sage_fast.planning.work import (
-    Visits,
-    anchor_share,
-    keeps_old_policy,
-    policy_moves,
-    repeated_branches,
-    splits_branches,
-)
+from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves, splits_branches
 from sage_fast.sharding.ulysses import all_to_all_bytes, share_of
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -102,14 +92,13 @@ class Counter:
     def __init__(self, held: MemoryPlan, visited: Visits, *, evaluation_tokens: int, eval_batches: float) -> None:
         config = self.config = held.config
         self.held, self.visited, self.layout = held, visited, held.layout
-        self.description, self.weights = held.description, held.weights
+        self.description, self.weights, self.item = held.description, held.weights, held.gathered.item
         self.evaluation_tokens, self.eval_batches = evaluation_tokens, eval_batches
         self.full = config.training.mode == "full"
         self.branches = 1 if config.rollout.guidance_scale == 1.0 else 2
         self.pulls_per_step = 2 if splits_branches(config) else 1
         self.updates = float(config.training.updates_per_rollout)
         self.layers = held.description.num_layers
-        self.item = getattr(torch, compute_dtype(config)).itemsize
 
     def exchanges(self) -> tuple[Exchange, ...]:
         """Everything, in the order of the phases."""
@@ -138,7 +127,7 @@ class Counter:
             )
 
         sampling = 1 if self.config.sampling_guidance == 1.0 else 2
-        sampled = sampling * (visited.rollout + visited.pass_steps) + repeated_branches(self.config, visited)
+        sampled = sampling * (visited.rollout + visited.pass_steps) + visited.repeated
         yield passes("rollout", sampled, visited.pass_steps + visited.second_products)
         yield passes("anchor", branches * visited.anchor)
         yield passes("update", (branches + more) * visited.update, visited.update)
@@ -152,7 +141,8 @@ class Counter:
             return
         ring = (group.ranks - 1) / group.ranks
         blocks = self.layers * self.weights.block
-        phase, layers, pulls = passes.phase, self.layers, passes.pulls
+        phase, layers, pulls, keep = passes.phase, self.layers, passes.pulls, self.held.gathered.keep
+        stay = keep == "always" or (keep == "rollout" and phase != "update")
 
         def units(
             purpose: str, kind: Kind, scale: float, calls: tuple[float, float], outside: float, group: Group = group
@@ -162,11 +152,11 @@ class Counter:
             yield Exchange(phase, purpose, kind, group, count=calls[0], sent=sent, hidden=True)
             yield Exchange(phase, purpose, kind, group, count=calls[1], sent=scale * outside, hidden=True)
 
-        outside, times = self.weights.total - blocks, self._gathers(passes)
+        outside, times = self.weights.total - blocks, self._gathers(phase) if stay else passes.forwards
         yield from units("weights", "all_gather", ring * self.item, (times * layers, times), outside)
         if not pulls:
             return
-        if not self._stays(phase):
+        if not stay:
             # The input of the first block has no gradient under adapters, so FSDP keeps the block to the pull's end.
             kept = 0.0 if self.full else passes.backwards - pulls
             again = passes.backwards * layers - kept
@@ -182,23 +172,14 @@ class Counter:
             last = self.updates * self.pulls_per_step
             yield from units("gradients of replicas", "all_reduce", scale, (last * layers, last), trained, replicas)
 
-    def _stays(self, phase: str) -> bool:
-        """True if weights stay gathered from one pass of a phase to the next."""
-        keep = self.held.gathered.keep
-        return keep == "always" or (keep == "rollout" and phase != "update")
-
-    def _gathers(self, passes: _Passes) -> float:
-        """Number of times a phase's forwards gather all weights."""
-        phase = passes.phase
-        if not self._stays(phase):
-            return passes.forwards
+    def _gathers(self, phase: str) -> float:
+        """How often a phase gathers all weights, where they stay from one of its passes to the next."""
         behind = anchor_share(self.config.training, self.config.objective.kl_mode)
         if self.held.gathered.keep == "rollout":
             # The single pass measures the anchor within the rollout.
             measured = 0.0 if self.config.training.update == "single_pass" else behind
-            old = keeps_old_policy(self.config)
             # Exchanging the policy's values for the old ones' and back frees what was gathered.
-            return measured + old if phase == "anchor" else 1.0
+            return measured + keeps_old_policy(self.config) if phase == "anchor" else 1.0
         if not self.full:
             return 0.0
         # Kept until they change: by a step, and when the anchor takes their place and gives it back.

@@ -6,8 +6,8 @@ reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange ov
 
 import math
 import os
-import time
-from collections.abc import Callable, Mapping
+import timeit
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -167,17 +167,11 @@ def measure_cpu(memory_gb: float) -> Device:
     """This machine's processor, from a product and a copy of a few milliseconds."""
     a = torch.ones(768, 768)
     source, target = torch.ones(2**24), torch.zeros(2**24)
-
-    def best(function: Callable[[], object], rounds: int = 3) -> float:
-        seconds = []
-        for _ in range(rounds + 1):
-            start = time.perf_counter()
-            function()
-            seconds.append(time.perf_counter() - start)
-        return min(seconds[1:])
-
-    product = 2 * 768**3 / best(lambda: a @ a) / 1e12
-    bandwidth = 2 * source.nbytes / best(lambda: target.copy_(source)) / 1e12
+    # The best of three, after one that warms up.
+    multiplying, copying = (
+        min(timeit.repeat(work, number=1, repeat=4)[1:]) for work in (lambda: a @ a, lambda: target.copy_(source))
+    )
+    product, bandwidth = 2 * 768**3 / multiplying / 1e12, 2 * source.nbytes / copying / 1e12
     return Device(
         name=f"this CPU, {torch.get_num_threads()} thread(s)",
         memory_gb=memory_gb,

@@ -23,21 +23,14 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
+from sage_fast.models.hub import stored_bytes
 from sage_fast.planning.communication import Counter, Exchange
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
-from sage_fast.planning.memory import (
-    CUDA_RUNTIME,
-    FRAGMENTATION,
-    GB,
-    PICTURES,
-    MemoryPlan,
-    checkpoint_bytes,
-    weight_sizes,
-)
+from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, PICTURES, MemoryPlan, checkpoint_bytes
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
-from sage_fast.planning.work import Visits, repeated_branches, visits
+from sage_fast.planning.work import Visits, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
@@ -70,11 +63,6 @@ class Phase:
     bound: float
     waiting: float = 0.0
     doubt: float = 0.0
-
-    def times(self, share: float) -> "Phase":
-        """A share of the phase."""
-        seconds = {name: getattr(self, name) * share for name in ("predicted", "bound", "waiting", "doubt")}
-        return Phase(name=self.name, cost=self.cost.times(share), **seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +184,10 @@ def make_memory_plan(
         heads = description.transformer["num_attention_heads"]
         layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
+        gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+        if sizes is None:
+            folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
+            sizes = {name: stored_bytes(folder) / 1e9 for name, folder in folders.items() if folder is not None}
         plan = MemoryPlan(
             asked=config,
             config=config,
@@ -203,8 +195,8 @@ def make_memory_plan(
             on_gpu=on_gpu,
             layout=layout,
             weights=weights,
-            gathered=gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9),
-            sizes=weight_sizes(config) if sizes is None else sizes,
+            gathered=gathered,
+            sizes={name: size for name, size in sizes.items() if size},
             runtime=runtime,
             memory_limit=limit_gb * 1e9,
         )
@@ -240,7 +232,7 @@ def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     for checkpointing in ("feed_forward", "selective", "full"):
         plan = replace(plan, config=_changed(plan.config, ("model.checkpointing", checkpointing)))
         # `full` keeps least: it is taken whether it fits or not.
-        if checkpointing == "full" or max(plan.memory.total("rollout"), plan.memory.total("update")) <= room:
+        if checkpointing == "full" or max(plan.memory.phases[name].total for name in ("rollout", "update")) <= room:
             break
     return plan
 
@@ -249,19 +241,16 @@ def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the fewest videos of a group at once that fill the GPU, as far as they fit `room` bytes, for `auto`."""
     rollout, training, size = plan.config.rollout, plan.config.training, 1
     group = math.gcd(rollout.batch_size, rollout.num_generations)
-
-    def planned(size: int) -> MemoryPlan:
-        return replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
-
+    plan = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
     # Several updates by the forward process split the videos.
     one_by_one = training.update == "forward_process" and training.updates_per_rollout > 1
     while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
-        larger = next(count for count in range(size + 1, group + 1) if group % count == 0)
-        memory = planned(larger).memory
-        if max(memory.total(phase) for phase in ("rollout", "decode", "update")) > room:
+        size = next(count for count in range(size + 1, group + 1) if group % count == 0)
+        larger = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
+        if max(larger.memory.phases[name].total for name in ("rollout", "decode", "update")) > room:
             break
-        size = larger
-    return planned(size)
+        plan = larger
+    return plan
 
 
 def settle_memory(config: RunConfig) -> RunConfig:
@@ -402,7 +391,7 @@ def _phases(
     second = calls.gradient + calls.velocity.times(-1.0)
     rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
-    rollout = rollout + calls.velocity.times(repeated_branches(config, visited) / (2 * batch))
+    rollout = rollout + calls.velocity.times(visited.repeated / (2 * batch))
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but the matrices that Muon makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
@@ -410,10 +399,11 @@ def _phases(
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
     # The ranks that share videos decode and score a share of them each, once all are sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
+    seconds = {name: getattr(decode, name) * in_turn for name in ("predicted", "bound", "doubt")}
     scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
     return (
         phase("rollout", rollout, slower),
-        decode.times(in_turn),
+        replace(decode, cost=decode.cost.times(in_turn), **seconds),
         Phase(name="reward", cost=Cost(), predicted=scoring, bound=scoring),
         phase("anchor", calls.velocity.times(visited.anchor / batch), slower),
         phase("update", calls.gradient.times(visited.update / batch), slower),
@@ -455,8 +445,8 @@ class Option:
         )
 
 
-def find_options(plan: Plan, most: int = 8) -> list[Option]:
-    """Changes that save memory and leave what is computed as it is, the fastest first.
+def find_options(plan: Plan) -> list[Option]:
+    """Up to eight changes that save memory and leave what is computed as it is, the fastest first.
 
     Of a plan that fits: the single changes that save memory. Of one that does not: the single changes that make it fit,
     or else one set of changes of which none can be left out; if even that does not fit, it needs least memory.
@@ -469,10 +459,10 @@ def find_options(plan: Plan, most: int = 8) -> list[Option]:
         if single and not helping:
             helping = [_together(plan, single)]
 
-    def cost(option: Option) -> tuple[bool, float]:
-        return not NOT_TIMED.isdisjoint(dict(option.changes)), option.plan.seconds_per_video
-
-    return sorted(helping, key=cost)[:most]
+    return sorted(
+        helping,
+        key=lambda option: (not NOT_TIMED.isdisjoint(dict(option.changes)), option.plan.seconds_per_video),
+    )[:8]
 
 
 def _together(plan: Plan, single: list[Option]) -> Option:
@@ -532,7 +522,7 @@ def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
     changed = make_plan(
         config,
         plan.device,
-        gpus=plan.gpus,
+        gpus=plan.layout.gpus,
         memory_gb=plan.memory_limit / 1e9,
         runtime=plan.runtime,
         description=plan.description,

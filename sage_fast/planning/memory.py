@@ -19,11 +19,10 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import VideoConfig, kl_uses
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
-from sage_fast.models.hub import stored_bytes
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import Gathered, Weights, compute_dtype
+from sage_fast.planning.weights import Gathered, Weights
 from sage_fast.planning.work import Calls, keeps_old_policy, model_calls, most_groups
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
@@ -100,16 +99,13 @@ class Memory:
 
     phases: Mapping[str, PhaseMemory]
 
-    def total(self, phase: str) -> float:
-        return self.phases[phase].total
-
     @property
     def peak_phase(self) -> str:
-        return max(self.phases, key=self.total)
+        return max(self.phases, key=lambda name: self.phases[name].total)
 
     @property
     def peak(self) -> float:
-        return self.total(self.peak_phase)
+        return self.phases[self.peak_phase].total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +129,6 @@ class MemoryPlan:
     memory_limit: float
 
     @property
-    def gpus(self) -> int:
-        return self.layout.gpus
-
-    @property
     def latent(self) -> tuple[int, int, int, int]:
         """(C, F, H, W) of one video."""
         return self._latent(self.config.video)
@@ -158,24 +150,25 @@ class MemoryPlan:
     def memory(self) -> Memory:
         """Memory of every phase."""
         config, resident, gathered = self.config, self._resident, self.gathered
-        rollout, two_phase = config.rollout, config.training.update != "single_pass"
+        two_phase, (reward_models, _, scoring) = config.training.update != "single_pass", self._rewards
         without_gradient = replace(
             resident,
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep != "never" else 0.0,
             weights_in_flight=gathered.flying if gathered.keep == "never" else 0.0,
         )
         sampling = replace(without_gradient, **self._produced)
+        decoding = self.description.decoding(self.latent, config.rollout.videos_at_once, config.model, self.on_gpu)
         phases = {
             "encode": PhaseMemory(
                 runtime=self.runtime,
-                reward_models=self._reward_models,
+                reward_models=reward_models,
                 prompt_encoder=self.description.encoder_gb * GB,
                 # A family may have loaded the transformer into CPU memory before.
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
             "rollout": self._working(sampling, self.calls.sampling if two_phase else self.calls.gradient),
-            "decode": self._decoding(sampling, self.latent, rollout.videos_at_once),
-            "reward": replace(sampling, scoring=self._scoring),
+            "decode": replace(sampling, decoding=decoding.peak_bytes),
+            "reward": replace(sampling, scoring=scoring),
         }
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
         velocities = self._kept_velocities if two_phase else 0.0
@@ -205,63 +198,35 @@ class MemoryPlan:
             return None
         layout, item = self.layout, getattr(torch, self.config.model.dtype).itemsize
         kept = 0.0
-        if self._offloads_shards:
+        if self.gathered.offloaded:
             kept = item * self.weights.pinned / layout.weight_shards
         elif self.config.model.adaln == "offload":
             kept = item * self.weights.adaln
-        if self.config.checkpoint.asynchronous and not self._offloads_shards:
+        if self.config.checkpoint.asynchronous and not self.gathered.offloaded:
             # Copies of what is on the GPU, from the first checkpoint on.
             rounded = self.weights.trained_pinned / self.weights.trained
             kept += rounded * checkpoint_bytes(self.config, self.weights) / layout.gpus
         # On the GPU from the first video on.
         parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
         # Rewards are on the GPU before the transformer is read.
-        models = self._reward_models
+        models, _, _ = self._rewards
         parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
         return {name: min(layout.gpus, layout.node) * size for name, size in parts.items()}
 
     # ------------------------------------------------------------------------------------------ what there is
 
     @cached_property
-    def _rewards(self) -> dict[str, RewardCosts]:
-        return rewards_here(self.config)
-
-    @property
-    def _reward_models(self) -> float:
-        return sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in self._rewards.items())
-
-    @property
-    def _scoring(self) -> float:
-        """The most that one reward has at work."""
-        return float(max((costs.working for costs in self._rewards.values()), default=0.0))
-
-    @property
-    def _has_anchor(self) -> bool:
-        return anchor_kind(self.config.objective.kl_mode) != "none"
-
-    @property
-    def _offloads_shards(self) -> bool:
-        return self.gathered.sharded and self.config.distributed.cpu_offload
-
-    @property
-    def _item(self) -> int:
-        """Bytes of a number that the transformer computes with."""
-        return int(getattr(torch, compute_dtype(self.config)).itemsize)
-
-    @property
-    def _share(self) -> float:
-        """Share of what there is once per trained weight (gradients, moments, anchor, average) that each GPU holds.
-
-        Adapters are whole on every rank. All weights are sharded, or in CPU memory.
-        """
-        if self.config.training.mode == "lora":
-            return 1.0
-        return 0.0 if self._offloads_shards else 1 / self.layout.weight_shards
+    def _rewards(self) -> tuple[float, float, float]:
+        """(models, tables, the most that one reward has at work) in bytes."""
+        here = rewards_here(self.config)
+        models = sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in here.items())
+        tables = float(sum(costs.tables for costs in here.values()))
+        return models, tables, float(max((costs.working for costs in here.values()), default=0.0))
 
     @property
     def _state(self) -> float:
         """Bytes of one float32 number per trained weight."""
-        return 4.0 * self.weights.trained * self._share
+        return 4.0 * self.weights.trained * self.gathered.share
 
     def _latent(self, video: VideoConfig) -> tuple[int, int, int, int]:
         return self.description.latent_shape(video.num_frames, video.height, video.width)
@@ -269,22 +234,23 @@ class MemoryPlan:
     @cached_property
     def _resident(self) -> PhaseMemory:
         """Memory held in every phase from the rollout on."""
-        config, gathered, shards = self.config, self.gathered, self.layout.weight_shards
-        model, lora = config.model, config.training.mode == "lora"
-        offloads = lora and model.adaln == "offload" and self.on_gpu
-        offloaded = self._item * self.weights.adaln / shards if offloads else 0.0
+        config, gathered, lora = self.config, self.gathered, self.config.training.mode == "lora"
+        offloads = lora and config.model.adaln == "offload" and self.on_gpu
+        offloaded = gathered.item * self.weights.adaln / self.layout.weight_shards if offloads else 0.0
+        reward_models, reward_tables, _ = self._rewards
+        has_anchor = anchor_kind(config.objective.kl_mode) != "none"
         return PhaseMemory(
             runtime=self.runtime,
             # From the check of the collectives on, after prompts are encoded.
             communication_buffers=self.layout.communication_buffers if self.on_gpu else 0.0,
-            reward_models=self._reward_models,
-            reward_tables=float(sum(costs.tables for costs in self._rewards.values())),
+            reward_models=reward_models,
+            reward_tables=reward_tables,
             video_decoder=self.description.decoder_gb * GB,
             transformer=max(0.0, gathered.resident - offloaded),
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
             adapters=self._state if lora else 0.0,
-            optimizer_state=4.0 * self.weights.moments * self._share,
-            anchor=self._state * (self._has_anchor + keeps_old_policy(config)),
+            optimizer_state=4.0 * self.weights.moments * gathered.share,
+            anchor=self._state * (has_anchor + keeps_old_policy(config)),
             average=self._state if config.training.ema_decay is not None else 0.0,
             tables=self._tables(),
         )
@@ -300,7 +266,7 @@ class MemoryPlan:
         levels = steps
         if evaluation.every and evaluation.num_steps not in (None, steps):
             levels += evaluation.num_steps or 0
-        return float(rope + levels * description.modulation * self._item)
+        return float(rope + levels * description.modulation * self.gathered.item)
 
     @cached_property
     def _produced(self) -> dict[str, float]:
@@ -320,10 +286,11 @@ class MemoryPlan:
     @property
     def _kept_velocities(self) -> float:
         """Bytes of the anchor's velocities, one for each step that the KL counts, and of the old policy's."""
-        rollout, process = self.config.rollout, self.config.forward_process
+        rollout, objective = self.config.rollout, self.config.objective
         forward = self.config.training.update == "forward_process"
-        steps = process.levels if forward else rollout.num_steps
-        measured = num_trained(self.config.objective.kl_position_fraction, steps) if self._has_anchor else 0
+        steps = self.config.forward_process.levels if forward else rollout.num_steps
+        has_anchor = anchor_kind(objective.kl_mode) != "none"
+        measured = num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
         if keeps_old_policy(self.config):
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
@@ -336,19 +303,16 @@ class MemoryPlan:
         """With what a call of the model keeps and works with."""
         return replace(phase, kept_activations=cost.kept, working_set=cost.working)
 
-    def _decoding(self, phase: PhaseMemory, latent: tuple[int, int, int, int], videos: int) -> PhaseMemory:
-        decoding = self.description.decoding(latent, videos, self.config.model, self.on_gpu)
-        return replace(phase, decoding=decoding.peak_bytes)
-
     def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
         """The largest of sampling, decoding and scoring."""
         latent, batch = self._latent(self.config.evaluation_video), self.config.evaluation.batch_size
         states = 2 * self.config.evaluation_steps + 1
         evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * batch * states)
+        decoding = self.description.decoding(latent, batch, self.config.model, self.on_gpu)
         return max(
             self._working(evaluating, self.calls.evaluation),
-            self._decoding(evaluating, latent, batch),
-            replace(evaluating, scoring=self._scoring),
+            replace(evaluating, decoding=decoding.peak_bytes),
+            replace(evaluating, scoring=self._rewards[2]),
             key=lambda phase: phase.total,
         )
 
@@ -368,10 +332,3 @@ def rewards_here(config: RunConfig) -> dict[str, RewardCosts]:
         if device in (None, "auto", config.model.device):
             here[name] = costs
     return here
-
-
-def weight_sizes(config: RunConfig) -> dict[str, float]:
-    """Gigabytes (1e9 bytes) of the weights that are here, by reward."""
-    folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
-    sizes = {name: stored_bytes(folder) / 1e9 for name, folder in folders.items() if folder is not None}
-    return {name: size for name, size in sizes.items() if size}

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
-from sage_fast.planning.communication import Exchange
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARES, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
@@ -19,8 +19,10 @@ FEW_VIDEOS, FEW_PROMPTS = 64, 8
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
-    lines = [*_head(plan), *_memory(plan), *_time(plan), *_exchanges(plan), *_options(plan, options), "assumptions"]
-    lines += [f"  - {line}" for line in assumptions(plan)]
+    # (unit of memory, its bytes, digits behind the point)
+    unit = ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
+    lines = [*_head(plan), *_memory(plan, *unit), *_time(plan), *_exchanges(plan), *_options(plan, options, *unit)]
+    lines += ["assumptions", *(f"  - {line}" for line in assumptions(plan))]
     verdict = "It fits" if plan.fits else "It does not fit"
     lines += ["", f"{verdict}: {plan.memory.peak / plan.memory_limit:.0%} of the memory."]
     return "\n".join(line.rstrip() for line in lines)
@@ -49,24 +51,23 @@ def _head(plan: Plan) -> Iterator[str]:
     unit, size = ("TFLOP", 1e12) if plan.forward.total > 1e11 else ("MFLOP", 1e6)
     linear, attention = plan.forward.linear / size, plan.forward.attention / size
     yield f"  one forward of one sample: {linear:,.1f} + {attention:,.1f} {unit} (linear + attention)"
-    if plan.gpus > 1:
-        layout = plan.layout
+    layout = plan.layout
+    if layout.gpus > 1:
         yield (
-            f"  {plan.gpus} GPUs = {layout.replicate} replicas x {layout.shard} shards x {layout.sp} ranks per video "
+            f"  {layout.gpus} GPUs = {layout.replicate} replicas x {layout.shard} shards x {layout.sp} ranks per video "
             f"(dp_replicate, dp_shard, sp): {layout.data_parallel * config.rollout.batch_size} videos per rollout"
         )
     yield ""
 
 
-def _memory(plan: Plan) -> Iterator[str]:
+def _memory(plan: Plan, unit: str, size: float, digits: int) -> Iterator[str]:
     columns = {phase: memory.parts() for phase, memory in plan.memory.phases.items()}
-    unit, size, digits = _unit(plan)
     visible = 0.5 * size / 10**digits
     shown = [part for part in PhaseMemory().parts() if max(c[part] for c in columns.values()) >= visible]
-    where = f"on each {plan.device.name}" if plan.gpus > 1 else f"on {plan.device.name}"
+    where = f"on each {plan.device.name}" if plan.layout.gpus > 1 else f"on {plan.device.name}"
     yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
     rows = [[part, *(f"{c[part] / size:.{digits}f}" if c[part] else "" for c in columns.values())] for part in shown]
-    rows.append(["total", *(f"{plan.memory.total(phase) / size:.{digits}f}" for phase in columns)])
+    rows.append(["total", *(f"{memory.total / size:.{digits}f}" for memory in plan.memory.phases.values())])
     yield from table(["", *columns], rows)
     limit = plan.memory_limit / size
     yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
@@ -80,13 +81,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield ""
 
 
-def _unit(plan: Plan) -> tuple[str, float, int]:
-    """(unit of memory, its bytes, digits behind the point)."""
-    return ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
-
-
 def _time(plan: Plan) -> Iterator[str]:
-    big, several = plan.forward.total > 1e11, plan.gpus > 1
+    big, gpus = plan.forward.total > 1e11, plan.layout.gpus
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
     shared = f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
@@ -98,11 +94,11 @@ def _time(plan: Plan) -> Iterator[str]:
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
         predicted = sum(phase.predicted for phase in phases)
         shown = [between(predicted, 1 + sum(phase.doubt for phase in phases) / (predicted or 1))]
-        shown += [_number(sum(phase.waiting for phase in phases))] if several else []
+        shown += [_number(sum(phase.waiting for phase in phases))] if gpus > 1 else []
         shown.append(_number(sum(phase.bound for phase in phases)))
         return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
 
-    waits = ["of it waiting, s"] if several else []
+    waits = ["of it waiting, s"] if gpus > 1 else []
     head = ["", f"linear, {flop_unit}", f"attention, {flop_unit}", f"elementwise, {byte_unit}"]
     rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
     yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
@@ -110,9 +106,9 @@ def _time(plan: Plan) -> Iterator[str]:
     iteration = _span(plan.seconds_per_rollout, plan.slowest)
     an_hour = between(hours / plan.slowest, plan.slowest, "{:,.1f}".format)
     yield f"  {an_hour} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
-    if several:
-        an_hour = between(hours * plan.gpus / plan.slowest, plan.slowest, "{:,.0f}".format)
-        yield f"  {plan.gpus} GPUs: {an_hour} videos per hour"
+    if gpus > 1:
+        an_hour = between(hours * gpus / plan.slowest, plan.slowest, "{:,.0f}".format)
+        yield f"  {gpus} GPUs: {an_hour} videos per hour"
     yield from _per_update(plan)
     if plan.encoding is not None:
         yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
@@ -120,7 +116,7 @@ def _time(plan: Plan) -> Iterator[str]:
         every = plan.config.evaluation.every
         more = f"{_number(plan.evaluation_per_video)} s per video beside these"
         yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation)}, {more}"
-    if several:
+    if gpus > 1:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
 
@@ -152,17 +148,14 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     """Exchanges of one GPU per iteration and per evaluation."""
     if not plan.exchanges:
         return
-
-    def kind(exchange: Exchange) -> tuple[str, str, str]:
-        return exchange.phase, exchange.purpose, exchange.kind.replace("_", "-")
-
     rows = []
-    for key, group in groupby(plan.exchanges, key=kind):
+    for (phase, purpose, kind), group in groupby(plan.exchanges, key=attrgetter("phase", "purpose", "kind")):
         found = list(group)
         near = sum(e.bytes * (1 - e.network_share) for e in found) / 1e9
         far = sum(e.bytes * e.network_share for e in found) / 1e9
         waited = "hidden" if found[0].hidden else _number(sum(e.waiting(plan.device) for e in found))
-        rows.append([*key, f"{sum(e.count for e in found):,.0f}", f"{near:,.2f}", f"{far:,.2f}", waited])
+        count = f"{sum(e.count for e in found):,.0f}"
+        rows.append([phase, purpose, kind.replace("_", "-"), count, f"{near:,.2f}", f"{far:,.2f}", waited])
     yield "exchange of one GPU per rollout and its updates (and per evaluation)"
     yield from table(["", "", "", "calls", "NVLink GB", "network GB", "waited s"], rows, left=3)
     yield ""
@@ -185,10 +178,9 @@ def _span(seconds: float, factor: float = 1.0) -> str:
     return f"{between(seconds, factor)} s" if seconds < 120 else f"{between(seconds / 60, factor)} min"
 
 
-def _options(plan: Plan, options: Sequence[Option]) -> Iterator[str]:
+def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digits: int) -> Iterator[str]:
     if not options:
         return
-    unit, size, digits = _unit(plan)
     if plan.fits:
         yield "possible changes, one at a time; the result stays the same"
     elif options[0].plan.fits:
@@ -234,7 +226,7 @@ def assumptions(plan: Plan) -> list[str]:
         )
     if plan.tiled:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
-    if plan.gpus > 1:
+    if layout.gpus > 1:
         fabric = f"NVLink {device.link:,.0f} GB/s"
         fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}" if layout.nodes > 1 else ""
         lines += [
@@ -263,7 +255,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "device": asdict(plan.device),
-        "gpus": plan.gpus,
+        "gpus": plan.layout.gpus,
         "parameters": plan.weights.total,
         "trained_parameters": plan.weights.trained,
         "latent": list(plan.latent),

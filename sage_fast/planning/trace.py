@@ -137,20 +137,18 @@ class Tracer(CountingMode):
         if name not in PRODUCTS or is_thin(name, args):
             self.elementwise += moved
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self._follow(tensor.untyped_storage())
+            if not isinstance(tensor, Tensor):
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._own and key not in self._alive:
+                self._alive[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, key)
         if name == "attention_backward":
             # Flash kernels add up the gradient of the queries, the size of the first argument, in float32.
             self.peak = max(self.peak, self.now + 4 * args[0].numel())
-
-    def _follow(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._own or key in self._alive:
-            return
-        self._alive[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
         self.now -= self._alive.pop(key)

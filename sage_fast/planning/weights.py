@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -40,18 +40,10 @@ class Weights:
 
 def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     """Parameters of a transformer and of what a config trains of it, counted on the meta device."""
-    modules = targets_of(config) if config.training.mode == "lora" else ()
-    layers = transformer["num_layers"]
-    key = hashable(transformer)
-    if layers <= 3:
-        return _count(key, layers, modules, config.lora.rank, config.optimizer.name)
-    two, three = (_count(key, n, modules, config.lora.rank, config.optimizer.name) for n in (2, 3))
-    return extended(two, three, layers, ("block", "largest"))
-
-
-def targets_of(config: RunConfig) -> tuple[str, ...] | None:
-    """Layers that get an adapter as a key; None are those of the family."""
-    return None if config.lora.target_modules is None else tuple(config.lora.target_modules)
+    layers, targets = transformer["num_layers"], config.lora.target_modules
+    modules = () if config.training.mode == "full" else None if targets is None else tuple(targets)
+    count = partial(_count, hashable(transformer), modules, config.lora.rank, config.optimizer.name)
+    return count(layers) if layers <= 3 else extended(count(2), count(3), layers, ("block", "largest"))
 
 
 def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -61,8 +53,9 @@ def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
 
 @cache
 def _count(
-    key: tuple[tuple[str, Any], ...], layers: int, modules: tuple[str, ...] | None, rank: int, optimizer: str
+    key: tuple[tuple[str, Any], ...], modules: tuple[str, ...] | None, rank: int, optimizer: str, layers: int
 ) -> Weights:
+    """With the first `layers` blocks. modules: layers that get an adapter; None are those of the family, () is none."""
     from sage_fast.policy.lora import add_lora, train_all, trainable_parameters  # imports peft and diffusers
 
     transformer = meta_transformer(dict(key), torch.float32, layers)
@@ -114,7 +107,9 @@ def compute_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
 class Gathered:
     """How FSDP holds the weights on each GPU.
 
-    sharded: whether it does. keep: how long they stay gathered. resident: bytes of shards, or of whole weights where
+    sharded: whether it does. offloaded: whether the shards are in CPU memory. keep: how long weights stay gathered.
+    item: bytes of a number that the transformer computes with. share: of what there is once per trained weight
+    (gradients, moments, anchor, average), that each GPU holds. resident: bytes of shards, or of whole weights where
     nothing is sharded. whole: bytes of all weights, gathered. flying: bytes of what is gathered ahead of the
     computation, one unit after the other. summed: bytes of gradients on their way to their shards.
 
@@ -122,7 +117,10 @@ class Gathered:
     """
 
     sharded: bool
+    offloaded: bool
     keep: Literal["never", "rollout", "always"]
+    item: int
+    share: float
     resident: float
     whole: float
     flying: float
@@ -137,7 +135,7 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     """
     section, full = config.distributed, config.training.mode == "full"
     stored = getattr(torch, config.model.dtype).itemsize
-    item = getattr(torch, compute_dtype(config)).itemsize
+    item = int(getattr(torch, compute_dtype(config)).itemsize)
     whole = float(weights.total * item)
     keep: Literal["never", "rollout", "always"]
     if section.keep_gathered != "auto":
@@ -150,12 +148,16 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     over_ranks = layout.weight_shards > 1 and (full or keep != "always")
     sharded = over_ranks or (full and (item != stored or section.cpu_offload))
     shards = layout.weight_shards if over_ranks else 1
-    resident = 0.0 if sharded and section.cpu_offload else float(stored * weights.total) / shards
+    offloaded = sharded and section.cpu_offload
     rest = weights.total - num_layers * weights.block
     return Gathered(
         sharded=sharded,
+        offloaded=offloaded,
         keep=keep,
-        resident=resident,
+        item=item,
+        # Adapters are whole on every rank.
+        share=1.0 if not full else 0.0 if offloaded else 1 / shards,
+        resident=0.0 if offloaded else float(stored * weights.total) / shards,
         whole=whole,
         # A block that computes, the next one, and the buffer it arrives in.
         flying=float(item * (3 * weights.block + rest)) if sharded else 0.0,

@@ -18,7 +18,7 @@ from sage_fast.data import best_and_worst, num_trained
 from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import compute_dtype, hashable, targets_of
+from sage_fast.planning.weights import compute_dtype, hashable
 from sage_fast.rollout import rollout_table
 from sage_fast.sharding.ulysses import share_of
 
@@ -77,7 +77,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
 
 def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
     """A step of the anchor, or of an evaluation of that size; the other calls differ from it in a few fields."""
-    model, video, kernels = config.model, config.video, config.model.kernels
+    model, video, kernels, targets = config.model, config.video, config.model.kernels, config.lora.target_modules
     return Call(
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),
@@ -85,7 +85,7 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
         dtype=compute_dtype(config),
         trained=config.training.mode,
         rank=config.lora.rank,
-        target_modules=targets_of(config),
+        target_modules=None if targets is None else tuple(targets),
         checkpointing=model.settled_checkpointing,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",
@@ -127,6 +127,8 @@ class Visits:
     anchor: steps at which the velocity of the anchor, and of the forward process's old policy, is measured.
     second_products: steps with a second backward pass.
     update: steps differentiated after the rollout.
+    repeated: forwards of the unconditional branch without a graph. With split guidance a single pass needs the guided
+    velocity of a step before it can differentiate its KL.
 
     Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor is fresh in one of ten rollouts.
     """
@@ -136,6 +138,7 @@ class Visits:
     anchor: float
     second_products: float
     update: float
+    repeated: float
 
 
 def visits(config: RunConfig, ranks: int | None = None) -> Visits:
@@ -157,12 +160,14 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     behind *= anchor_share(training, config.objective.kl_mode)
     old = steps if keeps_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
+    second_products = behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0
     return Visits(
         rollout=rollout.num_steps - in_rollout,
         pass_steps=in_rollout,
         anchor=behind + old,
-        second_products=behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0,
+        second_products=second_products,
         update=afterwards,
+        repeated=second_products if splits_branches(config) else 0.0,
     )
 
 
@@ -178,14 +183,6 @@ def policy_moves(training: TrainingConfig) -> bool:
 def splits_branches(config: RunConfig) -> bool:
     """True if the branches of a guided velocity are differentiated one after the other."""
     return config.training.guidance == "split" and config.rollout.guidance_scale != 1.0
-
-
-def repeated_branches(config: RunConfig, visited: Visits) -> float:
-    """Forwards of the unconditional branch that a video's rollout repeats without a graph.
-
-    With split guidance a single pass needs the guided velocity of a step before it can differentiate its KL.
-    """
-    return visited.second_products if splits_branches(config) else 0.0
 
 
 def keeps_old_policy(config: RunConfig) -> bool:

@@ -17,7 +17,7 @@ from sage_fast.config.sections import LoraConfig, ModelConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import Components, family_of, open_components
 from sage_fast.models.transformer import is_dead
-from sage_fast.policy.lora import ADAPTER_FILE, has_adapter, make_trainable, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -75,8 +75,11 @@ class Pair(NamedTuple):
     scale: float
 
 
-def adapter_file(path: Path) -> Path:
-    """The .safetensors file of an adapter, from its folder or its own path. ValueError when there is none."""
+def adapter_files(path: Path) -> list[Path]:
+    """The .safetensors file of an adapter, and peft's configuration with its scale where that lies beside it.
+
+    ValueError when there is none. path: the adapter's folder, or the file itself.
+    """
     file = path
     if path.is_dir():
         files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin")) or sorted(path.glob("*.pt"))
@@ -96,11 +99,6 @@ def adapter_file(path: Path) -> Path:
             "alone, because loading a pickle can run code. Convert it where you trust it: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'adapter.safetensors')."
         )
-    return file
-
-
-def files_of(file: Path) -> list[Path]:
-    """An adapter's file, and peft's configuration beside it, which says its scale."""
     beside = file.with_name(PEFT_CONFIG)
     return [file, beside] if file.name != ADAPTER_FILE and beside.is_file() else [file]
 
@@ -117,7 +115,7 @@ def read_adapter(path: Path, layers_named: Callable[[str], Sequence[str]] = lamb
         ValueError: not a LoRA adapter; one of a layout that is not read, or that says of itself what is not
             understood; a layer without one of its matrices. The message names the file, the layout and the key.
     """
-    file = adapter_file(path)
+    file, *beside = adapter_files(path)
     try:
         with safe_open(file, "pt") as opened:
             metadata = opened.metadata() or {}
@@ -126,7 +124,7 @@ def read_adapter(path: Path, layers_named: Callable[[str], Sequence[str]] = lamb
         raise ValueError(f"{file} is not a .safetensors file: {error}.") from error
     layouts = [name for name, keys in LAYOUTS.items() if any(re.match(keys, key) for key in values)]
     try:
-        layers, fields = _by_layer(values), _peft_fields(file, metadata)
+        layers, fields = _by_layer(values), _peft_fields(beside, metadata)
         if "peft" in layouts and not fields and "alpha" not in metadata:
             raise ValueError(f"peft writes its scale into {PEFT_CONFIG}, which is not beside it. Put it there.")
         return _pairs(layers, fields, metadata, layers_named)
@@ -155,13 +153,12 @@ def _by_layer(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _peft_fields(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _peft_fields(beside: Sequence[Path], metadata: Mapping[str, str]) -> dict[str, Any]:
     """peft's description of the adapter, from diffusers' metadata or the file beside; empty where there is none.
 
     ValueError for a field that changes the model in a way that is not computed here, or that is not known.
     """
-    text, beside = metadata.get(LORA_ADAPTER_METADATA_KEY), files_of(file)[1:]
-    place = LORA_ADAPTER_METADATA_KEY
+    text, place = metadata.get(LORA_ADAPTER_METADATA_KEY), LORA_ADAPTER_METADATA_KEY
     if text is None and beside:
         text, place = beside[0].read_text(encoding="utf-8"), PEFT_CONFIG
     fields = json.loads(text or "{}")
@@ -248,7 +245,7 @@ def use_adapter(transformer: Any, path: Path) -> None:
         ValueError: there is no such file, it cannot be read, or it is for another transformer.
     """
     pairs = read_adapter(path, family_of(transformer).layers_named)
-    if has_adapter(transformer):
+    if getattr(transformer, "peft_config", None):
         transformer.unload_lora()
     modules = {name: m for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
     for name, pair in pairs.items():

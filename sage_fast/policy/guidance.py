@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.models.family import family_of
-from sage_fast.models.transformer import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
@@ -54,11 +53,6 @@ class GuidedPolicy:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the velocities."""
-        return velocity_dtype(self.transformer)
 
     def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         """Guided velocity; gradients flow through both branches.

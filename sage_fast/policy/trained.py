@@ -6,24 +6,20 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.checkpoint import MANIFEST, SavedTensors
 from sage_fast.config.sections import LoraConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import is_dead
-from sage_fast.policy.adapters import adapter_file, files_of
+from sage_fast.policy.adapters import adapter_files
 from sage_fast.policy.lora import make_trainable, trainable_parameters
 
 
 @torch.no_grad()
 def use_weights(
-    transformer: Any,
-    weights: Mapping[str, Tensor],
-    *,
-    mode: Literal["lora", "full"],
-    lora: LoraConfig,
+    transformer: Any, weights: Mapping[str, Tensor], *, mode: Literal["lora", "full"], lora: LoraConfig
 ) -> None:
     """Take over the weights that a run trained, by parameter name, as its checkpoints hold them.
 
@@ -34,7 +30,9 @@ def use_weights(
         make_trainable(transformer, mode, lora, seed=0)  # every value is replaced below
         parameters = trainable_parameters(transformer)
     else:
-        parameters = whole_parameters(transformer)
+        # Not `make_trainable`, which wants float32 masters.
+        dead = family_of(transformer).dead_modules(transformer)
+        parameters = {name: p for name, p in transformer.named_parameters() if not is_dead(name, dead)}
     saved = weights.meta if isinstance(weights, SavedTensors) else weights
     check_same_shapes(shapes_of(parameters), shapes_of(saved), "weights")
     for name, parameter in parameters.items():
@@ -42,23 +40,14 @@ def use_weights(
     transformer.requires_grad_(False)
 
 
-def whole_parameters(transformer: Any) -> dict[str, nn.Parameter]:
-    """The weights that training.mode full trains, by name: all that can influence a velocity."""
-    dead = family_of(transformer).dead_modules(transformer)
-    return {n: p for n, p in transformer.named_parameters() if not is_dead(n, dead)}
-
-
 def weights_digest(path: Path) -> str:
     """SHA-256 over the weights of a checkpoint folder, an adapter folder or an adapter file.
 
-    ValueError as `adapter_file`.
+    ValueError as `adapter_files`.
     """
-    digest = hashlib.sha256()
-    if (path / MANIFEST).is_file():
-        files = [path / MANIFEST]  # it holds the digests of all the others, which are gigabytes
-    else:
-        files = files_of(adapter_file(path))
-    for file in files:
+    digest, manifest = hashlib.sha256(), path / MANIFEST
+    # A manifest holds the digests of all the other files, which are gigabytes.
+    for file in [manifest] if manifest.is_file() else adapter_files(path):
         with file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "sha256").digest())
     return digest.hexdigest()

@@ -14,7 +14,7 @@ import itertools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -24,20 +24,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.sections import (
-    DistributedConfig,
-    EvaluationConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
+from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import EvaluationConfig, ModelConfig, OptimizerConfig, RolloutConfig
 from sage_fast.distributed.engine import Engine, Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.stored import StoredWeights, allocate
 from sage_fast.models.transformer import in_parts
-from sage_fast.optim import OptimizerSet, norm_is_finite
+from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import vjp_into_grad
 from sage_fast.sharding.ulysses import shard_sequence
 
@@ -50,35 +44,27 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def parallelize(
-    transformer: Any,
-    distributed: DistributedConfig,
-    model: ModelConfig,
-    training: TrainingConfig,
-    world: World,
-    device: torch.device,
-    weights: StoredWeights | None = None,
-    *,
-    kl_position_fraction: float = 1.0,
-) -> "Gathering":
+    transformer: Any, config: RunConfig, world: World, device: torch.device, weights: StoredWeights | None = None
+) -> KeepGathered:
     """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
 
     Args:
         transformer: in CPU memory; afterwards on `device`, or sharded there.
-        distributed, model, training: sections of the run's configuration.
+        config: of the run.
         world: the ranks.
         device: this rank's.
         weights: what the transformer has not been given yet.
-        kl_position_fraction: of the run's objective.
 
     Returns:
-        What decides when sharded weights are gathered and freed.
+        How long sharded weights stay gathered; `never` where none are.
 
     Raises:
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
-    full, zero, family = training.mode == "full", distributed.zero_stage is not None, family_of(transformer)
-    _check_settings(distributed, model, training, world)
-    keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
+    distributed, model, family = config.distributed, config.model, family_of(transformer)
+    full, zero = config.training.mode == "full", distributed.zero_stage is not None
+    _check_settings(config, world)
+    keep_gathered = _resolve_keep_gathered(transformer, config, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     shards = full or (world.dp_shard * world.sp > 1 and keep_gathered != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
@@ -89,7 +75,7 @@ def parallelize(
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
-        _check_steps_agree(distributed, training, kl_position_fraction)
+        _check_steps_agree(config)
     if not sharded:
         if weights is not None:
             weights.read_into(transformer, device)
@@ -115,36 +101,38 @@ def parallelize(
     # 3. FSDP2 (or, in its own engine, DeepSpeed) around the calls of the blocks and of the transformer. Last,
     # because it moves the weights.
     if not sharded:
-        return Gathering(transformer, "never")
-    shard_weights(transformer, distributed, model, world, device, mode=training.mode)
+        return "never"
+    shard_weights(transformer, config, model, world, device)
     if weights is not None:
         weights.read_into(transformer)
-    return Gathering(transformer, keep_gathered)
+    return keep_gathered
 
 
-def shard_weights(
-    transformer: Any,
-    distributed: DistributedConfig,
-    model: ModelConfig,
-    world: World,
-    device: torch.device,
-    *,
-    mode: Literal["lora", "full"],
-) -> None:
+def shard_weights(transformer: Any, config: RunConfig, model: ModelConfig, world: World, device: torch.device) -> None:
     """FSDP2 on every block, and on the rest of the transformer as one more unit."""
-    whole = _left_whole(transformer, model, device, mode)
+    distributed, full, family = config.distributed, config.training.mode == "full", family_of(transformer)
+    # Not sharded: adapters, the weights behind a modulation table, and those that stay float32 beside 16-bit ones,
+    # since a unit has one type.
+    named = () if full else transformer.named_parameters()
+    whole = {p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    if model.adaln in ("table", "offload"):
+        layers = family.adaln_layers(transformer)
+        if model.adaln == "table":  # with `offload` they are in CPU memory
+            nn.ModuleList(layers).to(device)
+        embedding = nn.ModuleList(family.time_embedding(transformer))
+        whole |= {p for module in (*embedding.to(device), *layers) for p in module.parameters()}
     for name, buffer in transformer.named_buffers():
         owner, _, last = name.rpartition(".")
         transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
-    offload: OffloadPolicy = (
-        CPUOffloadPolicy(pin_memory=device.type == "cuda") if distributed.cpu_offload else OffloadPolicy()
-    )
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if distributed.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {
         "mesh": world.fsdp_mesh if world.dp_replicate > 1 else world.fsdp_mesh["shard"],  # type: ignore[index]
         # Inputs are not cast: a timestep rounded to bfloat16 is another noise level.
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, distributed.param_dtype) if mode == "full" else None,
-            reduce_dtype=torch.float32 if mode == "full" else None,
+            param_dtype=getattr(torch, distributed.param_dtype) if full else None,
+            reduce_dtype=torch.float32 if full else None,
             cast_forward_inputs=False,
         ),
         "offload_policy": offload,
@@ -157,7 +145,6 @@ def shard_weights(
     for module in (*blocks, root):
         allocate((p for p in module.parameters() if p not in whole), device)
         fully_shard(module, **settings)
-    for module in fsdp_modules(root):
         # Every rank, of the same video (sp) or another, contributes its part of the gradient of one whole loss, so the
         # parts are added. FSDP2 would take their mean. (Plain sums, since gloo has no scaled ones.)
         module.set_gradient_divide_factor(1.0)
@@ -166,68 +153,6 @@ def shard_weights(
     for this, following in itertools.pairwise(blocks):
         this.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([this])
-
-
-def _left_whole(
-    transformer: Any,
-    model: ModelConfig,
-    device: torch.device,
-    mode: Literal["lora", "full"],
-) -> set[nn.Parameter]:
-    """Parameters that FSDP2 must not shard, on their device: adapters, the weights behind a modulation table, and those
-    that stay float32 beside 16-bit ones, since a unit has one type.
-    """
-    family, whole = family_of(transformer), set[nn.Parameter]()
-    if mode == "lora":
-        named = transformer.named_parameters()
-        whole = {p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)}
-    for parameter in whole:
-        parameter.data = parameter.data.to(device)
-    if model.adaln in ("table", "offload"):
-        layers = family.adaln_layers(transformer)
-        if model.adaln == "table":  # with `offload` they are in CPU memory
-            nn.ModuleList(layers).to(device)
-        embedding = nn.ModuleList(family.time_embedding(transformer))
-        whole |= {p for module in (*embedding.to(device), *layers) for p in module.parameters()}
-    return whole
-
-
-class Gathering:
-    """When the sharded weights of a transformer are gathered, and when they are freed."""
-
-    def __init__(self, transformer: nn.Module, keep_gathered: KeepGathered) -> None:
-        self.modules = fsdp_modules(transformer)
-        self.keep_gathered = keep_gathered
-        if keep_gathered == "always":
-            self._stay_gathered(True)
-
-    @contextmanager
-    def phase(self, name: Phase) -> Iterator[None]:
-        """Keep weights gathered through a phase that changes none of them, if `keep_gathered` says so."""
-        stays = self.keep_gathered == "rollout" and name != "update"
-        if stays:
-            self._stay_gathered(True)
-        try:
-            yield
-        finally:
-            if stays:
-                self._stay_gathered(False)
-                self.free()
-
-    def free(self) -> None:
-        """Free gathered weights, which are stale once the shards have changed."""
-        for module in self.modules:
-            module.reshard()
-
-    def _stay_gathered(self, stay: bool) -> None:
-        for module in self.modules:
-            module.set_reshard_after_forward(not stay, recurse=False)
-            module.set_reshard_after_backward(not stay, recurse=False)
-
-
-def fsdp_modules(transformer: nn.Module) -> list[FSDPModule]:
-    """The FSDP2 units of a transformer, itself first; none if it is not sharded."""
-    return [module for module in transformer.modules() if isinstance(module, FSDPModule)]
 
 
 class TorchEngine(Engine):
@@ -240,24 +165,33 @@ class TorchEngine(Engine):
         parameters: qualified name -> trained weight, a DTensor where it is sharded.
         config: the run's optimizer section.
         world: the ranks.
-        gathering: from `parallelize`.
+        transformer: that has them, spread over the ranks.
+        keep_gathered: from `parallelize`.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World, gathering: Gathering
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: OptimizerConfig,
+        world: World,
+        transformer: nn.Module,
+        keep_gathered: KeepGathered,
     ) -> None:
         super().__init__(parameters, config, world)
-        self.gathering = gathering
         self.optimizer = OptimizerSet(parameters, config)
-        self.sharded = self.lockstep = bool(gathering.modules)
+        self.modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+        self.sharded = self.lockstep = bool(self.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
+        self.keep_gathered = keep_gathered
+        if keep_gathered == "always":
+            self._stay_gathered(True)
 
     vjp = staticmethod(vjp_into_grad)
 
     def last_vjp(self, last: bool) -> None:
         """As in `Engine`: FSDP2 leaves the sum over replicas of the weights to the last backward."""
         if self.shards_trained and self.world.dp_replicate > 1:
-            for module in self.gathering.modules:
+            for module in self.modules:
                 module.set_requires_all_reduce(last, recurse=False)
 
     def clip_gradients(self) -> float:
@@ -279,23 +213,35 @@ class TorchEngine(Engine):
         """As in `Engine`."""
         self.optimizer.zero_grad()
 
-    @torch.no_grad()
-    def weights_finite(self) -> bool:
-        """As in `Engine`: one fused norm."""
-        return norm_is_finite(self.parameters.values())
-
     def snapshot(self) -> WeightSnapshot:
         """As in `Engine`."""
         return WeightSnapshot(self.parameters, self._weights_changed)
 
-    def phase(self, name: Phase) -> AbstractContextManager[None]:
-        """As in `Engine`."""
-        return self.gathering.phase(name)
+    @contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """As in `Engine`: weights stay gathered through a phase that changes none, if `keep_gathered` says so."""
+        stays = self.keep_gathered == "rollout" and name != "update"
+        if stays:
+            self._stay_gathered(True)
+        try:
+            yield
+        finally:
+            if stays:
+                self._stay_gathered(False)
+
+    def _stay_gathered(self, stay: bool) -> None:
+        """Whether weights are kept once they are gathered; if not, those that are there are freed."""
+        for module in self.modules:
+            module.set_reshard_after_forward(not stay, recurse=False)
+            module.set_reshard_after_backward(not stay, recurse=False)
+            if not stay:
+                module.reshard()
 
     def _weights_changed(self) -> None:
-        """Gathered copies of trained weights are stale."""
+        """Free gathered copies of trained weights, which are stale."""
         if self.shards_trained:
-            self.gathering.free()
+            for module in self.modules:
+                module.reshard()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """As in `Engine`."""
@@ -311,27 +257,23 @@ class TorchEngine(Engine):
 
 
 def _resolve_keep_gathered(
-    transformer: nn.Module,
-    distributed: DistributedConfig,
-    mode: Literal["lora", "full"],
-    world: World,
-    device: torch.device,
+    transformer: nn.Module, config: RunConfig, world: World, device: torch.device
 ) -> KeepGathered:
     """Settle `distributed.keep_gathered` for these devices: the same on every rank, the smallest GPU decides."""
-    if distributed.keep_gathered != "auto":
-        return distributed.keep_gathered
-    if distributed.cpu_offload:
+    if config.distributed.keep_gathered != "auto":
+        return config.distributed.keep_gathered
+    if config.distributed.cpu_offload:
         return "never"
-    if mode == "full":
+    if config.training.mode == "full":
         return "rollout"
     size = sum(p.numel() * p.element_size() for p in transformer.parameters())
     room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
     return "rollout" if world.any(size > room) else "always"
 
 
-def _check_settings(distributed: DistributedConfig, model: ModelConfig, training: TrainingConfig, world: World) -> None:
+def _check_settings(config: RunConfig, world: World) -> None:
     """ConfigError for FSDP2 settings that have no effect or exclude each other."""
-    section, mode = distributed, training.mode
+    section, mode = config.distributed, config.training.mode
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
         raise ConfigError(
             f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
@@ -343,7 +285,7 @@ def _check_settings(distributed: DistributedConfig, model: ModelConfig, training
             f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
             "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
         )
-    if section.param_dtype != "float32" and model.forward == "stock":
+    if section.param_dtype != "float32" and config.model.forward == "stock":
         raise ConfigError(
             f"distributed.param_dtype is {section.param_dtype}, but model.forward stock feeds float32 inputs to "
             "weights that are gathered in that dtype. Set model.forward to fused, or param_dtype to float32."
@@ -361,13 +303,14 @@ def _check_settings(distributed: DistributedConfig, model: ModelConfig, training
         )
 
 
-def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, kl_position_fraction: float) -> None:
+def _check_steps_agree(config: RunConfig) -> None:
     """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
+    distributed, training = config.distributed, config.training
     shares = {
-        "objective.kl_position_fraction": kl_position_fraction,
+        "objective.kl_position_fraction": config.objective.kl_position_fraction,
         "training.timestep_fraction": training.timestep_fraction,
     }
     given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]

@@ -16,7 +16,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -32,7 +32,6 @@ from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import FusedForward
-from sage_fast.optim import norm_is_finite
 from sage_fast.policy.lora import trainable_parameters
 
 OLDEST = "0.19.8"
@@ -92,8 +91,8 @@ class DeepSpeedEngine(Engine):
         self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
             acceleration.forget()
-        self.masters: list[Tensor] = self._zero.single_partition_of_fp32_groups
-        """This rank's float32 partitions of the trained weights."""
+        self.masters = self._zero.single_partition_of_fp32_groups
+        # This rank's float32 partitions of the trained weights.
         for master in self.masters:
             # What AdamW creates in its first step; a checkpoint may come before.
             self._zero.optimizer.state[master] = {
@@ -174,13 +173,9 @@ class DeepSpeedEngine(Engine):
         for index in range(len(self.masters)):
             self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
 
-    def weights_finite(self) -> bool:
-        """As in `Engine`, of the float32 masters."""
-        return norm_is_finite(self.masters)
-
     def snapshot(self) -> "ZeroSnapshot":
         """As in `Engine`: one more set of float32 partitions."""
-        return ZeroSnapshot(self)
+        return ZeroSnapshot(self, self._zero.update_lp_params)
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -202,7 +197,7 @@ class DeepSpeedEngine(Engine):
         steps = float(source.read("optimizer", f"{next(iter(self.parameters))}.step"))
         for master in self.masters:
             self._zero.optimizer.state[master]["step"] = torch.tensor(steps)
-        self.weights_changed()
+        self._zero.update_lp_params()
 
     # ------------------------------------------------------------------------------------------------- partitions
 
@@ -229,10 +224,6 @@ class DeepSpeedEngine(Engine):
                 result[name] = whole.cpu()
         return result
 
-    def weights_changed(self) -> None:
-        """Give the model the values of the masters. Collective."""
-        self._zero.update_lp_params()
-
     def _whole(self, name: str, key: str | None = None) -> Tensor:
         """A master, or a part of its AdamW state, whole on every rank. Collective."""
         parameter = self.parameters[name]
@@ -254,8 +245,8 @@ class DeepSpeedEngine(Engine):
 class ZeroSnapshot(WeightSnapshot):
     """In float32, partitioned like the masters."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__({str(i): master for i, master in enumerate(engine.masters)}, engine.weights_changed)
+    def __init__(self, engine: DeepSpeedEngine, changed: Callable[[], None]) -> None:
+        super().__init__({str(i): master for i, master in enumerate(engine.masters)}, changed)
         self._engine = engine
 
     @torch.no_grad()

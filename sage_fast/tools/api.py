@@ -32,7 +32,7 @@ from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
-from sage_fast.policy.adapters import adapter_file, read_adapter
+from sage_fast.policy.adapters import adapter_files, read_adapter
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
@@ -360,7 +360,7 @@ def _choose_weights(
     """
     if lora is not None:
         try:
-            file = adapter_file(Path(lora))
+            file, *_ = adapter_files(Path(lora))
             read_adapter(file)  # for what is wrong with it, before anything is computed
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error

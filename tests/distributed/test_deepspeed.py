@@ -22,7 +22,7 @@ from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
 from sage_fast.policy.guidance import VJP, GuidedPolicy
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, train_all, trainable_parameters
-from sage_fast.sharding.parallelize import Gathering, TorchEngine
+from sage_fast.sharding.parallelize import TorchEngine
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
@@ -96,8 +96,7 @@ class Source:
 def make_engine(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any = "float32") -> Any:
     """Plain torch on one process, else ZeRO with buckets that an update fills several of."""
     if world.size == 1:
-        gathering = Gathering(policy.transformer, "never")
-        return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, gathering)
+        return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, policy.transformer, "never")
     from sage_fast.sharding import zero
 
     zero.REDUCE_BUCKET = 20_000

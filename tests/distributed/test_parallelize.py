@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from torch.distributed.fsdp import FSDPModule
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.backbone import velocity
-from sage_fast.sharding.parallelize import Gathering, _resolve_keep_gathered, parallelize
+from sage_fast.sharding.parallelize import KeepGathered, _resolve_keep_gathered, parallelize
 from tests.distributed.ranks import run_ranks, train, write_run
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 from tests.run.test_run import MakeRun
@@ -31,10 +32,8 @@ TWO_REPLICAS: Any = World(size=2, dp_replicate=2, mesh="mesh", fsdp_mesh="mesh")
 TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # type: ignore[arg-type]
 
 
-def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World) -> Gathering:
-    sections = config.distributed, config.model, config.training
-    share = config.objective.kl_position_fraction
-    return parallelize(transformer, *sections, world, torch.device("cpu"), kl_position_fraction=share)
+def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World) -> KeepGathered:
+    return parallelize(transformer, config, world, torch.device("cpu"))
 
 
 SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1"]
@@ -71,10 +70,11 @@ def test_the_smallest_gpu_decides_whether_frozen_weights_stay(
     caplog.set_level("INFO")
     for elsewhere, keep in ((True, "rollout"), (False, "always")):
         monkeypatch.setattr(World, "any", lambda self, flag, elsewhere=elsewhere: flag or elsewhere)
-        arguments = (tiny_transformer(), tiny_run().distributed, "lora", TWO_SHARDS, torch.device("cpu"))
+        arguments = (tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu"))
         assert _resolve_keep_gathered(*arguments) == keep
-    gathering = spread(tiny_transformer(), tiny_run(), TWO_SHARDS)
-    assert not gathering.modules and "distributed.dp_shard 2" in caplog.text
+    transformer = tiny_transformer()
+    assert spread(transformer, tiny_run(), TWO_SHARDS) == "never" and "distributed.dp_shard 2" in caplog.text
+    assert not any(isinstance(module, FSDPModule) for module in transformer.modules())
 
 
 def test_glyph_weights_have_a_gradient_without_glyphs_too(tiny_run: MakeRun) -> None:

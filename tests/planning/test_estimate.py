@@ -53,7 +53,7 @@ from sage_fast.planning.memory import PROCESS, checkpoint_bytes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, meta_transformer, trace
 from sage_fast.planning.weights import count_weights
-from sage_fast.planning.work import anchor_share, repeated_branches, velocity_call, visits
+from sage_fast.planning.work import anchor_share, velocity_call, visits
 from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
@@ -262,7 +262,7 @@ def test_forwards_of_the_trainer_are_those_of_the_plan(
     found = visits(config)
     branches = 1 if config.rollout.guidance_scale == 1 else 2
     made = 2 * found.rollout + branches * (found.pass_steps + found.anchor + found.update)
-    made += repeated_branches(config, found)
+    made += found.repeated
     assert sum(calls) == 4 * config.rollout.batch_size * made
 
 
@@ -336,7 +336,7 @@ def test_components_of_memory_are_sizes() -> None:
     assert update["optimizer state"] == 2 * trained
     assert update["transformer"] == 2 * found.weights.total
     assert update["trajectories"] == 8 * 41 * latent and update["anchor velocities"] == 8 * 20 * latent
-    assert found.memory.peak == max(found.memory.total(phase) for phase in found.memory.phases)
+    assert found.memory.peak == max(held.total for held in found.memory.phases.values())
 
 
 def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> None:

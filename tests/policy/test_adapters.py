@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig as LoraSection
 from sage_fast.models.hunyuan15.backbone import NAMES, HunyuanTransformer, velocity
-from sage_fast.policy.adapters import adapter_file, load_adapter, read_adapter, use_adapter
+from sage_fast.policy.adapters import adapter_files, load_adapter, read_adapter, use_adapter
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora
 from sage_fast.policy.trained import weights_digest
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
@@ -249,7 +249,7 @@ def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: P
         with pytest.raises(ValueError, match=rf"'\.{name[2:]}'.*Convert it"):
             read_adapter(tmp_path / name)
     with pytest.raises(ValueError, match=r"a\.bin is in the format '\.bin'"):
-        adapter_file(tmp_path)
+        adapter_files(tmp_path)
     file.write_bytes(b"no header")
     with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
         read_adapter(file)
@@ -261,13 +261,13 @@ def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: P
         read_adapter(file)
     save_file(plain.weights, tmp_path / "b.safetensors")
     with pytest.raises(ValueError, match=r"holds 2 \.safetensors files \(a\.safetensors, b\.safetensors\)"):
-        adapter_file(tmp_path)
+        adapter_files(tmp_path)
 
 
 def test_a_scale_beside_the_weights_is_part_of_the_digest(plain: Trained, tmp_path: Path) -> None:
     save_by_peft(plain, tmp_path)
     before, config = weights_digest(tmp_path), tmp_path / "adapter_config.json"
-    assert weights_digest(adapter_file(tmp_path)) == before
+    assert weights_digest(adapter_files(tmp_path)[0]) == before
     config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
     assert weights_digest(tmp_path) != before and read_adapter(tmp_path)[FIRST].scale == 4.0
 

@@ -30,8 +30,7 @@ from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.toy.components import load_components
 from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model
-from sage_fast.policy.lora import ADAPTER_FILE, base_digest
-from sage_fast.policy.trained import whole_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, base_digest, train_all, trainable_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
@@ -121,7 +120,8 @@ def test_a_full_run_exports_its_transformer_bit_for_bit(tiny_run: MakeRun, tmp_p
 def test_weights_that_cannot_be_trained_are_the_base_models(tiny_run: MakeRun, tmp_path: Path) -> None:
     base = save_diffusers_layout(tmp_path / "model").transformer.float()
     config = tiny_run("--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}", "--training.mode=full")
-    trained = {name: torch.randn(p.shape) for name, p in whole_parameters(base).items()}
+    train_all(base)
+    trained = {name: torch.randn(p.shape) for name, p in trainable_parameters(base).items()}
     data = CheckpointData(tensors={"weights": trained}, state={"trainer": {"update": 3}, "config": to_dict(config)})
     with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
         folder = writer.save(3, data)

@@ -25,6 +25,9 @@ from sage_fast.records import Prompt, Sample, ScoredRollout
 from sage_fast.rollout import Progress, StepVelocity, policy_velocity
 from sage_fast.sde import TransitionTable
 
+Place = tuple[int, int]
+"""Numbers of a micro-batch and of a position."""
+
 Terms = TypeVar("Terms", bound=tuple[Tensor, ...])
 """A NamedTuple of columns, the first of them `loss`: `PolicyTerms`, or those of the forward process."""
 
@@ -50,7 +53,6 @@ class Objective(ABC):
     It owns the weights that the loss compares with (`snapshots`) and the weight lambda of its KL. In every iteration
     the trainer calls `begin`; `velocity` for each micro-batch, in the context of `sampling`; `measure` when the rewards
     are there; and for each of `mini_batches`: `accumulate`, then `verify`, the optimizer's step, `moved` and `report`.
-
     """
 
     keeps_steps: ClassVar[bool] = True
@@ -73,6 +75,10 @@ class Objective(ABC):
         self.anchor: WeightSnapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.anchor_update = 0
         """Updates done when the anchor was last refreshed."""
+        self.old: WeightSnapshot | None = None
+        """The policy that samples, where it is not the trained one."""
+        self.sampler = self.policy
+        """Its guided velocity samples."""
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
         self.measured_anchor: WeightSnapshot | None = None
         """The anchor, in rollouts whose KL to it is measured."""
@@ -81,11 +87,15 @@ class Objective(ABC):
         later updates of the rollout the velocities of its sampler stand for the anchor's."""
         self.kl_factors: Sequence[float] = ()
         """K numbers: what the KL to the anchor counts at each position in this rollout."""
+        self.anchor_velocities: dict[Place, Tensor] = {}
+        self.old_velocities: dict[Place, Tensor] = {}
+        """Velocities of `anchor` and `old` that were measured for this rollout."""
 
     # ------------------------------------------------------------------------------------------ a rollout
 
     def begin(self, update: int, rollouts: int) -> None:
         """A rollout starts, after so many updates and rollouts; the anchor is refreshed if that is due."""
+        self.anchor_velocities, self.old_velocities = {}, {}
         due = self.anchor_kind == "moving" and update - self.anchor_update >= self.training.anchor_interval
         if self.anchor is not None and due:
             self.anchor.refresh()
@@ -101,11 +111,11 @@ class Objective(ABC):
 
     def sampling(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that sample."""
-        return nullcontext()
+        return self.old.applied() if self.old is not None else nullcontext()
 
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """Velocities of a micro-batch, for the sampler."""
-        return policy_velocity(self.policy, samples)
+        return policy_velocity(self.sampler, samples)
 
     @abstractmethod
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
@@ -165,7 +175,8 @@ class Objective(ABC):
 
     def snapshots(self) -> dict[str, WeightSnapshot]:
         """Weights of a checkpoint beside the trained ones."""
-        return {} if self.anchor is None else {"anchor": self.anchor}
+        found = {"anchor": self.anchor, "old": self.old}
+        return {name: weights for name, weights in found.items() if weights is not None}
 
     def state(self) -> dict[str, Any]:
         """State of a checkpoint without its tensors, fit for JSON."""

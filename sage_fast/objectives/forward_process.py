@@ -25,7 +25,6 @@ Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -35,14 +34,12 @@ from torch import Tensor
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import ForwardProcessConfig, require
 from sage_fast.data import uniform
-from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
-from sage_fast.objectives.base import Objective, Parts, VelocityLoss
-from sage_fast.objectives.replay import Place, Replay, wanted_passes
+from sage_fast.objectives.base import Objective, Parts, Place, VelocityLoss
+from sage_fast.objectives.replay import Replay, wanted_passes
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Sample, ScoredRollout, Trajectory
-from sage_fast.rollout import StepVelocity, policy_velocity
+from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -232,29 +229,12 @@ class ForwardProcess(Objective):
         # Not in later updates of a rollout, which has no velocities at the levels.
         self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
         self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
-        """The velocity that samples, guided or as the trained one."""
-        self.old: WeightSnapshot | None = None if self.process.old_decay is None else self.engine.snapshot()
-        """The old policy, which samples, where it is not the trained one."""
+        self.old = None if self.process.old_decay is None else self.engine.snapshot()
         self.replay = Replay(parts=parts, split=config.training.guidance == "split")
-        self._old_velocities: dict[Place, Tensor] = {}
-        self._anchor_velocities: dict[Place, Tensor] = {}
-
-    def begin(self, update: int, rollouts: int) -> None:
-        """As in `Objective`."""
-        super().begin(update, rollouts)
-        self._old_velocities, self._anchor_velocities = {}, {}
 
     def num_positions(self, rollouts: int) -> int:
         """As in `Objective`: levels."""
         return self.process.levels
-
-    def sampling(self) -> AbstractContextManager[None]:
-        """As in `Objective`."""
-        return self.old.applied() if self.old is not None else nullcontext()
-
-    def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
-        """As in `Objective`."""
-        return policy_velocity(self.sampler, samples)
 
     def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
         """As in `Objective`: numbers of levels."""
@@ -272,11 +252,11 @@ class ForwardProcess(Objective):
     def measure(self, scored: ScoredRollout) -> None:
         """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
         anchor = self.measured_anchor
-        self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
+        self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
         if self.old is not None:
             levels = range(self.process.levels)
             wanted = wanted_passes(scored, [True] * len(levels))
-            self._old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
+            self.old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -303,8 +283,8 @@ class ForwardProcess(Objective):
             latents=latents,
             sigma=sigma,
             target=noise - trajectory.final,
-            velocity_old=self._old_velocities.get(place),
-            velocity_anchor=self._anchor_velocities.get(place),
+            velocity_old=self.old_velocities.get(place),
+            velocity_anchor=self.anchor_velocities.get(place),
             advantage=scored.advantages[rows],
             anchor_weight=self.kl_weight.weight * self.settings.kl_position_weight,
             anchor_factor=self.kl_factors[place[1]],
@@ -331,7 +311,3 @@ class ForwardProcess(Objective):
             "forward/levels": self.process.levels,
         }
         return metrics, self.settings.kl_position_weight * kl
-
-    def snapshots(self) -> dict[str, WeightSnapshot]:
-        """As in `Objective`."""
-        return super().snapshots() | ({} if self.old is None else {"old": self.old})

@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from sage_fast.distributed.engine import WeightSnapshot
-from sage_fast.objectives.base import Parts, Terms, VelocityLoss, concatenate_terms
+from sage_fast.objectives.base import Parts, Place, Terms, VelocityLoss, concatenate_terms
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
 from sage_fast.rewards.base import describe_batch
-
-Place = tuple[int, int]
-"""Numbers of a micro-batch and of a position."""
 
 StateAt = Callable[[ScoredRollout, slice, Trajectory, int], tuple[Tensor, Tensor]]
 """States (B, C, F, H, W) and noise levels (B,) of a micro-batch, by its rows and trajectory, at a position."""

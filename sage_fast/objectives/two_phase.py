@@ -12,9 +12,9 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objective import kl_pulls
-from sage_fast.objectives.base import Parts
+from sage_fast.objectives.base import Parts, Place
 from sage_fast.objectives.grpo import GRPO, StepLoss
-from sage_fast.objectives.replay import Place, Replay, wanted_passes
+from sage_fast.objectives.replay import Replay, wanted_passes
 from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.rollout import at_steps, step_sigma
 
@@ -37,20 +37,14 @@ class TwoPhase(GRPO):
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.replay = Replay(parts=parts, split=config.training.guidance == "split")
-        self._anchor_velocities: dict[Place, Tensor] = {}
         self._unmoved = True
         self._kl_share: dict[str, float] = {}
 
-    def begin(self, update: int, rollouts: int) -> None:
-        """As in `Objective`."""
-        super().begin(update, rollouts)
-        self._anchor_velocities = {}
-        self._unmoved = True
-
     def measure(self, scored: ScoredRollout) -> None:
         """As in `Objective`: the anchor's velocities."""
+        self._unmoved = True
         anchor = self.measured_anchor
-        self._anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
+        self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -93,7 +87,7 @@ class TwoPhase(GRPO):
                 latents=at_steps(trajectory.latents, steps),
                 sigma=step_sigma(trajectory.table, steps),
                 known_velocity=at_steps(trajectory.velocities, steps),
-                velocity_anchor=self._anchor_velocities.get(place),
+                velocity_anchor=self.anchor_velocities.get(place),
                 advantage=scored.advantages[rows],
                 kl_weight=kl_weight,
                 position_factor=self.kl_factors[place[1]],

@@ -116,21 +116,20 @@ class Counter:
         branches = self.branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
         more = splits_branches(self.config) and policy_moves(training)
-
-        def passes(phase: str, forwards: float, with_gradient: float = 0.0) -> _Passes:
-            return _Passes(
+        sampling = 1 if self.config.sampling_guidance == 1.0 else 2
+        sampled = sampling * (visited.rollout + visited.pass_steps) + visited.repeated
+        for phase, forwards, with_gradient in (
+            ("rollout", sampled, visited.pass_steps + visited.second_products),
+            ("anchor", branches * visited.anchor, 0.0),
+            ("update", (branches + more) * visited.update, visited.update),
+        ):
+            yield _Passes(
                 phase=phase,
                 batch=batch,
                 forwards=micro_batches * forwards,
                 backwards=branches * micro_batches * with_gradient,
                 pulls=self.pulls_per_step * micro_batches * with_gradient,
             )
-
-        sampling = 1 if self.config.sampling_guidance == 1.0 else 2
-        sampled = sampling * (visited.rollout + visited.pass_steps) + visited.repeated
-        yield passes("rollout", sampled, visited.pass_steps + visited.second_products)
-        yield passes("anchor", branches * visited.anchor)
-        yield passes("update", (branches + more) * visited.update, visited.update)
         evaluated = branches * self.eval_batches * self.config.evaluation_steps
         yield _Passes(phase="evaluation", forwards=evaluated, batch=self.config.evaluation.batch_size)
 

@@ -109,8 +109,8 @@ _H100 = Device(
 GIB = 2**30 / 1e9
 
 
-def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, bandwidth: float, pcie: float) -> Device:
-    """A card of the vendor's dense bfloat16 and float32 TFLOP/s, TB/s, and GB/s of PCIe x16; nothing is measured."""
+def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, bandwidth: float, link: float) -> Device:
+    """A card of the vendor's dense bfloat16 and float32 TFLOP/s, TB/s, and GB/s of PCIe or NVLink; nothing measured."""
     return Device(
         name=name,
         memory_gb=memory_gib * GIB,
@@ -118,7 +118,7 @@ def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, band
         matmul_float32=matmul_float32 * _PRODUCT,
         attention={"flash2": (0.73 * matmul, 0.73 * matmul * _BACKWARD)},
         bandwidth=bandwidth * _BANDWIDTH,
-        link=LINK_SHARE * pcie,
+        link=LINK_SHARE * link,
         network=ADAPTER / 2,
         source=f"the vendor's {matmul:g} TFLOP/s and {bandwidth:g} TB/s, in shares that an H100 and an A100 reach",
     )
@@ -133,15 +133,9 @@ DEVICES = {
         bandwidth=4.8 * _BANDWIDTH,
         source="an H100's products and attention; bandwidth 0.9 of the vendor's 4.8 TB/s",
     ),
-    "a100": Device(
-        name="A100 SXM 80 GB",
+    "a100": replace(
+        _card("A100 SXM 80 GB", 80, 312, 19.5, 2.04, 300),
         memory_gb=80,
-        matmul=312 * _PRODUCT,
-        matmul_float32=19.5 * _PRODUCT,
-        attention={"flash2": (0.73 * 312, 0.73 * 312 * _BACKWARD)},
-        bandwidth=2.04 * _BANDWIDTH,
-        link=LINK_SHARE * 300,
-        network=ADAPTER / 2,
         source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
     ),
     "b200": Device(

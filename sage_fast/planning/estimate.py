@@ -316,8 +316,11 @@ def make_plan(
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     visited = visits(config, layout.data_parallel)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
-    _, decode_evaluated = _decoding(held, device, evaluated, config.evaluation.batch_size)
-    batches = _evaluation_batches(held)
+    section = config.evaluation
+    _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)
+    prompts = (section.num_prompts or len(load_eval_prompts(config))) if section.every else 0
+    # Of an evaluation, on the rank that has most of them.
+    batches = math.ceil(math.ceil(prompts * section.noises / section.batch_size) / layout.data_parallel)
     tokens = description.tokens(evaluated)
     exchanges = Counter(held, visited, evaluation_tokens=tokens, eval_batches=batches).exchanges()
     longest = longest_prompt(config, layout.data_parallel)
@@ -328,9 +331,9 @@ def make_plan(
     )
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None
-    if config.evaluation.every:
+    if section.every:
         one, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
-        decoded = math.ceil(batches * config.evaluation.batch_size / layout.sp)
+        decoded = math.ceil(batches * section.batch_size / layout.sp)
         seconds_per_evaluation = batches * config.evaluation_steps * one + decoded * decode_evaluated.predicted
         seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
     return Plan(
@@ -409,15 +412,6 @@ def _phases(
         phase("update", calls.gradient.times(visited.update / batch), slower),
         phase("optimizer", optimizer.times(updates / videos)),
     )
-
-
-def _evaluation_batches(held: MemoryPlan) -> int:
-    """Batches of an evaluation on the rank that has most of them; 0 without one."""
-    section = held.config.evaluation
-    if not section.every:
-        return 0
-    prompts = section.num_prompts or len(load_eval_prompts(held.config))
-    return math.ceil(math.ceil(prompts * section.noises / section.batch_size) / held.layout.data_parallel)
 
 
 UPDATES = {"single_pass": "two_phase", "two_phase": "single_pass"}

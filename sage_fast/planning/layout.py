@@ -66,10 +66,6 @@ class Layout:
         """Ranks over which FSDP shards the weights: the ranks of a video share them like others."""
         return self.shard * self.sp
 
-    @property
-    def nodes(self) -> int:
-        return -(-self.gpus // self.node)
-
     @cached_property
     def groups(self) -> dict[str, Group]:
         """The groups that communicate, by name; of those of a name the worst case."""

@@ -228,7 +228,8 @@ def assumptions(plan: Plan) -> list[str]:
         lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
     if layout.gpus > 1:
         fabric = f"NVLink {device.link:,.0f} GB/s"
-        fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}" if layout.nodes > 1 else ""
+        if layout.gpus > layout.node:
+            fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
         lines += [
             f"waiting counted: exchanges that no computation hides ({fabric}, reported); ranks wait for the longest "
             f"prompts (expected {plan.longest:.2f} times the mean) and for the rank with most videos to train, tokens, "

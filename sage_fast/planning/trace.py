@@ -73,10 +73,6 @@ class Cost:
     kept: float = 0.0
     working: float = 0.0
 
-    @property
-    def flops(self) -> float:
-        return self.linear + self.attention + self.attention_backward
-
     def times(self, count: float) -> "Cost":
         """So many such calls, one after the other: work adds up, memory does not."""
         work = {name: getattr(self, name) * count for name in WORK}
@@ -178,9 +174,9 @@ def trace(call: Call) -> Cost:
     """The cost of a call of `GuidedPolicy.velocity` or `velocity_and_gradient`; exact in FLOPs and bytes."""
     if not call.gradient:
         # A block that would keep little keeps nothing: one trace serves a plan and its options. `none` works otherwise.
-        checkpointing = "selective" if call.checkpointing in ("feed_forward", "full") else call.checkpointing
-        if call.forward == "stock":
-            checkpointing = call.checkpointing
+        checkpointing = call.checkpointing
+        if call.forward != "stock" and checkpointing in ("feed_forward", "full"):
+            checkpointing = "selective"
         call = replace(call, checkpointing=checkpointing, guidance="paired", on_policy=True, collected=False)
     num_layers = dict(call.transformer)["num_layers"]
     if num_layers <= 3:

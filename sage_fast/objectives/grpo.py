@@ -122,22 +122,18 @@ class GRPO(Objective):
     def statistics(self, terms: PolicyTerms) -> tuple[dict[str, float], float]:
         """As in `Objective`."""
         assert self._first_deviation is not None
-        found = {"ratio/first_max_deviation": self._first_deviation} | update_metrics(terms)
+        found = {
+            "ratio/first_max_deviation": self._first_deviation,
+            "loss": float(terms.loss.mean()),
+            "ratio/mean": float(terms.ratio.mean()),
+            "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
+            "log_ratio/mean": float(terms.log_ratio.mean()),
+            "log_ratio/std": float(terms.log_ratio.std(correction=0)),
+            "ratio/clip_fraction": float(terms.clipped.float().mean()),
+            "kl/position": float(terms.kl_position.mean()),
+            "kl/velocity": float(terms.kl_velocity.mean()),
+        }
         return found, weighted_kl(terms, self.settings)
-
-
-def update_metrics(terms: PolicyTerms) -> dict[str, float]:
-    """Statistics of an update's objective, from the terms (N K,) of the trained videos' steps."""
-    return {
-        "loss": float(terms.loss.mean()),
-        "ratio/mean": float(terms.ratio.mean()),
-        "ratio/max_deviation": float((terms.ratio - 1).abs().max()),
-        "log_ratio/mean": float(terms.log_ratio.mean()),
-        "log_ratio/std": float(terms.log_ratio.std(correction=0)),
-        "ratio/clip_fraction": float(terms.clipped.float().mean()),
-        "kl/position": float(terms.kl_position.mean()),
-        "kl/velocity": float(terms.kl_velocity.mean()),
-    }
 
 
 def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:

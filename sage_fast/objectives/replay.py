@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.objectives.base import Parts, Place, Terms, VelocityLoss, concatenate_terms
+from sage_fast.policy.guidance import Cotangents
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
 from sage_fast.rewards.base import describe_batch
 
@@ -119,24 +120,23 @@ class Replay:
         self, loss: VelocityLoss[Terms], row_weights: Tensor, embeds: Sequence[PromptEmbeds], unmoved: bool
     ) -> Terms:
         """Add the gradient of one step to `.grad`; returns its terms."""
-        if self.split and unmoved and loss.known_velocity is not None:
-            # The velocity will be the rollout's, so dL/dv is known without a forward. The terms come from the velocity
-            # that was differentiated: if it differs after all, the ratio shows it.
-            known, _ = loss.cotangent(loss.known_velocity, row_weights)
-            velocity = self.parts.policy.velocity_and_gradient(
-                loss.latents, loss.sigma, embeds, [known], split=True, vjp=self.parts.engine.vjp
-            )
-            with torch.no_grad():
-                return loss.terms(velocity)
         # The cotangent depends on the velocity, which is at hand only in the middle of the call below.
         found: list[Terms] = []
 
-        def cotangents(velocity: Tensor) -> list[Tensor]:
+        def at_velocity(velocity: Tensor) -> list[Tensor]:
             cotangent, terms = loss.cotangent(velocity, row_weights)
             found.append(terms)
             return [cotangent]
 
-        self.parts.policy.velocity_and_gradient(
+        cotangents: Cotangents = at_velocity
+        if self.split and unmoved and loss.known_velocity is not None:
+            # The velocity will be the rollout's, so dL/dv is known without a forward.
+            cotangents = [loss.cotangent(loss.known_velocity, row_weights)[0]]
+        velocity = self.parts.policy.velocity_and_gradient(
             loss.latents, loss.sigma, embeds, cotangents, split=self.split, vjp=self.parts.engine.vjp
         )
-        return found[0]
+        if found:
+            return found[0]
+        # The terms of the velocity that was differentiated: if it is not the rollout's after all, the ratio shows it.
+        with torch.no_grad():
+            return loss.terms(velocity)

@@ -312,8 +312,7 @@ def make_plan(
         sizes=sizes,
     )
     config, description, layout = held.config, held.description, held.layout
-    video = config.evaluation_video
-    evaluated = description.latent_shape(video.num_frames, video.height, video.width)
+    evaluated = held.latent_of(config.evaluation_video)
     visited = visits(config, layout.data_parallel)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
     section = config.evaluation

@@ -128,10 +128,14 @@ class MemoryPlan:
     runtime: float
     memory_limit: float
 
+    def latent_of(self, video: VideoConfig) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of a video; ValueError for sizes that the decoder does not have."""
+        return self.description.latent_shape(video.num_frames, video.height, video.width)
+
     @property
     def latent(self) -> tuple[int, int, int, int]:
-        """(C, F, H, W) of one video."""
-        return self._latent(self.config.video)
+        """(C, F, H, W) of a rollout's video."""
+        return self.latent_of(self.config.video)
 
     @cached_property
     def video_tokens(self) -> int:
@@ -228,9 +232,6 @@ class MemoryPlan:
         """Bytes of one float32 number per trained weight."""
         return 4.0 * self.weights.trained * self.gathered.share
 
-    def _latent(self, video: VideoConfig) -> tuple[int, int, int, int]:
-        return self.description.latent_shape(video.num_frames, video.height, video.width)
-
     @cached_property
     def _resident(self) -> PhaseMemory:
         """Memory held in every phase from the rollout on."""
@@ -259,7 +260,9 @@ class MemoryPlan:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
         config, description = self.config, self.description
         steps, evaluation = config.rollout.num_steps, config.evaluation
-        grids = {self._latent(v)[1:] for v in (config.video, *([config.evaluation_video] if evaluation.every else []))}
+        grids = {
+            self.latent_of(v)[1:] for v in (config.video, *([config.evaluation_video] if evaluation.every else []))
+        }
         rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
             return float(rope)
@@ -305,7 +308,7 @@ class MemoryPlan:
 
     def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
         """The largest of sampling, decoding and scoring."""
-        latent, batch = self._latent(self.config.evaluation_video), self.config.evaluation.batch_size
+        latent, batch = self.latent_of(self.config.evaluation_video), self.config.evaluation.batch_size
         states = 2 * self.config.evaluation_steps + 1
         evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * batch * states)
         decoding = self.description.decoding(latent, batch, self.config.model, self.on_gpu)

@@ -260,9 +260,8 @@ class MemoryPlan:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
         config, description = self.config, self.description
         steps, evaluation = config.rollout.num_steps, config.evaluation
-        grids = {
-            self.latent_of(v)[1:] for v in (config.video, *([config.evaluation_video] if evaluation.every else []))
-        }
+        videos = [config.video, config.evaluation_video][: 2 if evaluation.every else 1]
+        grids = {self.latent_of(video)[1:] for video in videos}
         rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
             return float(rope)

@@ -259,15 +259,12 @@ class MemoryPlan:
     def _tables(self) -> float:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
         config, description = self.config, self.description
-        steps, evaluation = config.rollout.num_steps, config.evaluation
-        videos = [config.video, config.evaluation_video][: 2 if evaluation.every else 1]
-        grids = {self.latent_of(video)[1:] for video in videos}
+        count = 2 if config.evaluation.every else 1
+        grids = {self.latent_of(video)[1:] for video in (config.video, config.evaluation_video)[:count]}
         rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
             return float(rope)
-        levels = steps
-        if evaluation.every and evaluation.num_steps not in (None, steps):
-            levels += evaluation.num_steps or 0
+        levels = sum(set((config.rollout.num_steps, config.evaluation_steps)[:count]))
         return float(rope + levels * description.modulation * self.gathered.item)
 
     @cached_property

@@ -202,13 +202,13 @@ def test_full_checkpointing_repeats_attention_and_keeps_half() -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ([], (20, 0, 18, 0, 20)),
-        (["--training.timestep_fraction=0.5"], (20, 0, 9, 0, 10)),
-        (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 20)),
-        (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5)),
-        (["--objective.kl_position_fraction=0.05", "--training.update=single_pass"], (0, 20, 0.9, 0.9, 0)),
-        (["--training.best_and_worst=1"], (20, 0, 9, 0, 10)),
-        (["--training.best_and_worst=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20)),
+        ([], (20, 0, 18, 0, 20, 0)),
+        (["--training.timestep_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
+        (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 20, 0)),
+        (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
+        (["--objective.kl_position_fraction=0.05", "--training.update=single_pass"], (0, 20, 0.9, 0.9, 0, 0.9)),
+        (["--training.best_and_worst=1"], (20, 0, 9, 0, 10, 0)),
+        (["--training.best_and_worst=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
     ],
     ids=["reference", "fraction", "two-updates", "window", "fast", "best-and-worst", "in-fours"],
 )

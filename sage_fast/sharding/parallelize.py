@@ -230,7 +230,7 @@ class TorchEngine(Engine):
                 self._stay_gathered(False)
 
     def _stay_gathered(self, stay: bool) -> None:
-        """Whether weights are kept once they are gathered; if not, those that are there are freed."""
+        """Keep weights once they are gathered; or no longer, and free those that are there."""
         for module in self.modules:
             module.set_reshard_after_forward(not stay, recurse=False)
             module.set_reshard_after_backward(not stay, recurse=False)

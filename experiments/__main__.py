@@ -28,8 +28,8 @@ from experiments.findings import Findings, read_findings, write_findings
 from experiments.runner import Study
 from sage_fast.commands.common import RenamedOption, add_output_argument, split_words
 from sage_fast.config.errors import ConfigError, SageError
-from sage_fast.config.files import write_text
-from sage_fast.run.plots import save_figure
+from sage_fast.config.files import replacing, write_text
+from sage_fast.run.plots import figure_file
 
 RESULTS, PAGE = "results.jsonl", "reproduction.md"
 
@@ -129,7 +129,10 @@ def _write(folder: Path, results: Path, findings: Findings) -> None:
     measured = {row.experiment for row in kept.rows}
     for experiment in EXPERIMENTS:
         if experiment.key in measured:
-            save_figure(folder / IMAGES, experiment.key, draw_experiment(experiment, kept))
+            figure = draw_experiment(experiment, kept)
+            for kind in ("png", "svg"):
+                with replacing(folder / IMAGES / f"{experiment.key}.{kind}") as partial:
+                    partial.write_bytes(figure_file(figure, kind))
 
 
 def publish(docs: Path, findings: Findings) -> None:

@@ -30,7 +30,7 @@ from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.rewards.base import check_videos
 from sage_fast.rewards.clip import middle_frames
 from sage_fast.rewards.ocr import load_reader, quoted_text, similarity
-from sage_fast.run.plots import new_figure, to_png
+from sage_fast.run.plots import figure_file, new_figure
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import SOURCE_ROOT
 
@@ -190,7 +190,7 @@ def draw_parted(run: TrainedRun, picture: Path, prompts: int = 4, videos: int = 
                 axes.imshow(np.concatenate(frames, axis=1))
                 axes.set_title(f"asked for and read: {wanted.upper()}; the judge: {judged}", fontsize=8, loc="left")
                 axes.axis("off")
-    picture.write_bytes(to_png(figure))
+    picture.write_bytes(figure_file(figure, "png"))
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(media, "contact_sheet", sheet)
     patch.setattr(page, "line_chart", lambda lines, **options: "")
     patch.setattr(run, "reward_figure", lambda rows: None)
-    patch.setattr(run, "to_png", lambda figure: b"a picture")
+    patch.setattr(run, "figure_file", lambda figure, kind: b"a picture")
 
 
 def make_run(

@@ -32,8 +32,8 @@ class Lease:
     """The right to write a run directory, held within the context by rank 0 for all ranks. Collective.
 
     Raises:
-        RunDirectoryError: another process holds it, or the directory is gone; on all ranks where that is found at the
-            begin.
+        RunDirectoryError: another process holds it, which is looked for before the context too, or the directory is
+            gone; on all ranks where that is found at the begin.
         ConfigError: the directory cannot be written.
     """
 
@@ -44,6 +44,8 @@ class Lease:
         self._world = world
         self._file: IO[bytes] | None = None
         self._text = b""
+        # Not taken yet, but what is found later is found sooner: before the model is loaded.
+        self._on_main(self._look)
 
     def __enter__(self) -> "Lease":
         self._on_main(self._take)
@@ -57,10 +59,6 @@ class Lease:
         finally:
             if self._file is not None:
                 self._file.close()
-
-    def refuse_others(self) -> None:
-        """Raise if another process holds the lease, without taking it: what is found later is found sooner."""
-        self._on_main(self._look)
 
     def is_own(self) -> bool:
         """True when the file in the directory is the one that this process has locked, and names it.

@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +116,6 @@ class WeightsAndBiases:
         videos = {file.stem: wandb.Video(str(file), caption=prompt, format="mp4") for prompt, file in samples}
         self._run.log({"update": update, **{f"samples/{name}": video for name, video in videos.items()}})
 
-    def truncate_after(self, update: int) -> None:
-        """Nothing: its history only grows; the rows of updates that are made again come after the earlier ones."""
-
     def close(self) -> None:
         """Send what is left and end the run."""
         self._run.finish()
@@ -129,29 +127,13 @@ TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
 }
 
 
-class NoMetrics:
-    """The metrics of a rank that writes none."""
-
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Nothing."""
-
-    def show(self, update: int, sheet: Path, samples: Samples) -> None:
-        """Nothing."""
-
-    def truncate_after(self, update: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
-
-
 class MetricsLogger:
     """Appends records to ``<run_dir>/metrics.jsonl``, and to TensorBoard and Weights & Biases where asked to.
 
     An existing file is continued; a line that was cut short by a kill is removed from it first.
 
     Args:
-        run_dir: the run's directory; created when missing.
+        run_dir: the run's directory; created when missing. None on a rank that writes none: every call does nothing.
         report_to: trackers that get the records too, see `LoggingConfig`.
         settings: what the run is made with, which trackers keep with its curves: name -> JSON values.
 
@@ -162,17 +144,19 @@ class MetricsLogger:
 
     def __init__(
         self,
-        run_dir: str | os.PathLike[str],
+        run_dir: str | os.PathLike[str] | None,
         report_to: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self._file: FileIO | None = None
+        if run_dir is None:
+            return
         directory, settings = RunDirectory(run_dir), settings or {}
         self.path = directory.metrics
         directory.path.mkdir(parents=True, exist_ok=True)
         self._trackers = [TRACKERS[name](directory, settings) for name in report_to]
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            self._rewrite(read_metrics(self.path))
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self._open(math.inf)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one record and wait until it is on disk; where that fails, as on a full disk, no part of it is left.
@@ -186,10 +170,21 @@ class MetricsLogger:
                 upstream, and a curve with holes would hide it). Nothing is written.
             OSError: it cannot be written.
         """
+        if self._file is None:
+            return
         values = {key: _scalar(key, value) for key, value in record.items()}
         update: Any = values.pop("update")
         row = {"update": update} | dict(sorted(values.items()))
-        self._append((json.dumps(row, allow_nan=False) + "\n").encode())
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError:
+            with suppress(OSError):  # the next start drops a line that was cut short
+                self._file.truncate(start)
+            raise
         for tracker in self._trackers:
             tracker.log(update, values)
 
@@ -204,35 +199,30 @@ class MetricsLogger:
 
     def truncate_after(self, update: int) -> None:
         """Drop the records of updates after ``update``: a resumed run writes those again."""
-        rows = read_metrics(self.path)
-        kept = [row for row in rows if row["update"] <= update]
+        if self._file is None:
+            return
         self._file.close()
-        if len(kept) < len(rows):
-            self._rewrite(kept)
-        self._file = self.path.open("ab", buffering=0)
+        self._file = self._open(update)
         for tracker in self._trackers:
-            tracker.truncate_after(update)
+            # A history of Weights & Biases only grows; the rows of updates that are made again come after the others.
+            if isinstance(tracker, TensorBoard):
+                tracker.truncate_after(update)
 
     def close(self) -> None:
         """Close the file and the trackers. Calling it again does nothing."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
         for tracker in self._trackers:
             tracker.close()
 
-    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
-
-    def _append(self, line: bytes) -> None:
-        start = os.fstat(self._file.fileno()).st_size
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[self._file.write(rest) :]
-            os.fsync(self._file.fileno())
-        except OSError:
-            with suppress(OSError):  # the next start drops a line that was cut short
-                self._file.truncate(start)
-            raise
+    def _open(self, last: float) -> FileIO:
+        """Open the file to append to, without records of later updates and without a line that was cut short."""
+        written = self.path.read_bytes() if self.path.exists() else b"\n"
+        rows = read_metrics(self.path) if self.path.exists() else []
+        kept = [row for row in rows if row["update"] <= last]
+        if len(kept) < len(rows) or not written.endswith(b"\n"):
+            write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
+        return self.path.open("ab", buffering=0)
 
 
 def _scalar(key: str, value: Any) -> Scalar:

@@ -27,7 +27,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
@@ -172,17 +172,17 @@ def run_page(run: str | os.PathLike[str]) -> str:
 
 def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:
     """The last evaluation that can be read, with that of update 0; None where there are no two."""
-    files = [directory.evaluation(row["update"]) for row in rows if "eval/reward_mean" in row]
-    if not files or files[0].stem != "update-000000" or files[-1] == files[0]:
+    updates = [row["update"] for row in rows if "eval/reward_mean" in row]
+    if not updates or updates[0] != 0 or updates[-1] == 0:
         return None
     try:
-        before, after = scored_in_both(Evaluation.load(files[0]), Evaluation.load(files[-1]))
+        before, after = scored_in_both(*(Evaluation.load(directory.evaluation(at)) for at in (0, updates[-1])))
     except (OSError, ValueError) as error:
         logger.warning("The page of the run has no prompts: %s", error)
         return None
     prompts = zip(after.prompts, before.reward, after.reward, strict=True)
     return Compared(
-        update=int(files[-1].stem.removeprefix("update-")),
+        update=updates[-1],
         test=paired_test(before.reward, after.reward),
         rows=dict(zip(after.numbers(), prompts, strict=True)),
         lower_is_better=set(after.lower_is_better),
@@ -314,20 +314,21 @@ def _extremes(items: Sequence[T], gain: Callable[[T], float], most: int) -> tupl
 def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:
     """The preset that a run's configuration is nearest to, and (key, value there, value here) where they differ."""
     try:
-        here = _own_keys(load_config(config))
+        here = by_dotted_key(to_dict(load_config(config)))
     except (OSError, ValueError):
         return None
-    found = {}
-    for name, there in _presets().items():
-        keys = [key for key in here | there if here.get(key) != there.get(key)]
-        found[name] = [(key, _shown(there.get(key)), _shown(here.get(key))) for key in keys]
-    name = min(found, key=lambda name: len(found[name]))
-    return name, found[name]
-
-
-def _shown(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}..."
+    # Every run has its own directory, and may be resumed.
+    differing = {
+        name: [key for key in here | there if here.get(key) != there.get(key) and key not in ("output_dir", "resume")]
+        for name, there in _presets().items()
+    }
+    name = min(differing, key=lambda name: len(differing[name]))
+    rows = []
+    for key in differing[name]:
+        texts = [json.dumps(values.get(key), ensure_ascii=False) for values in (_presets()[name], here)]
+        there_text, here_text = (text if len(text) <= 60 else f"{text[:60]}..." for text in texts)
+        rows.append((key, there_text, here_text))
+    return name, rows
 
 
 @cache
@@ -336,10 +337,5 @@ def _presets() -> dict[str, dict[str, Any]]:
     found = {}
     for name in preset_names():
         with suppress(ConfigError):  # others are laid over one
-            found[name] = _own_keys(load_config(name))
+            found[name] = by_dotted_key(to_dict(load_config(name)))
     return found
-
-
-def _own_keys(config: RunConfig) -> dict[str, Any]:
-    """Dotted keys of a configuration, without those that every run has its own of."""
-    return {key: value for key, value in by_dotted_key(to_dict(config)).items() if key not in ("output_dir", "resume")}

@@ -4,17 +4,13 @@ A figure in a page is inline SVG whose colours are the page's CSS variables, so 
 """
 
 import io
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-
-from sage_fast.config.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -98,19 +94,15 @@ def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
     for line in lines:
         if not line.x:
             continue
-        x, y = _thinned(line.x), _thinned(line.y)
+        points = np.array([line.x, line.y, line.spread or [0.0] * len(line.x)], dtype=np.float64)
+        parts = np.array_split(points, min(len(line.x), MAX_POINTS), axis=1)
+        x, y, spread = np.stack([part.mean(axis=1) for part in parts], axis=1)
         # Dots vanish into the line where there are many of them, and a line of one point is nothing without.
         marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
         colour, dashes = COLOURS[line.colour % len(COLOURS)], "--" if line.colour >= len(COLOURS) else "-"
         axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, color=colour, linestyle=dashes)
         if any(line.spread):
-            spread = _thinned(line.spread)
             axes.fill_between(x, y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
-
-
-def _thinned(values: Sequence[float]) -> np.ndarray:
-    parts = np.array_split(np.asarray(values, dtype=np.float64), min(len(values), MAX_POINTS))
-    return np.array([part.mean() for part in parts])
 
 
 def line_chart(
@@ -188,14 +180,15 @@ def reward_figure(rows: Rows) -> "Figure":
 # ------------------------------------------------------------------------------------------------ files
 
 
-def to_png(figure: "Figure") -> bytes:
-    """The figure as a PNG file."""
-    return _render(figure, "png", {"Software": None})
+def figure_file(figure: "Figure", kind: str, fonttype: str = "path") -> bytes:
+    """The figure as a `png` or `svg` file: the same bytes every time, so without a date and with fixed names inside."""
+    from matplotlib import rc_context
 
-
-def to_svg(figure: "Figure") -> bytes:
-    """The figure as an SVG file: the same bytes every time, so without a date and with fixed names inside."""
-    return _render(figure, "svg", {"Date": None, "Creator": None})
+    buffer = io.BytesIO()
+    metadata = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
+    with rc_context({"svg.hashsalt": "sage-fast", "svg.fonttype": fonttype}):
+        figure.savefig(buffer, format=kind, metadata=metadata)
+    return buffer.getvalue()
 
 
 def inline_svg(figure: "Figure") -> str:
@@ -203,26 +196,8 @@ def inline_svg(figure: "Figure") -> str:
     figure.patch.set_visible(False)
     for axes in figure.axes:
         axes.patch.set_visible(False)
-    text = _render(figure, "svg", {"Date": None, "Creator": None}, fonttype="none").decode()
+    text = figure_file(figure, "svg", fonttype="none").decode()
     # The page says how large it is and in which font; the XML around the element, its style and metadata say the rest.
     unwanted = r'\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;]*;| (width|height)="[^"]*pt"'
     text = re.sub(unwanted, "", text, flags=re.S)
     return re.sub("|".join(CSS_NAMES), lambda found: CSS_NAMES[found[0]], text)
-
-
-def save_figure(folder: str | os.PathLike[str], name: str, figure: "Figure") -> list[Path]:
-    """Write NAME.png and NAME.svg, and return their paths. OSError when the folder cannot be written."""
-    files = [(Path(folder) / f"{name}.png", to_png(figure)), (Path(folder) / f"{name}.svg", to_svg(figure))]
-    for path, data in files:
-        with replacing(path) as partial:
-            partial.write_bytes(data)
-    return [path for path, _ in files]
-
-
-def _render(figure: "Figure", kind: str, metadata: dict[str, None], fonttype: str = "path") -> bytes:
-    from matplotlib import rc_context
-
-    buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "sage-fast", "svg.fonttype": fonttype}):
-        figure.savefig(buffer, format=kind, metadata=metadata)
-    return buffer.getvalue()

@@ -76,11 +76,11 @@ def _read_prompts(key: str, given: str | Sequence[Row], column: str) -> list[Pro
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
     """Digest of the training and evaluation prompts with their indices, seeds and the content of their pictures."""
 
-    def values(prompt: Prompt) -> tuple[object, ...]:
-        picture = () if prompt.image is None else (content_digest(prompt.image),)
-        return prompt.text, prompt.index, prompt.seed, *picture
-
-    return digest([[values(prompt) for prompt in group] for group in (prompts, eval_prompts)])
+    values = []
+    for group in (prompts, eval_prompts):
+        pictures = [[] if prompt.image is None else [content_digest(prompt.image)] for prompt in group]
+        values.append([(p.text, p.index, p.seed, *picture) for p, picture in zip(group, pictures, strict=True)])
+    return digest(values)
 
 
 def read_prompts(path: str | os.PathLike[str] | Sequence[Row], key: str = "prompt") -> list[Prompt]:
@@ -122,13 +122,13 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[Row], key: str = "promp
 @lru_cache(maxsize=8)
 def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     """The prompts of a file; a plan asks for the same ones many times."""
-    rows: list[_Row] = []
+    rows: list[tuple[str, str, object, object, object]] = []
     empty, marked = [], []
-    for where, text, index, seed, image in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
+    for where, text, row in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
         if _NO_TEXT.search(text):
             raise ValueError(f"{where}: the prompt has an escape of half a character (\\ud800 to \\udfff) or of none")
         if seen := _visible(text):
-            rows.append((where, seen, index, seed, image))
+            rows.append((where, seen, _cell(row, "index"), _cell(row, "seed"), _cell(row, "image")))
             marked += [where] if _UNSEEN.search(text) else []
         else:
             empty.append(where)
@@ -138,7 +138,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         _note(path, f"{len(empty)} empty prompts were skipped, the first at {empty[0]}")
     if marked:
         _note(path, f"marks of no width were removed from {len(marked)} prompts, the first at {marked[0]}")
-    odd = [(where, index) for where, _, index, *_ in rows if not _is_left_out(index) and _whole(index) is None]
+    odd = [(where, index) for where, _, index, *_ in rows if index is not None and _whole(index) is None]
     if odd:
         _note(
             path,
@@ -148,7 +148,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     prompts: list[Prompt] = []
     taken: dict[int, str] = {}
     for where, text, index, seed, image in rows:
-        number = None if odd or _is_left_out(index) else _whole(index)
+        number = None if odd else _whole(index)
         if number is None:
             number = len(prompts)
         if number in taken:
@@ -157,7 +157,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
                 "its own index, or none of them any (they are then numbered from 0)"
             )
         taken[number] = where
-        prompts.append(Prompt(text=text, index=number, seed=_seed(seed, where), image=_image(image, path, where)))
+        prompts.append(_prompt(where, text, number, seed, image, path.parent))
     _note_texts(str(path), tuple(prompt.text for prompt in prompts))
     return tuple(prompts)
 
@@ -183,9 +183,8 @@ def listed_prompts(given: Sequence[Row]) -> list[Prompt]:
             raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
         if unknown := row.keys() - {"prompt", "seed", "image"}:
             raise ValueError(f"a prompt has {', '.join(sorted(unknown))}; a row of a list has prompt, seed and image")
-        _, seed, image = _own(row)
-        where, seen = f"prompt {number}", _visible(text)
-        prompts.append(Prompt(text=seen, index=number, seed=_seed(seed, where), image=_image(image, Path(), where)))
+        seed, image = _cell(row, "seed"), _cell(row, "image")
+        prompts.append(_prompt(f"prompt {number}", _visible(text), number, seed, image, Path()))
         texts.append(text)
     _note_texts("the list of prompts", tuple(texts))
     return prompts
@@ -210,8 +209,8 @@ def _note(source: object, text: str) -> None:
         logger.warning("%s: %s.", source, text)
 
 
-# A reader yields (path:line, prompt, raw index or None, raw seed or None, raw image or None).
-_Row = tuple[str, str, object, object, object]
+# A reader yields (path:line, prompt, what stands beside it by name).
+_Row = tuple[str, str, Mapping[str, object]]
 
 
 def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
@@ -237,7 +236,7 @@ def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
         row = dict(zip(header, cells, strict=False))
-        yield f"{path}:{start}", row.get(key.strip().lower(), ""), *_own(row)
+        yield f"{path}:{start}", row.get(key.strip().lower(), ""), row
 
 
 def _header(cells: list[str], where: str, key: str) -> list[str]:
@@ -271,7 +270,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
             raise ValueError(f"{where}: no key named {key!r}; found {found}{advice}")
         if not isinstance(row[key], str | None):
             raise ValueError(f"{where}: {key!r} must be a string, not {shown(row[key])}")
-        yield where, row[key] or "", *_own(row)
+        yield where, row[key] or "", row
 
 
 def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
@@ -279,7 +278,7 @@ def _read_txt(path: Path, text: str, key: str) -> Iterator[_Row]:
         if number == 0 and _visible(content).strip("\"'").lower() in {*_TITLES, key.lower()}:
             _note(path, f"the first line, {content!r}, is taken for the title of a column and is not a prompt")
         else:
-            yield f"{path}:{line}", content, None, None, None
+            yield f"{path}:{line}", content, {}
 
 
 _OTHER_KEY = "; data.prompt_key names the one with the prompts"
@@ -299,12 +298,10 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
             yield number, line.strip()
 
 
-def _own(row: Mapping[str, object]) -> tuple[object, object, object]:
-    return row.get("index"), row.get("seed"), row.get("image")
-
-
-def _is_left_out(value: object) -> bool:
-    return value is None or not str(value).strip()
+def _cell(row: Mapping[str, object], name: str) -> object:
+    """What a row has by this name; None where it has nothing or a blank."""
+    value = row.get(name)
+    return None if value is None or not str(value).strip() else value
 
 
 def _whole(value: object) -> int | None:
@@ -313,23 +310,17 @@ def _whole(value: object) -> int | None:
     return int(text) if re.fullmatch("[0-9]{1,19}", text) and int(text) <= MAX_INTEGER else None
 
 
-def _seed(value: object, where: str) -> int | None:
-    if _is_left_out(value):
-        return None
-    if (seed := _whole(value)) is None:
+def _prompt(where: str, text: str, index: int, seed: object, image: object, folder: Path) -> Prompt:
+    """ValueError where the seed is no whole number, or the picture is not in the folder."""
+    number = _whole(seed)
+    if seed is not None and number is None:
         raise ValueError(
-            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {shown(value)}; fix it or leave it out"
+            f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {shown(seed)}; fix it or leave it out"
         )
-    return seed
-
-
-def _image(value: object, path: Path, where: str) -> str | None:
-    if _is_left_out(value):
-        return None
-    image = path.parent / str(value).strip()
-    if not image.is_file():
+    file = None if image is None else folder / str(image).strip()
+    if file is not None and not file.is_file():
         raise ValueError(
-            f"{where}: there is no picture {shown(value)} in {path.parent}; write its path relative to the prompt "
+            f"{where}: there is no picture {shown(image)} in {folder}; write its path relative to the prompt "
             "file, of a list to the working directory, or rename the column 'image' if it holds something else"
         )
-    return str(image.absolute())
+    return Prompt(text=text, index=index, seed=number, image=None if file is None else str(file.absolute()))

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ def find_start(
     """Decide where a run begins; nothing is touched. Collective.
 
     Args:
-        allow_changes: dotted keys that may differ from the checkpoint's, in addition to the free ones.
+        allow_changes: dotted keys that may differ from the checkpoint's, in addition to the free ones; several in a
+            word are separated by commas.
 
     Returns:
         The checkpoint, None for update 0; whether an earlier run's files have to be moved out of the way first; and the
@@ -51,12 +52,14 @@ def find_start(
             launcher repeats what would fail again.
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
+    allow_changes = [key.strip() for word in allow_changes for key in word.split(",") if key.strip()]
     check_allowed(allow_changes, config)
     directory, resume = RunDirectory(config.output_dir), config.resume
     _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
-    has_run = world.broadcast(_has_history(directory) or bool(list_checkpoints(checkpoints)))
+    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0
+    has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)))
     if resume == "none" and has_run:
         raise ConfigError(
             f"output_dir {str(directory)!r} already holds a run. Continue it by --resume auto, move it aside and "
@@ -74,7 +77,7 @@ def find_start(
     return checkpoint, False, changes
 
 
-def _refuse_repetition(directory: RunDirectory, world: World, environment: Mapping[str, str] = os.environ) -> None:
+def _refuse_repetition(directory: RunDirectory, world: World) -> None:
     """Refuse a start that a launcher repeats after the run has failed by its own error. Collective.
 
     A resume repeats the run exactly, so the failure would come back, after all GPUs have loaded the model. Who starts
@@ -83,7 +86,7 @@ def _refuse_repetition(directory: RunDirectory, world: World, environment: Mappi
     Raises:
         ConfigError: it would fail again.
     """
-    retries = (environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+    retries = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
     status, _ = read_status(directory.path) if world.is_main and any(map(int, retries)) else (None, None)
     failed = None if status is None or not status.repeats else (status.update, status.error)
     if found := world.broadcast(failed):
@@ -93,10 +96,6 @@ def _refuse_repetition(directory: RunDirectory, world: World, environment: Mappi
         )
 
 
-def _has_history(directory: RunDirectory) -> bool:
-    return directory.metrics.exists() and directory.metrics.stat().st_size > 0
-
-
 def _check_may_start_again(config: RunConfig) -> None:
     """CheckpointError unless a run without a usable checkpoint was stopped before it had saved its first one.
 
@@ -104,7 +103,7 @@ def _check_may_start_again(config: RunConfig) -> None:
     """
     directory = RunDirectory(config.output_dir)
     folders = list_checkpoints(directory.checkpoints)
-    rows = read_metrics(directory.metrics) if _has_history(directory) else []
+    rows = read_metrics(directory.metrics) if directory.metrics.exists() else []
     reached = max((row["update"] for row in rows), default=0)
     if not folders and reached < 2 * config.checkpoint.every:
         logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
@@ -215,8 +214,3 @@ def abandon_after(checkpoints: Path, update: int) -> None:
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)
-
-
-def split_keys(words: Sequence[str]) -> list[str]:
-    """Keys of `--allow-changes`, which takes several with commas and may be given more than once."""
-    return [key.strip() for word in words for key in word.split(",") if key.strip()]

@@ -33,7 +33,7 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, R
 from sage_fast.config.files import replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import ModelConfig, check_heads, kl_uses
+from sage_fast.config.sections import check_heads, kl_uses
 from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
 from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -49,9 +49,9 @@ from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveR
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
-from sage_fast.run.metrics import MetricsLogger, NoMetrics
+from sage_fast.run.metrics import MetricsLogger
 from sage_fast.run.page import write_run_page
-from sage_fast.run.plots import reward_figure, to_png
+from sage_fast.run.plots import figure_file, reward_figure
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
@@ -102,7 +102,12 @@ def build_trainer(
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
     if world.sp > 1:
-        _check_described_heads(config.model, world.sp)
+        try:
+            description = describe_model(config.model)
+        except ConfigError:
+            pass  # nothing is known before it is loaded; then `shard_sequence` asks
+        else:
+            check_heads(world.sp, description.transformer["num_attention_heads"])
     try:
         components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
@@ -114,15 +119,6 @@ def build_trainer(
         return Trainer(config, components, reward, prompts, eval_prompts, world, progress, done)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
-
-
-def _check_described_heads(model: ModelConfig, sp: int) -> None:
-    """ConfigError unless the ranks of a video can share the heads that the model's family says it has."""
-    try:
-        description = describe_model(model)
-    except ConfigError:
-        return  # nothing is known before it is loaded; then `shard_sequence` asks
-    check_heads(sp, description.transformer["num_attention_heads"])
 
 
 def train(
@@ -178,9 +174,8 @@ class Run:
         self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
         self.files = RunDirectory(self.directory)
         self.checkpoints = self.files.checkpoints
-        self.lease = Lease(self.directory, world)
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
-        self.lease.refuse_others()
+        self.lease = Lease(self.directory, world)
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
         state = {"update": 0, "rollouts": 0}
@@ -236,7 +231,7 @@ class Run:
         # A directory that another run has taken over is that run's.
         if self.lease.is_own():
             self.progress.end(state, error)
-            self._write_page()
+            write_run_page(self.directory)
 
     def _train(self) -> bool:
         """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
@@ -245,7 +240,7 @@ class Run:
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         saving = self.config.checkpoint
         with ExitStack() as stack:
-            self.metrics: MetricsLogger | NoMetrics = NoMetrics()
+            self.metrics = MetricsLogger(None)
             if self.world.is_main:
                 environment = self._prepare_directory(resumed)
                 self.progress.begin(resumed)
@@ -299,7 +294,7 @@ class Run:
             Whether the run is finished: not where it was stopped, or its last evaluation was put off.
         """
         config, trainer, world = self.config, self.trainer, self.world
-        total = config.training.num_updates
+        total, every, saves_every = config.training.num_updates, config.evaluation.every, config.checkpoint.every
         record: dict[str, Any] | None = None
         saved, seconds_saving = trainer.update, 0.0
         while trainer.update < total and not world.any(self._stop_requested):
@@ -315,10 +310,12 @@ class Run:
                 times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
-            evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
+            # Due is what an update of this iteration is a multiple of.
+            before = trainer.update - config.training.updates_per_rollout
+            evaluates = every > 0 and (done or trainer.update // every > before // every)
             seconds_saving = 0.0
             # Before the evaluation, which can take as long as many updates and fail in its own ways.
-            if done or evaluates or stopping or self._due(config.checkpoint.every):
+            if done or evaluates or stopping or trainer.update // saves_every > before // saves_every:
                 seconds_saving, saved = self._save(record, pending=evaluates), trainer.update
             if evaluates and stopping:
                 return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
@@ -332,12 +329,9 @@ class Run:
     @property
     def _stop_requested(self) -> bool:
         """A signal, a file or a callback has asked this rank to stop, or the model got worse."""
-        return self.stop.requested or self.callbacks.wants_stop or self._stops_as_worse
-
-    @property
-    def _stops_as_worse(self) -> bool:
         # Rank 0 has the metrics. A run that was stopped for this stops again unless it goes on from an earlier update.
-        return self.config.evaluation.stop_when_worse and self.progress.status.worse is not None
+        got_worse = self.config.evaluation.stop_when_worse and self.progress.status.worse is not None
+        return self.stop.requested or self.callbacks.wants_stop or got_worse
 
     def _tell_of_checkpoints(self) -> None:
         """Tell the callbacks of the checkpoints that have become complete."""
@@ -356,8 +350,11 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
-        if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
-            self._write_page()
+        # Who has deleted the directory does not want it back.
+        is_old = time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES
+        if self.world.is_main and is_old and self.directory.exists():
+            write_run_page(self.directory)
+            self._page_written = time.monotonic()
         total = self.config.training.num_updates
         self.callbacks.tell("on_update", UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
@@ -378,13 +375,6 @@ class Run:
         """Pass on what the trainer is doing."""
         self.guard.progress()
         self.progress.phase(phase, done, total)
-
-    def _write_page(self) -> None:
-        """Write the page of the run."""
-        # Who has deleted the directory does not want it back.
-        if self.world.is_main and self.directory.exists():
-            write_run_page(self.directory)
-            self._page_written = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ begin
 
@@ -507,26 +497,22 @@ class Run:
         with trainer.evaluated_weights(), trainer.engine.whole():
             return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
-    def _due(self, every: int) -> bool:
-        """Return if the last iteration reached or passed a multiple of `every`."""
-        step = self.config.training.updates_per_rollout
-        return self.trainer.update // every > (self.trainer.update - step) // every
-
     def _conclude(self, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
-        update, test, worse = self.trainer.update, None, self.progress.status.worse
+        test, worse = None, self.progress.status.worse
+        stopped_as_worse = self.config.evaluation.stop_when_worse and not finished
         if self.world.is_main:
             rows = sorted(read_metrics(self.files.metrics), key=lambda row: row["update"])
             if rows:
                 with replacing(self.files.reward_plot) as partial:
-                    partial.write_bytes(to_png(reward_figure(rows)))
+                    partial.write_bytes(figure_file(reward_figure(rows), "png"))
             test = self.evaluation.conclude(rows)
         return RunResult(
             output_dir=self.directory,
-            update=update,
+            update=self.trainer.update,
             finished=finished,
             test=test,
-            stop_reason=self.callbacks.stop_reason or (worse if self._stops_as_worse and not finished else None),
+            stop_reason=self.callbacks.stop_reason or (worse if stopped_as_worse else None),
             worse=worse,
         )
 

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
@@ -58,10 +58,6 @@ State = Literal["running", "finished", "stopped", "failed"]
 logger = logging.getLogger(__name__)
 
 
-def _utc_now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
-
-
 @dataclass(frozen=True, kw_only=True)
 class Status:
     """Status of a run.
@@ -92,7 +88,7 @@ class Status:
     videos_per_rollout: int = 0
     error: str | None = None
     repeats: bool = False
-    written: str = field(default_factory=_utc_now)
+    written: str = ""
 
 
 # ------------------------------------------------------------------------------------------ what the run tells
@@ -233,7 +229,7 @@ class RunProgress:
         if not (self.shown and self._begun and self.path.parent.exists()):
             return
         self._last_write = time.monotonic()
-        self.status = replace(self.status, written=_utc_now())
+        self.status = replace(self.status, written=datetime.now(UTC).isoformat(timespec="seconds"))
         try:
             write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
             self._failed = False
@@ -315,10 +311,6 @@ class RunState:
     quiet_seconds: float | None
 
     @property
-    def needs_attention(self) -> bool:
-        return self.condition in ("hangs", "killed", "failed") or self.worse is not None
-
-    @property
     def worse(self) -> str | None:
         """See `describe_worse`."""
         return None if self.status is None else self.status.worse
@@ -333,18 +325,18 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     now = time.time() if now is None else now
     holder, alive = look_at(directory)
     status, written = read_status(directory)
-    quiet = None if written is None else max(0.0, now - written)
-    condition: Condition = "unknown"
+    if status is None or written is None:
+        condition: Condition = "running" if alive else "unknown"
+        return RunState(run=directory, condition=condition, status=None, holder=holder, quiet_seconds=None)
+    quiet = max(0.0, now - written)
     # The lock of another machine is not seen on every mount; there a status that is fresh tells of its run.
     elsewhere = holder != "" and f" on {platform.node()}," not in holder
-    if written is None:
-        condition = "running" if alive else "unknown"
-    elif status is not None and status.state != "running":
+    if status.state != "running":
         condition = status.state
-    elif not alive and not (status is not None and quiet is not None and elsewhere and quiet <= patience(status)):
-        condition = "killed"
-    elif status is not None and quiet is not None:
-        condition = "hangs" if quiet > patience(status) else "running"
+    elif quiet <= patience(status) and (alive or elsewhere):
+        condition = "running"
+    else:
+        condition = "hangs" if alive else "killed"
     return RunState(run=directory, condition=condition, status=status, holder=holder, quiet_seconds=quiet)
 
 

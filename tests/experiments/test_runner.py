@@ -19,7 +19,7 @@ from experiments.runner import Study, run_jobs
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.run.plots import to_png, to_svg
+from sage_fast.run.plots import figure_file
 from tests.made_runs import make_run
 
 MakeRun = Callable[..., RunConfig]
@@ -182,8 +182,8 @@ def made_up(key: str) -> list[Finding]:
 def test_figures_are_the_same_bytes_every_time() -> None:
     experiment, findings = next(e for e in EXPERIMENTS if e.key == "fig8"), Findings(made_up("fig8"))
     one, other = (draw_experiment(experiment, findings) for _ in range(2))
-    assert to_svg(one) == to_svg(other) and b"<dc:date>" not in to_svg(one)
-    assert to_png(one) == to_png(other)
+    assert figure_file(one, "svg") == figure_file(other, "svg") and b"<dc:date>" not in figure_file(one, "svg")
+    assert figure_file(one, "png") == figure_file(other, "png")
 
 
 def test_the_committed_page_is_made_of_the_committed_results() -> None:

@@ -14,9 +14,11 @@ run, 1 if something is missing or, with --deep, does not do what it should.
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
+from sage_fast import __version__
+from sage_fast.commands.common import LOOK_AHEAD_GPUS, add_config_argument, load_run_config
 
 USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
 
@@ -24,7 +26,7 @@ USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
-    add_gpus_argument(parser)
+    parser.add_argument("--gpus", type=int, metavar="N", help=LOOK_AHEAD_GPUS)
     parser.add_argument(
         "--deep",
         action="store_true",
@@ -42,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the checks; 1 when something is missing or has failed."""
     from sage_fast.config.errors import ConfigError
-    from sage_fast.tools.diagnosis import can_run, examine, to_json, to_text
+    from sage_fast.tools.diagnosis import can_run, examine, to_text
 
     config = load_run_config(options, overrides) if options.config or overrides else None
     checks = examine(config, options.gpus)
@@ -53,5 +55,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             from sage_fast.tools.acceptance import examine_deeply
 
             checks += examine_deeply(config, options.scores)
-    print(json.dumps(to_json(checks), indent=1) if options.json else to_text(checks, config is not None))
-    return 0 if can_run(checks) else 1
+    runs = can_run(checks)
+    if options.json:
+        tree = {"sage_fast": __version__, "can_run": runs, "checks": [asdict(check) for check in checks]}
+        print(json.dumps(tree, indent=1))
+    else:
+        print(to_text(checks, config is not None))
+    return 0 if runs else 1

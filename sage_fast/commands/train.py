@@ -25,18 +25,20 @@ keys that most people set:
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from sage_fast.commands.common import add_config_argument, add_cpu_argument, command_line, load_run_config
+from sage_fast.commands.common import ALLOW_CPU, add_config_argument, load_run_config
 from sage_fast.distributed.start import rank, world_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
-    add_cpu_argument(parser)
+    parser.add_argument("--allow-cpu", action="store_true", help=ALLOW_CPU)
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument(
         "--allow-changes",
@@ -93,12 +95,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.directory import RunDirectory
-    from sage_fast.run.resume import split_keys
     from sage_fast.run.run import train
     from sage_fast.tools.api import refuse_cpu
 
     refuse_cpu(config, options.allow_cpu)
-    result = train(settle_memory(config), allow_changes=split_keys(options.allow_changes))
+    result = train(settle_memory(config), allow_changes=options.allow_changes)
     if rank() != 0:
         return 0
     directory = RunDirectory(config.output_dir)  # as it was given
@@ -114,6 +115,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     elif world_size() > 1:
         print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
     else:
+        # A command that can be pasted, called as this program was.
+        name = Path(sys.argv[0]).name
+        program = {"__main__.py": "python -m sage_fast", "sage-fast": sys.argv[0]}.get(name, "sage-fast")
         words = [*sys.argv[1:], *(["--resume", "auto"] if config.resume != "auto" else [])]
-        print(f"Stopped after update {result.update}. Go on with:\n  {command_line(*words)}")
+        print(f"Stopped after update {result.update}. Go on with:\n  {program} {shlex.join(words)}")
     return 0

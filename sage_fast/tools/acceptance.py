@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,12 +87,7 @@ def examine_deeply(config: RunConfig, scores: Path | None = None) -> list[Check]
     return checks
 
 
-def _judged(name: str, passes: bool, detail: str, fix: str = "") -> Check:
-    return judged("deep", name, passes, detail, fix, "failed")
-
-
-def _info(name: str, detail: str) -> Check:
-    return Check("deep", name, "info", detail)
+_judged = partial(judged, "deep", otherwise="failed")
 
 
 def read_scores(file: Path) -> dict[str, list[dict[str, Any]]]:
@@ -118,7 +114,7 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
     for name in config.reward.rewards:
         what = f"reward {name}: scores"
         if not stored.get(name):
-            yield _info(what, "not compared: --scores FILE has none of its public code")
+            yield Check("deep", what, "info", "not compared: --scores FILE has none of its public code")
             continue
         takes = inspect.signature(find_reward(name)).parameters
         worst, at = 0.0, ""
@@ -145,7 +141,7 @@ def _prompt(config: RunConfig, components: Components) -> Iterator[Check]:
     (embeds,) = encoder.encode([prompt.asked(video.height, video.width)])
     plain: Callable[[str], Tensor] | None = getattr(encoder, "encode_plainly", None)
     if plain is None:
-        yield _info("prompt", f"{len(embeds.text)} tokens; the family has no second way to encode it")
+        yield Check("deep", "prompt", "info", f"{len(embeds.text)} tokens; the family has no second way to encode it")
         return
     expected, fix = plain(text), "wrong crop or tokenizer; delete the prompts in model.cache_dir"
     yield _close("prompt", embeds.text, expected, f"{len(expected)} tokens", fix=fix)
@@ -166,7 +162,7 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
         stock = family.velocity(transformer, latents, sigma, [embeds])
         forward = family.choose_forward(transformer, config.model)
         if forward is None:
-            yield _info("velocity", "model.forward is stock: there is one forward")
+            yield Check("deep", "velocity", "info", "model.forward is stock: there is one forward")
             return
         fused = family.velocity(transformer, latents, sigma, [embeds])
         forward.undo()
@@ -191,7 +187,8 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
     """One update of two videos: its timesteps, ratio, decoding and memory."""
     config, device = one_update(config), rank_device(config.model.device)
     if config.training.mode == "full" and device.type == "cuda":
-        yield _info("update", "left out: training.mode full needs several GPUs; check the LoRA preset of this size")
+        detail = "left out: training.mode full needs several GPUs; check the LoRA preset of this size"
+        yield Check("deep", "update", "info", detail)
         return
     prompt = load_prompts(config)[0][0]
     rewards = CompositeReward.from_config(config.reward, [prompt.text], device=str(device), fps=config.video.fps)
@@ -237,7 +234,7 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
     yield _judged("decode", passes, detail)
 
     if device.type != "cuda":
-        yield _info("memory", "not compared: on a CPU the process holds the earlier parts too")
+        yield Check("deep", "memory", "info", "not compared: on a CPU the process holds the earlier parts too")
         return
     memory_gb = torch.cuda.get_device_properties(device).total_memory / 1e9
     planned = make_memory_plan(config, on_gpu=True, gpus=1, memory_gb=memory_gb).memory.peak / 1e9

@@ -17,7 +17,6 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -41,7 +40,7 @@ from sage_fast.run import run as training
 from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
-from sage_fast.run.resume import check_same_run, split_keys
+from sage_fast.run.resume import check_same_run
 from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.checkpoints import choose_checkpoint
@@ -157,7 +156,7 @@ def train(
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
     refuse_cpu(config, allow_cpu)
-    allowed = split_keys([allow_changes] if isinstance(allow_changes, str) else list(allow_changes))
+    allowed = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
     return TrainedRun(
@@ -221,7 +220,7 @@ def evaluate(
     if resamples < 100:
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
-    config = _config_of(run)
+    config = _config_of(run, {})
     output_dir = Path(output_dir or RunDirectory(config.output_dir).scores)
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
@@ -278,7 +277,7 @@ def generate(
     if num_videos < 1:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
-    config = _config_of(run)
+    config = _config_of(run, {})
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if prompts is not None:
@@ -309,7 +308,7 @@ def generate(
 # ------------------------------------------------------------------------------------------ parts
 
 
-def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any] = MappingProxyType({})) -> RunConfig:
+def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]) -> RunConfig:
     """The configuration of a run, which may be given by its directory; else that of a preset or of files."""
     if isinstance(run, str | Path) and RunDirectory(run).is_run:
         run = open_run(run)

@@ -39,11 +39,6 @@ class Arm:
     apart: str
     runs: Sequence[RunDirectory]
 
-    @property
-    def seeds(self) -> list[int]:
-        """Seeds of the runs, ascending."""
-        return [run.seed for run in self.runs]
-
     def band(self, key: str) -> tuple[list[int], list[float], list[float]]:
         """Updates that every seed has logged, and the mean and the sample deviation over the seeds (0 for one)."""
         curves = [run.curve(key) for run in self.runs]

@@ -9,9 +9,9 @@ import platform
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import av
 import torch
@@ -57,7 +57,7 @@ class Check:
     fix: str = ""
 
 
-def judged(section: str, name: str, passes: bool, detail: str, fix: str, otherwise: Status = "missing") -> Check:
+def judged(section: str, name: str, passes: bool, detail: str, fix: str = "", otherwise: Status = "missing") -> Check:
     """A finding that is ok, or needs its remedy."""
     return Check(section, name, "ok", detail) if passes else Check(section, name, otherwise, detail, fix)
 
@@ -77,11 +77,6 @@ def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
 def can_run(checks: Sequence[Check]) -> bool:
     """True when nothing is missing, and nothing has failed."""
     return all(check.status not in ("missing", "failed") for check in checks)
-
-
-def to_json(checks: Sequence[Check]) -> dict[str, Any]:
-    """The checks as JSON values."""
-    return {"sage_fast": __version__, "can_run": can_run(checks), "checks": [asdict(check) for check in checks]}
 
 
 def to_text(checks: Sequence[Check], config_given: bool) -> str:

@@ -145,12 +145,14 @@ def write_videos(
         for member in range(num_videos)
     }
     settings = sampling_settings(config, sampler, weights)
-    records = {
-        name: settings
-        | {"noise_seed": noise_seed(p, config.evaluation.seed, EvaluationConfig.seed)}
-        | {"prompt": _identity(p), "member": member}
-        for name, (p, member) in plan.items()
-    }
+    records = {}
+    for name, (prompt, member) in plan.items():
+        # The parts of a prompt that decide its video; of a picture its content, not its place.
+        identity = {key: value for key, value in asdict(prompt).items() if key != "image"}
+        if prompt.image is not None:
+            identity["image"] = content_digest(prompt.image)
+        seed = noise_seed(prompt, config.evaluation.seed, EvaluationConfig.seed)
+        records[name] = settings | {"noise_seed": seed, "prompt": identity, "member": member}
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]
@@ -170,12 +172,6 @@ def write_videos(
     cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
     media.contact_sheet(output / "contact_sheet.png", cells)
     return paths
-
-
-def _identity(prompt: Prompt) -> dict[str, Any]:
-    """The parts of a prompt that decide its video, as JSON values; of a picture its content, not its place."""
-    values = {name: value for name, value in asdict(prompt).items() if name != "image"}
-    return values if prompt.image is None else values | {"image": content_digest(prompt.image)}
 
 
 def initial_weights(model: ModelConfig) -> str:

@@ -17,10 +17,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.config.files import write_text
+from sage_fast.config.files import replacing, write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
@@ -101,15 +102,11 @@ class PairedEvaluation:
         return [video_files.video_file_name(i, prompt.text) for i, prompt in enumerate(self.prompts)]
 
     @cached_property
-    def generator(self) -> Generator:
-        """The model, with the base weights until the trained ones are put into it."""
-        return load_generator(self.config, self.prompts)
-
-    @cached_property
-    def reward(self) -> CompositeReward:
-        """The rewards, which score both models."""
+    def loaded(self) -> tuple[CompositeReward, Generator]:
+        """The rewards, which score both models, and the model, with the base weights until it gets the trained ones."""
         texts, device = [prompt.text for prompt in self.prompts], str(rank_device(self.config.model.device))
-        return CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
+        reward = CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
+        return reward, load_generator(self.config, self.prompts)
 
     def report(self, *, num_videos: int, resamples: int) -> Report:
         """Evaluate what has not been evaluated, and compare.
@@ -147,7 +144,10 @@ class PairedEvaluation:
         for number in numbers:
             if (image := self.prompts[number].image) is not None:
                 found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
-                media.write_picture(self.folder / found[number], image, (video.width, video.height))
+                # Scaled and cropped as the video that begins with it.
+                with Image.open(image) as opened, replacing(self.folder / found[number]) as partial:
+                    upright = ImageOps.exif_transpose(opened).convert("RGB")
+                    ImageOps.fit(upright, (video.width, video.height)).save(partial, "JPEG")
         return found
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
@@ -171,7 +171,7 @@ class PairedEvaluation:
         return result
 
     def _evaluate(self, model: str) -> Evaluation:
-        reward, generator = self.reward, self.generator
+        reward, generator = self.loaded
         if model == "trained":
             generator.use_trained(self.weights)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.hooks import RemovableHandle
 
 from sage_fast.config.files import replacing, write_text
 from sage_fast.models.family import transformer_blocks
@@ -60,16 +61,11 @@ def named_blocks(transformer: nn.Module) -> Iterator[None]:
     """Within the context every call of a transformer block is a range of the trace."""
     ranges: list[record_function] = []
 
-    def enter(module: nn.Module, arguments: object) -> None:
-        ranges.append(record_function(BLOCK))
-        ranges[-1].__enter__()
-
-    def leave(module: nn.Module, arguments: object, result: object) -> None:
-        ranges.pop().__exit__(None, None, None)
-
-    blocks = transformer_blocks(transformer)
-    handles = [block.register_forward_pre_hook(enter) for block in blocks]
-    handles += [block.register_forward_hook(leave) for block in blocks]
+    handles: list[RemovableHandle] = []
+    for block in transformer_blocks(transformer):
+        enter = block.register_forward_pre_hook(lambda *_: ranges.append(record_function(BLOCK).__enter__()))
+        leave = block.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None))
+        handles += [enter, leave]
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ def runs(tmp_path: Path) -> list[Path]:
 def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
     arms = group_into_arms([RunDirectory(folder) for folder in runs])
     assert [(arm.name, arm.apart) for arm in arms] == [("sage", "sde_type=sage_grpo"), ("cps", "sde_type=cps")]
-    assert [arm.seeds for arm in arms] == [[0, 1], [0, 1]]
+    assert [[run.seed for run in arm.runs] for arm in arms] == [[0, 1], [0, 1]]
     updates, means, spreads = arms[0].band("reward/mean")
     assert updates == [1, 2, 3, 4] and means[0] == pytest.approx(0.105) and spreads[0] == pytest.approx(0.01 / 2**0.5)
 

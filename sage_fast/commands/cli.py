@@ -16,18 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from sage_fast import __version__
-from sage_fast.commands import (
-    compare,
-    configs,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    plan,
-    profile,
-    status,
-    train,
-)
+from sage_fast.commands import compare, configs, doctor, evaluate, export, generate, plan, profile, status, train
 from sage_fast.commands.common import RenamedOption, split_words
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, rank, report_error, world_size

@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_sampling_arguments(parser, base="", num_videos=8, counted="prompts whose videos the report shows")
     parser.add_argument(
-        "--rewards",
-        metavar="NAME,NAME",
-        help="more rewards to measure; they do not count in the reward",
+        "--rewards", metavar="NAME,NAME", help="more rewards to measure; they do not count in the reward"
     )
     parser.add_argument("--resamples", type=int, default=10_000, help="bootstrap samples; default 10000")
 

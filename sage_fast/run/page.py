@@ -28,7 +28,7 @@ from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.config.schema import by_dotted_key, to_dict
-from sage_fast.evaluation import Evaluation, PairedTest, paired_test, plus_minus, scored_in_both, to_error
+from sage_fast.evaluation import Evaluation, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
 from sage_fast.run.run_status import Status, format_seconds, read_status
@@ -110,22 +110,8 @@ def charts(*parts: tuple[str, Sequence[Line], dict[str, Any]]) -> list[Chart]:
 # ------------------------------------------------------------------------------------------------ page of a run
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """The last evaluation beside that of update 0, of the prompts that both have scored.
-
-    test: of their rewards. rows: number of the prompt -> its text, reward before and reward after. lower_is_better:
-    names of scores. noises: videos of each prompt.
-
-    Example: `Compared(update=40, test=PairedTest(...), rows={0: ("a red circle", 0.4, 0.5)}, lower_is_better=set(),
-    noises=1)`
-    """
-
-    update: int
-    test: PairedTest
-    rows: dict[int, tuple[str, float, float]]
-    lower_is_better: set[str]
-    noises: int
+Compared = tuple[int, Evaluation, Evaluation]
+"""Update of the last evaluation, and the scores of update 0 and of that one, of the prompts that both have scored."""
 
 
 def write_run_page(directory: str | os.PathLike[str]) -> None:
@@ -143,9 +129,12 @@ def run_page(run: str | os.PathLike[str]) -> str:
     rows = sorted(read_metrics(directory.metrics), key=lambda row: row["update"]) if directory.metrics.exists() else []
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
-    name = directory.path.resolve().name
-    scored = list(compared.rows.values()) if compared is not None else []
+    evaluated, lower, scored = 0, set[str](), list[tuple[str, float, float]]()
+    if compared is not None:
+        evaluated, before, after = compared
+        lower, scored = set(after.lower_is_better), list(zip(after.prompts, before.reward, after.reward, strict=True))
     gained, lost = _extremes(scored, lambda row: row[2] - row[1], SHOWN_PROMPTS)
+    name = directory.path.resolve().name
     config, environment = directory.config, directory.environment
     files = [directory.metrics, config, directory.reward_plot, directory.before_after, directory.result]
     return render(
@@ -157,11 +146,11 @@ def run_page(run: str | os.PathLike[str]) -> str:
         program="sage-fast" if shutil.which("sage-fast") else f"{shlex.quote(sys.executable)} -m sage_fast",
         status=status,
         facts=_facts(rows, status, compared),
-        rewards=_reward_charts(rows, compared.lower_is_better if compared else set()),
+        rewards=_reward_charts(rows, lower),
         sections=[("Training", _training_charts(rows)), ("Speed", _speed_charts(rows, status))],
         grid=directory.before_after.name if directory.before_after.exists() else None,
         samples=_samples(directory, compared),
-        evaluated=compared.update if compared is not None else 0,
+        evaluated=evaluated,
         prompts=[("Prompts that gained most", gained), ("Prompts that lost most", lost)],
         files=[file.relative_to(directory).as_posix() for file in files if file.exists()],
         config=config.read_text("utf-8") if config.exists() else "",
@@ -180,14 +169,7 @@ def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:
     except (OSError, ValueError) as error:
         logger.warning("The page of the run has no prompts: %s", error)
         return None
-    prompts = zip(after.prompts, before.reward, after.reward, strict=True)
-    return Compared(
-        update=updates[-1],
-        test=paired_test(before.reward, after.reward),
-        rows=dict(zip(after.numbers(), prompts, strict=True)),
-        lower_is_better=set(after.lower_is_better),
-        noises=after.noises,
-    )
+    return updates[-1], before, after
 
 
 def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list[tuple[str, str]]:
@@ -200,8 +182,9 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
         if key in last:
             facts.append((label, number(last[key])))
     if compared is not None:
-        test = compared.test
-        facts.append((f"gain at update {compared.update}", test.change))
+        update, before, after = compared
+        test = paired_test(before.reward, after.reward)
+        facts.append((f"gain at update {update}", test.change))
         facts.append(("prompts that gained", f"{test.wins:.0%} of {test.count}"))
     if last.get("time/iteration") and status is not None:
         facts.append(("videos an hour", number(3600 * status.videos_per_rollout / last["time/iteration"])))
@@ -282,13 +265,16 @@ def _samples(directory: RunDirectory, compared: Compared | None) -> dict[str, An
     if len(folders) < 2 or folders[0].name != "update-000000":
         return None
     last = folders[-1]
-    scored = compared.rows if compared is not None else {}
+    noises, known = 1, dict[int, tuple[str, float | None]]()
+    if compared is not None:
+        _, start, end = compared
+        noises, changes = end.noises, [b - a for a, b in zip(start.reward, end.reward, strict=True)]
+        known = dict(zip(end.numbers(), zip(end.prompts, changes, strict=True), strict=True))
     pairs: list[tuple[str, float | None, str, str]] = []
     for file in sorted(last.glob("*.mp4")):
         if (folders[0] / file.name).exists():
             # The file's name begins with the number of its prompt.
-            row = scored.get(int(file.name.partition("-")[0]))
-            prompt, gain = (row[0], row[2] - row[1]) if row is not None else (file.stem, None)
+            prompt, gain = known.get(int(file.name.partition("-")[0]), (file.stem, None))
             before, after = ((folder / file.name).relative_to(directory).as_posix() for folder in (folders[0], last))
             pairs.append((prompt, gain, before, after))
     if not pairs:
@@ -298,7 +284,6 @@ def _samples(directory: RunDirectory, compared: Compared | None) -> dict[str, An
         gains, losses = _extremes(pairs, lambda pair: pair[1] or 0.0, SHOWN_VIDEOS)
         shown = [("Largest gains", gains), ("Largest losses", losses)]
         groups = [group for group in shown if group[1]] or [("Samples", pairs[:SHOWN_VIDEOS])]
-    noises = compared.noises if compared is not None else 1
     updates = [int(folder.name.removeprefix("update-")) for folder in folders]
     return {"noises": noises, "updates": updates, "groups": groups}
 

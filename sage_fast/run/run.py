@@ -121,11 +121,7 @@ def build_trainer(
         raise ConfigError(str(error)) from error
 
 
-def train(
-    config: RunConfig,
-    allow_changes: Collection[str] = (),
-    callbacks: Sequence[Callback] = (),
-) -> RunResult:
+def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Sequence[Callback] = ()) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
@@ -253,10 +249,7 @@ class Run:
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
-                self.checkpoints,
-                keep_last=saving.keep_last,
-                asynchronous=saving.asynchronous,
-                world=self.world,
+                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
             )
             self.writer = stack.enter_context(writer)
             self.trainer.progress = self._tell

@@ -39,8 +39,10 @@ class Arm:
     apart: str
     runs: Sequence[RunDirectory]
 
-    def band(self, key: str) -> tuple[list[int], list[float], list[float]]:
-        """Updates that every seed has logged, and the mean and the sample deviation over the seeds (0 for one)."""
+    def line(self, key: str, colour: int = 0) -> Line:
+        """A metric over the updates that every seed has logged: the mean, in a band of one sample deviation (0 for one
+        seed).
+        """
         curves = [run.curve(key) for run in self.runs]
         updates = sorted(set.intersection(*map(set, curves)))
         means, spreads = [], []
@@ -48,7 +50,7 @@ class Arm:
             values = [curve[update] for curve in curves]
             means.append(fmean(values))
             spreads.append(stdev(values) if len(values) > 1 else 0.0)
-        return updates, means, spreads
+        return Line(label=self.name, x=updates, y=means, spread=spreads, colour=colour, dots=len(updates) < 15)
 
 
 def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
@@ -271,12 +273,7 @@ def _html(comparison: Comparison) -> str:
     for key in wanted:
         if key not in logged:
             continue
-        lines = []
-        for number, arm in enumerate(arms):
-            # The mean over the arm's seeds, in a band of one standard deviation of them.
-            updates, means, spreads = arm.band(key)
-            line = Line(label=arm.name, x=updates, y=means, spread=spreads, colour=number, dots=len(updates) < 15)
-            lines.append(line)
+        lines = [arm.line(key, number) for number, arm in enumerate(arms)]
         if any(any(line.y) for line in lines):  # a KL may be 0 in all of a run
             drawn.append((key, lines, {}))
     return render(

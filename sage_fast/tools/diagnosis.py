@@ -141,8 +141,9 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
     device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
     if config is not None:
-        model = config.model
-        device, dtype, wanted = _device(model) or device, getattr(torch, model.dtype), model.attention
+        dtype, wanted = getattr(torch, config.model.dtype), config.model.attention
+        with suppress(ConfigError):
+            device = str(rank_device(config.model.device))
     for name, reason in backend_report(torch.device(device), dtype).items():
         if reason is not None and name != wanted:
             yield Check("attention", name, "info", reason)
@@ -154,22 +155,22 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
 # ------------------------------------------------------------------------------------------------------ configuration
 
 
-def _device(model: ModelConfig) -> str | None:
-    """The device a run would use; None where torch cannot use the one that is named."""
-    with suppress(ConfigError):
-        return str(rank_device(model.device))
-    return None
+def _known(model: ModelConfig) -> tuple[str | None, ModelDescription | None]:
+    """The device that a run would use, and the model before it is loaded.
 
-
-def _description(model: ModelConfig) -> ModelDescription | None:
-    """The model before it is loaded; None where its family or its folder says nothing."""
+    None where torch cannot use the device that is named, and where the model's family or its folder says nothing.
+    """
+    device, description = None, None
     with suppress(ConfigError):
-        return describe_model(model)
-    return None
+        device = str(rank_device(model.device))
+    with suppress(ConfigError):
+        description = describe_model(model)
+    return device, description
 
 
 def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "configuration"
+    device, description = _known(config.model)
     try:
         yield Check(section, "model.device", "ok", str(rank_device(config.model.device)))
     except ConfigError as error:
@@ -179,10 +180,10 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     try:
         prompts, evaluated = load_prompts(config)
         yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
-        if (description := _description(config.model)) is not None:
-            device = choose_device(None, _device(config.model) or "auto", description.width)
-            if (encoding := plan_encoding(config, device, description, gpus)) is not None:
-                detail = f"{encoding_text(encoding)}; predicted for {device.name}"
+        if description is not None:
+            planned = choose_device(None, device or "auto", description.width)
+            if (encoding := plan_encoding(config, planned, description, gpus)) is not None:
+                detail = f"{encoding_text(encoding)}; predicted for {planned.name}"
                 yield Check(section, "encoding of prompts", "info", detail)
     except ConfigError as error:
         yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
@@ -196,7 +197,7 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
             yield Check(section, key, "missing", f"{package} is not installed", fix=fix)
     here = torch.cuda.device_count()
     if gpus > 1:
-        enough = _device(config.model) == "cpu" or here >= gpus
+        enough = device == "cpu" or here >= gpus
         detail = f"{gpus}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
         yield judged(section, "processes", enough, detail, fix, "warning")
@@ -210,7 +211,7 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         yield Check(section, "output_dir", "warning", f"{folder} already holds a run", fix=fix)
     else:
         yield Check(section, "output_dir", "ok", str(folder))
-    if (description := _description(config.model)) is not None:
+    if description is not None:
         size = count_weights(config, description.transformer).total
         if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
             fix = f"--optimizer.learning_rate={unusual[1]:g}"
@@ -299,7 +300,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "memory"
-    description, device, host = _description(config.model), _device(config.model), host_memory()
+    (device, description), host = _known(config.model), host_memory()
     if description is None or device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
@@ -331,7 +332,8 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         if requirement.missing:
             folder = _existing(download_folder(requirement))
             needed[folder] = needed.get(folder, 0.0) + requirement.gigabytes * 1e9
-    if (description := _description(config.model)) is not None:
+    _, description = _known(config.model)
+    if description is not None:
         # One more than is kept: the new one is written before the oldest goes.
         count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
         folder = _existing(Path(config.output_dir))

@@ -22,7 +22,7 @@ from sage_fast.models.transformer import FusedForward
 from sage_fast.policy.adapters import load_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.trained import use_weights, weights_digest
-from sage_fast.records import Prompt, PromptEmbeds
+from sage_fast.records import Prompt
 from sage_fast.rollout import Sampler, evaluation_sampler, initial_latents, micro_batches, noise_seed
 from sage_fast.run import media
 
@@ -38,15 +38,14 @@ SHEET_ROWS = 16
 class Generator:
     """A model that is ready to sample: the one that the run starts from, until `use_trained` is called.
 
-    prompts: those that it can be asked for. embed: conditioning of one, on `device`. latent_shape: (C, F, H, W).
+    prompts: those that it can be asked for. sampler: see `evaluation_sampler`, of which the keyword `sde_type` is left.
     """
 
     config: RunConfig
     policy: GuidedPolicy
     decoder: VideoDecoder
     prompts: Sequence[Prompt]
-    embed: Callable[[Prompt], PromptEmbeds]
-    latent_shape: tuple[int, int, int, int]
+    sampler: Callable[..., Sampler]
     device: torch.device
     acceleration: FusedForward | None
 
@@ -66,12 +65,6 @@ class Generator:
             raise ConfigError(f"{what}: {error}") from error
         transformer.to(self.device)
         self.acceleration = family_of(transformer).choose_forward(transformer, self.config.model)
-
-    def sampler(self, sde_type: str = "ode") -> Sampler:
-        """The evaluation's sampler, or another one with its number of steps and noise scale."""
-        initial = partial(initial_latents, shape=self.latent_shape, device=self.device)
-        sections = self.config.rollout, self.config.evaluation
-        return evaluation_sampler(*sections, self.policy, self.embed, initial, sde_type=sde_type)
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -98,26 +91,28 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         acceleration = family_of(transformer).choose_forward(transformer, config.model)
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
+    policy = GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale)
+    sampler = partial(
+        evaluation_sampler,
+        config.rollout,
+        config.evaluation,
+        policy,
+        lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(device),
+        partial(initial_latents, shape=latent_shape, device=device),
+    )
     return Generator(
         config=config,
-        policy=GuidedPolicy(transformer, unconditional, config.rollout.guidance_scale),
+        policy=policy,
         decoder=components.video_decoder,
         prompts=prompts,
-        embed=lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(device),
-        latent_shape=latent_shape,
+        sampler=sampler,
         device=device,
         acceleration=acceleration,
     )
 
 
 def write_videos(
-    generator: Generator,
-    output: Path,
-    *,
-    weights: str,
-    sampler: str,
-    num_videos: int,
-    overwrite: bool,
+    generator: Generator, output: Path, *, weights: str, sampler: str, num_videos: int, overwrite: bool
 ) -> list[Path]:
     """Write `num_videos` videos for each of the generator's prompts, and a contact sheet of the first 16.
 
@@ -160,7 +155,7 @@ def write_videos(
         logger.info(
             "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
         )
-    sample, done = generator.sampler(sampler), 0
+    sample, done = generator.sampler(sde_type=sampler), 0
     for names in micro_batches(remaining, config.evaluation.batch_size):
         latents = sample(sample.samples(plan[name] for name in names)).final
         for name, video in zip(names, generator.decoder.decode(latents), strict=True):

@@ -32,8 +32,9 @@ def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) 
     arms = group_into_arms([RunDirectory(folder) for folder in runs])
     assert [(arm.name, arm.apart) for arm in arms] == [("sage", "sde_type=sage_grpo"), ("cps", "sde_type=cps")]
     assert [[run.seed for run in arm.runs] for arm in arms] == [[0, 1], [0, 1]]
-    updates, means, spreads = arms[0].band("reward/mean")
-    assert updates == [1, 2, 3, 4] and means[0] == pytest.approx(0.105) and spreads[0] == pytest.approx(0.01 / 2**0.5)
+    line = arms[0].line("reward/mean")
+    assert line.x == [1, 2, 3, 4] and line.y[0] == pytest.approx(0.105)
+    assert line.spread[0] == pytest.approx(0.01 / 2**0.5)
 
 
 def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_path: Path) -> None:

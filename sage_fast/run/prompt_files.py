@@ -299,7 +299,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _cell(row: Mapping[str, object], name: str) -> object:
-    """What a row has by this name; None where it has nothing or a blank."""
+    """The value of a row by its name; None where it has none or a blank."""
     value = row.get(name)
     return None if value is None or not str(value).strip() else value
 
@@ -311,7 +311,7 @@ def _whole(value: object) -> int | None:
 
 
 def _prompt(where: str, text: str, index: int, seed: object, image: object, folder: Path) -> Prompt:
-    """ValueError where the seed is no whole number, or the picture is not in the folder."""
+    """The prompt of a row. ValueError for a seed that is not a whole number, and for a picture that is not there."""
     number = _whole(seed)
     if seed is not None and number is None:
         raise ValueError(

@@ -303,7 +303,7 @@ class Run:
                 times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
-            # Due is what an update of this iteration is a multiple of.
+            # Saving and evaluating are due where the iteration has reached or passed a multiple of their updates.
             before = trainer.update - config.training.updates_per_rollout
             evaluates = every > 0 and (done or trainer.update // every > before // every)
             seconds_saving = 0.0

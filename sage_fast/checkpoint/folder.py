@@ -94,7 +94,17 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
 
     def examine() -> None:
         for name in sorted(files)[world.rank :: world.size]:
-            _examine(folder, name, files[name], where)
+            path, entry = folder / name, files[name]
+            try:
+                same = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+            except OSError as error:
+                if error.errno not in ABSENT:
+                    raise UnreadableCheckpointError.of(path, error) from error
+                if not os.path.isdir(folder):  # rank 0 has read its manifest: this machine has not mounted it
+                    raise UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}") from error
+                same = False
+            if not same:
+                raise DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
 
     agree(world, examine)
 
@@ -203,20 +213,6 @@ def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     """SHA-256 of a manifest without its own digest, whatever its line breaks."""
     others = {key: value for key, value in manifest.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
-
-
-def _examine(folder: Path, name: str, entry: Mapping[str, Any], where: str) -> None:
-    """Compare a file of a checkpoint with the manifest that rank 0 has read. Raises as `verify_checkpoint`."""
-    path = folder / name
-    try:
-        if path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]:
-            return
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise UnreadableCheckpointError.of(path, error) from error
-        if not os.path.isdir(folder):  # rank 0 has read its manifest: this machine has not mounted it
-            raise UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}") from error
-    raise DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
 
 
 def _sha256(path: Path) -> str:

@@ -9,6 +9,7 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,20 +92,20 @@ class Checkpoint:
         agree(self._world, fill)
 
 
+@dataclass(eq=False)
 class SavedTensors(Mapping[str, Tensor]):
     """The tensors of one group of a checkpoint: each look-up reads a whole tensor into CPU memory and keeps nothing.
 
     meta: name -> a meta tensor with its shape and data type.
     """
 
-    def __init__(self, shards: "_Shards", group: str, meta: dict[str, Tensor]) -> None:
-        self.meta = meta
-        self._shards = shards
-        self._group = group
+    shards: "_Shards"
+    group: str
+    meta: dict[str, Tensor]
 
     def __getitem__(self, name: str) -> Tensor:
         value = torch.empty_like(self.meta[name], device="cpu")
-        self._shards.read({f"{self._group}.{name}": value})
+        self.shards.read({f"{self.group}.{name}": value})
         return value
 
     def __iter__(self) -> Iterator[str]:

@@ -333,17 +333,14 @@ class CheckpointWriter:
         sync(self.root)
         self.published.append(final)
         try:
-            self._delete_superfluous(update)
+            best = read_best(self.root, newest=update)
+            # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
+            folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
+            for old in folders[: -self.keep_last]:
+                if best is None or update_of(old) != best[0]:
+                    self._discard(old)
         except (OSError, CheckpointError) as error:  # the checkpoint is complete, and room is asked for another time
             logger.warning("Checkpoints that are no longer kept could not be deleted: %s", error)
-
-    def _delete_superfluous(self, update: int) -> None:
-        best = read_best(self.root, newest=update)
-        # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
-        folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
-        for old in folders[: -self.keep_last]:
-            if best is None or update_of(old) != best[0]:
-                self._discard(old)
 
     def _discard(self, folder: Path) -> None:
         """Delete a checkpoint so that nobody meets half of one."""

@@ -11,7 +11,6 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +118,13 @@ def fingerprint(paths: Iterable[Path]) -> str:
 def content_digest(path: str | Path) -> str:
     """Identity of a whole file's content, 32 hex digits; it is read again only once its date or size has changed."""
     status = os.stat(path)
-    return _content_digest(str(path), status.st_mtime_ns, status.st_size)
+    version = str(path), status.st_mtime_ns, status.st_size
+    if version not in _digests:
+        _digests[version] = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+    return _digests[version]
 
 
-@lru_cache(maxsize=2**20)
-def _content_digest(path: str, *version: int) -> str:
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
+_digests: dict[tuple[str, int, int], str] = {}
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
-from sage_fast.config.presets import config_file, locate, missing_file, portable
+from sage_fast.config.presets import config_file, locate, portable, similar_preset
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
 
@@ -95,7 +95,7 @@ def read_config_file(name: str | Path, above: tuple[Path, ...] = ()) -> Tree:
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise missing_file(path) from error
+        raise ConfigError(f"There is no file, run or preset {str(path)!r}.{similar_preset(str(path))}") from error
     except OSError as error:
         raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from error
     tree = read_yaml(text, str(path))
@@ -152,7 +152,7 @@ def _set(tree: Tree, key: str, value: Any) -> None:
         value = {**options, reward: {**options.get(reward, {}), option: value}}
     elif known == "reward.weights" != key:
         value = {**tree.get(name, _default(known)), key.removeprefix("reward.weights."): value}
-    elif _is_section(kind):
+    elif is_dataclass(kind):
         _check_keys({name: value}, "command line", "".join(f"{section}." for section in sections))
         value = _merged(tree.get(name, {}), value, f"{known}.")
     tree[name] = value
@@ -165,7 +165,7 @@ def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
         if key not in _fields():
             raise ConfigError(_explain_unknown(key, where))
         kind: Any = _fields()[key].type
-        if _is_section(kind):
+        if is_dataclass(kind):
             if not isinstance(value, dict):
                 example = f"{key}.{fields(kind)[0].name}"
                 raise ConfigError(
@@ -178,7 +178,7 @@ def _merged(base: Tree, top: Tree, prefix: str = "") -> Tree:
     """`top` laid over `base`, key by key inside sections; other values are replaced as a whole."""
     result = dict(base)
     for name, value in top.items():
-        inside = _is_section(_fields()[f"{prefix}{name}"].type) and name in base
+        inside = is_dataclass(_fields()[f"{prefix}{name}"].type) and name in base
         result[name] = _merged(base[name], value, f"{prefix}{name}.") if inside else value
     return result
 
@@ -205,14 +205,10 @@ def _fields() -> "dict[str, Field[Any]]":
     def walk(cls: Any, prefix: str) -> "Iterator[tuple[str, Field[Any]]]":
         for f in fields(cls):
             yield prefix + f.name, f
-            if _is_section(f.type):
+            if is_dataclass(f.type):
                 yield from walk(f.type, f"{prefix}{f.name}.")
 
     return dict(walk(RunConfig, ""))
-
-
-def _is_section(kind: Any) -> Any:
-    return isinstance(kind, type) and is_dataclass(kind)
 
 
 def _kind(key: str) -> Any:
@@ -263,7 +259,7 @@ def describe_keys(word: str = "") -> str:
         f = _fields()[key]
         if word not in key:
             continue
-        if _is_section(f.type):
+        if is_dataclass(f.type):
             parts.append(f"\n{key}: {meaning}\n")
             continue
         required = f.default is MISSING and f.default_factory is MISSING

@@ -45,7 +45,7 @@ def find_shipped(name: str) -> Path:
     for file in (root / f"{name}.yaml", root / name):
         if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):
             return file
-    raise ConfigError(f"There is no preset {name!r}.{_hint(name)}")
+    raise ConfigError(f"There is no preset {name!r}.{similar_preset(name)}")
 
 
 def config_file(name: str | Path) -> Path:
@@ -55,12 +55,8 @@ def config_file(name: str | Path) -> Path:
     return presets_folder() / f"{name}.yaml" if not os.path.isfile(path) and str(name) in preset_names() else path
 
 
-def missing_file(path: Path) -> ConfigError:
-    """Message for a configuration that is neither a file nor a preset."""
-    return ConfigError(f"There is no file, run or preset {str(path)!r}.{_hint(str(path))}")
-
-
-def _hint(name: str) -> str:
+def similar_preset(name: str) -> str:
+    """End of a message about a name that nothing has: the presets that may be meant, and where all are listed."""
     word = name.removeprefix("configs/").removesuffix(".yaml")
     names = preset_names()
     close = [known for known in names if word in (known, known.rpartition("/")[2])]

@@ -39,7 +39,8 @@ REWARDS = {
 }
 
 
-_REGISTERED: dict[str, Any] = {}
+REGISTERED: dict[str, Any] = {}
+"""Objects that this process has entered by `register`, by name."""
 
 
 def register(found: Any) -> str:
@@ -49,13 +50,8 @@ def register(found: Any) -> str:
     """
     named = found if hasattr(found, "__qualname__") else type(found)
     name = f"{named.__module__}:{named.__qualname__}"
-    _REGISTERED[name] = found
+    REGISTERED[name] = found
     return name
-
-
-def registered() -> set[str]:
-    """Names that this process has entered."""
-    return set(_REGISTERED)
 
 
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
@@ -64,8 +60,8 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
     Raises:
         ConfigError: the name is unknown, is not a name, or importing its module failed; the message names `key`.
     """
-    if name in _REGISTERED:
-        return _REGISTERED[name]
+    if name in REGISTERED:
+        return REGISTERED[name]
     target = table.get(name, name)
     module_name, separator, attribute = target.partition(":")
     if not separator:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, UPDATES, registered, resolve
+from sage_fast.config.registry import MODEL_FAMILIES, REGISTERED, UPDATES, resolve
 from sage_fast.config.sections import (
     FIXED,
     FREE,
@@ -182,7 +182,7 @@ class RunConfig:
         needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
         check_needs(setting, "model.adaln to auto", needs)
         # To read a configuration must not import code that it names: a run asks such a family once it is trusted.
-        if self.model.family in {*MODEL_FAMILIES, *registered()}:
+        if self.model.family in {*MODEL_FAMILIES, *REGISTERED}:
             family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
             self.check_frozen_adaln(getattr(family, "adaln_targets", ()))
 

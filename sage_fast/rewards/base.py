@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import REWARDS, outside_names, registered, resolve
+from sage_fast.config.registry import REGISTERED, REWARDS, outside_names, resolve
 from sage_fast.config.sections import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
@@ -104,7 +104,7 @@ def scored_elsewhere(config: RewardConfig) -> list[str]:
     if config.url is not None:
         return config.rewards
     names = outside_names(config.rewards, REWARDS) if config.python is not None else []
-    return [name for name in names if name not in registered()]
+    return [name for name in names if name not in REGISTERED]
 
 
 def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
@@ -128,15 +128,12 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:
-    """The prompts of a batch, for a message: the first one, and how many more there are."""
-    others = len(samples) - 1
-    more = f" or one of the {others} videos scored with it" if others > 1 else " or the video scored with it"
-    return describe(samples[0]) + (more if others else "")
-
-
-def describe(sample: Sample) -> str:
-    """One video, for a message: its prompt and its place in the prompt's group."""
-    return f"prompt {sample.prompt.index} ({sample.prompt.text!r}), sample {sample.member}"
+    """A batch, for a message: prompt and place in its group of the first video, and how many more share the batch."""
+    first, others = samples[0], len(samples) - 1
+    text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
+    if others:
+        text += f" or one of the {others} videos scored with it" if others > 1 else " or the video scored with it"
+    return text
 
 
 def resolve_device(name: str) -> torch.device:

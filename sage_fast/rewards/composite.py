@@ -14,7 +14,7 @@ from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import Reward, describe, describe_batch, find_reward, scored_elsewhere
+from sage_fast.rewards.base import Reward, describe_batch, find_reward, scored_elsewhere
 from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import FunctionReward, SetupError, build_reward, fill_options, parameters
@@ -252,7 +252,7 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
         )
     bad = (~value.isfinite()).nonzero().flatten().tolist()
     if bad:
-        raise RewardError(f"{what} = {value[bad[0]].item()} for {describe(samples[bad[0]])}.")
+        raise RewardError(f"{what} = {value[bad[0]].item()} for {describe_batch([samples[bad[0]]])}.")
     return value
 
 

@@ -25,6 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executors
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -68,12 +69,6 @@ def _entries(owner: Any, name: str) -> Watched:
     return lambda: list(getattr(owner, name)), lambda values: getattr(owner, name).__setitem__(slice(None), values)
 
 
-def _directory() -> str | None:
-    with suppress(FileNotFoundError):
-        return os.getcwd()
-    return None  # it was deleted
-
-
 def _write_environment(values: dict[str, str]) -> None:
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
@@ -90,42 +85,26 @@ def _umask() -> str:
     return f"{umask:04o}"
 
 
+@dataclass
 class _Stream:
     """An open standard stream of the process, held open; equal to one that leads to the same file."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self._held = number, os.dup(number)
-        status = os.fstat(self._held)
-        self._file = status.st_dev, status.st_ino
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and (self.number, self._file) == (other.number, other._file)
-
-    __hash__ = None  # type: ignore[assignment]
+    number: int
+    file: tuple[int, int]
+    """Its device and its number there."""
+    held: int = field(compare=False)
 
     def __del__(self) -> None:
-        if hasattr(self, "_held"):
-            os.close(self._held)
-
-    def restore(self) -> None:
-        os.dup2(self._held, self.number)
+        os.close(self.held)
 
 
 def _streams() -> list[_Stream]:
     found = []
     for number in range(3):
         with suppress(OSError):  # it is closed
-            found.append(_Stream(number))
+            status = os.fstat(number)
+            found.append(_Stream(number, (status.st_dev, status.st_ino), os.dup(number)))
     return found
-
-
-def _functions(module: Any) -> Watched:
-    """The functions of a module, which some libraries replace by theirs."""
-
-    def read() -> dict[str, Any]:
-        return {name: value for name, value in vars(module).items() if callable(value)}
-
-    return read, vars(module).update
 
 
 def _write_filters(filters: list[Any]) -> None:
@@ -144,11 +123,16 @@ def _write_disabled(names: set[str]) -> None:
         logging.getLogger(name).disabled = name in names
 
 
-def _precision(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Watched:
+def _unless_unknown(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Watched:
+    """What the process cannot always say is then left as it is.
+
+    The working directory may be deleted; torch's old and new settings of precision may contradict each other.
+    """
+
     def read() -> Any:
-        with suppress(RuntimeError):
+        with suppress(FileNotFoundError, RuntimeError):
             return get()
-        return None  # torch does not say, because its old and its new settings contradict each other
+        return None
 
     return read, lambda value: None if value is None else set_value(value)
 
@@ -164,13 +148,13 @@ _MKLDNN = (_mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn)
 _torch_mp = torch.multiprocessing
 
 WATCHED: dict[str, Watched] = {
-    "the working directory": (_directory, lambda path: os.chdir(path) if path else None),
+    "the working directory": _unless_unknown(os.getcwd, os.chdir),
     "os.environ": (os.environ.copy, _write_environment),
     "the umask": (_umask, lambda mask: os.umask(int(mask, 8))),
     "sys.path": _entries(sys, "path"),
     "sys.argv": _entries(sys, "argv"),
     "sys.stdin, stdout or stderr": _attributes(sys, "stdin", "stdout", "stderr"),
-    "the files of stdin, stdout or stderr": (_streams, lambda streams: [stream.restore() for stream in streams]),
+    "the files of stdin, stdout or stderr": (_streams, lambda streams: [os.dup2(s.held, s.number) for s in streams]),
     "the folder of temporary files": (tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
     "the tracing of Python": _each((sys.gettrace, sys.settrace), (sys.getprofile, sys.setprofile)),
     "the hooks of exceptions": _each(_attributes(sys, "excepthook"), _attributes(threading, "excepthook")),
@@ -231,14 +215,17 @@ WATCHED: dict[str, Watched] = {
     ),
     "torch's precision of float32": _each(
         # The old settings first: they set the new ones too.
-        _precision(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        _precision(lambda: _cudnn.allow_tf32, partial(setattr, _cudnn, "allow_tf32")),
+        _unless_unknown(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        _unless_unknown(lambda: _cudnn.allow_tf32, partial(setattr, _cudnn, "allow_tf32")),
         *(
-            _precision(partial(getattr, owner, "fp32_precision"), partial(setattr, owner, "fp32_precision"))
+            _unless_unknown(partial(getattr, owner, "fp32_precision"), partial(setattr, owner, "fp32_precision"))
             for owner in (torch.backends, _cuda.matmul, _cudnn, _cudnn.conv, _cudnn.rnn, *_MKLDNN)
         ),
     ),
-    "functions of torch.nn.functional": _functions(torch.nn.functional),
+    "functions of torch.nn.functional": (  # some libraries replace them by theirs
+        lambda: {name: value for name, value in vars(torch.nn.functional).items() if callable(value)},
+        vars(torch.nn.functional).update,
+    ),
     "torch.backends.cudnn": _attributes(_cudnn, "enabled", "benchmark", "deterministic"),
     "torch.backends.mkldnn": _attributes(_mkldnn, "enabled", "deterministic"),
     "torch's kernels of attention": _each(

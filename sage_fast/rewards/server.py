@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -48,11 +49,13 @@ class SetupError(ValueError):
     """A reward that cannot be built; the message names the key, the value and the fix."""
 
 
+@dataclass
 class FunctionReward:
     """A function f(videos, prompts, **options) as a reward; numbers it returns are the score called `name`."""
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Mapping[str, Any]) -> None:
-        self.function, self.name, self.options = function, name, options
+    function: Callable[..., Any]
+    name: str
+    options: Mapping[str, Any]
 
     def score(self, videos: Any, prompts: Any) -> Mapping[str, Any]:
         """See `Reward.score`."""

@@ -46,15 +46,6 @@ BACKGROUND = 0.02
 FRAME_ERROR_LIMIT = 2.0
 
 
-@lru_cache(maxsize=4)
-def _frame_table(num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-    """The K distinct clean frames (K, 3*H*W) minus background, and their energy (K,): squared norms."""
-    manifold = manifold_for(num_frames, height, width)
-    distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0).view(-1, 3, height, width)
-    frames = (distinct.float() / 255 - manifold.background).flatten(1)
-    return frames, frames.square().sum(1)
-
-
 def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
     """Motion of the object, without regard to its identity.
 
@@ -98,10 +89,16 @@ def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> T
 
 
 @lru_cache(maxsize=4)
-def _track_table(num_frames: int, height: int, width: int) -> Tensor:
-    """Features of every legal video, float32 (M, F*7)."""
+def _tables(num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What videos are measured against, all float32.
+
+    The K distinct clean frames (K, 3*H*W) minus background; their energy (K,): squared norms; features of every legal
+    video (M, F*7).
+    """
     manifold = manifold_for(num_frames, height, width)
-    return _track_features(manifold.table, num_frames, height, width).flatten(1)
+    distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0).view(-1, 3, height, width)
+    frames = (distinct.float() / 255 - manifold.background).flatten(1)
+    return frames, frames.square().sum(1), _track_features(manifold.table, num_frames, height, width).flatten(1)
 
 
 class ToyReward:
@@ -173,7 +170,7 @@ class ToyReward:
 
 
 def _visual_quality(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
-    table, energy = _frame_table(num_frames, height, width)
+    table, energy, _ = _tables(num_frames, height, width)
     frames = flat.view(-1, 3 * height * width)
     costs = []
     for part in frames.split(512):
@@ -190,7 +187,7 @@ def _visual_quality(flat: Tensor, num_frames: int, height: int, width: int) -> T
 
 
 def _motion_quality(flat: Tensor, num_frames: int, height: int, width: int) -> Tensor:
-    table = _track_table(num_frames, height, width)
+    table = _tables(num_frames, height, width)[2]
     features = _track_features(flat, num_frames, height, width).flatten(1)
     nearest = table[torch.cdist(features, table).argmin(1)]
     squared = (features - nearest).view(-1, num_frames, features.shape[1] // num_frames).square().sum(2)

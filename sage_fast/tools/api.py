@@ -24,7 +24,7 @@ from torch import Tensor
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
 from sage_fast.config.errors import ConfigError, speaking_python
 from sage_fast.config.load import check_trust, load_config, with_overrides
-from sage_fast.config.registry import register, registered
+from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest
@@ -183,7 +183,7 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
         raise ConfigError(f"{run} holds no config.yaml: it is not a run directory.")
     config = load_config(run.config, {"output_dir": str(run)})
     if not trust_config:
-        check_trust(config, run.path, registered())
+        check_trust(config, run.path, REGISTERED)
     result = run.result
     update = max(map(update_of, list_checkpoints(run.checkpoints)), default=0)
     test = PairedTest(**json.loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.config.errors import RewardError
 from sage_fast.config.sections import VideoConfig
@@ -165,12 +165,11 @@ class VideoAlignReward:
         """
         frequencies = self.model.get_submodule("language_model.rotary_emb").inv_freq
         frequencies.copy_(frequencies.to(self.dtype))
-
-        def rotate(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return args, kwargs | {"position_embeddings": self._vision_angles}
-
         for block in self.model.visual.blocks:
-            block.register_forward_pre_hook(rotate, with_kwargs=True)
+            block.register_forward_pre_hook(
+                lambda block, args, kwargs: (args, kwargs | {"position_embeddings": self._vision_angles}),
+                with_kwargs=True,
+            )
 
     @torch.no_grad()
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:

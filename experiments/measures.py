@@ -83,7 +83,7 @@ def sample_exactly(world: Any, table: TransitionTable, *, seed: int, starts: int
         for member in range(members)
     ]
     keys = [NoiseKey(seed=seed, update=0, prompt_index=s.prompt.index, sample_index=s.member) for s in samples]
-    initial = initial_latents(keys, world.latent_shape, group=members)
+    initial = initial_latents(keys, world.latent_shape, kind="shared", members=members)
     trajectory = sample_trajectory(world.velocity, samples, keys, table, initial)
     return {name: float(value) for name, value in asdict(world.measure(trajectory, members)).items()}
 

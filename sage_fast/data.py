@@ -7,7 +7,6 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,16 +34,16 @@ class PromptSchedule:
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts number start .. start + count - 1."""
-        return [self._at(k) for k in range(start, start + count)]
-
-    def _at(self, position: int) -> Prompt:
-        epoch, offset = divmod(position, len(self.prompts))
-        if not self.shuffle:
-            return self.prompts[offset]
-        if epoch != self._epoch:
-            order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
-            self._epoch, self._order = epoch, order.tolist()
-        return self.prompts[self._order[offset]]
+        taken = []
+        for number in range(start, start + count):
+            epoch, place = divmod(number, len(self.prompts))
+            if self.shuffle:
+                if epoch != self._epoch:
+                    order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
+                    self._epoch, self._order = epoch, order.tolist()
+                place = self._order[place]
+            taken.append(self.prompts[place])
+        return taken
 
 
 def make_groups(
@@ -78,21 +77,6 @@ def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple
         seen[prompt.index] += num_generations
         found += [(prompt, first + g) for g in range(num_generations)]
     return found
-
-
-@dataclass(frozen=True)
-class GroupOrder:
-    """Grouping of a rank's consecutive videos into groups of `size`.
-
-    first_video: number of the rank's first video among those of all ranks; it may be in the middle of a group.
-    """
-
-    size: int
-    first_video: int = 0
-
-    def begins_at(self, video: int) -> bool:
-        """True if the rank's video number `video`, from 0, is the first one there of its group."""
-        return video == 0 or (self.first_video + video) % self.size == 0
 
 
 def num_trained(fraction: float, trainable: int) -> int:

@@ -114,8 +114,3 @@ def gaussian(
     steps = [step] * len(keys) if isinstance(step, int) else list(step)
     numbers = philox_normal(noise_ids(keys, steps, device), math.prod(shape), stream=stream)
     return numbers.view(len(keys), *shape)
-
-
-def initial_noise(keys: Sequence[NoiseKey], shape: tuple[int, ...], *, device: torch.device | str = "cpu") -> Tensor:
-    """Standard normal noise (B, *shape) that a rollout starts from: as `gaussian`, from a stream that no step uses."""
-    return gaussian(keys, 0, shape, stream=STREAM_INITIAL, device=device)

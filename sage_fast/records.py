@@ -185,16 +185,6 @@ class ScoredRollout:
             yield slice(first, first + len(trajectory.samples)), trajectory
             first += len(trajectory.samples)
 
-    def by_rank(self, values: Tensor) -> Tensor:
-        """Values of the V samples, by rank and micro-batch: (ranks, micro-batches, B, ...)."""
-        ranks = len(values) // len(self.orders)
-        return values.view(ranks, len(self.trajectories), -1, *values.shape[1:])
-
-    @property
-    def rank(self) -> int:
-        """This rank's place in `by_rank`."""
-        return self.own.start // len(self.orders)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:

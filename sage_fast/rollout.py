@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
 from sage_fast.models.family import VideoDecoder
-from sage_fast.noise import NoiseKey, initial_noise, noise_ids
+from sage_fast.noise import STREAM_INITIAL, NoiseKey, gaussian, noise_ids
 from sage_fast.objective import loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
@@ -78,18 +78,27 @@ def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
     return int.from_bytes(hashlib.blake2b(both, digest_size=8, person=b"sage_fast.seeds").digest(), "little") >> 1
 
 
-def fixed_starts(keys: Sequence[NoiseKey], num_generations: int) -> list[NoiseKey]:
-    """Keys to start from with `rollout.initial_noise: fixed`: neither the rollout nor the prompt's number matters."""
-    return [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % num_generations) for key in keys]
-
-
 def initial_latents(
-    keys: Sequence[NoiseKey], shape: tuple[int, int, int, int], device: torch.device | str = "cpu", *, group: int = 1
+    keys: Sequence[NoiseKey],
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+    *,
+    kind: Literal["own", "shared", "fixed"] = "own",
+    members: int = 1,
 ) -> Tensor:
-    """Pure noise (B, C, F, H, W) float32 to start from; each `group` consecutive members of a prompt share it."""
-    # The first member's key stands for the group.
-    starts = [replace(key, sample_index=key.sample_index // group * group) for key in keys]
-    return initial_noise(starts, shape, device=device)
+    """Pure noise (B, *shape) float32 to start from, of a stream that no step uses.
+
+    Args:
+        shape: (C, F, H, W).
+        kind: `rollout.initial_noise`. With `shared` the first member's noise stands for the group; with `fixed` neither
+            the rollout nor the prompt's number matters.
+        members: of a group.
+    """
+    if kind == "shared":
+        keys = [replace(key, sample_index=key.sample_index // members * members) for key in keys]
+    elif kind == "fixed":
+        keys = [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % members) for key in keys]
+    return gaussian(keys, 0, shape, stream=STREAM_INITIAL, device=device)
 
 
 def policy_velocity(policy: GuidedPolicy, samples: Sequence[Sample]) -> StepVelocity:

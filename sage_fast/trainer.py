@@ -21,7 +21,6 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import VideoConfig
 from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
 from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
@@ -30,7 +29,6 @@ from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder, family_of
 from sage_fast.models.stored import StoredWeights
-from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
 from sage_fast.optim import norm_is_finite, unusual_movement
@@ -44,7 +42,6 @@ from sage_fast.rollout import (
     Sampler,
     VideoScoring,
     evaluation_sampler,
-    fixed_starts,
     initial_latents,
     micro_batches,
     noise_key,
@@ -131,7 +128,8 @@ class Trainer:
 
         components.check_guidance(config.rollout.guidance_scale)
         components.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
-        components.warn(config.rollout.shift, config.steps_by_key)
+        steps = {"rollout.num_steps": config.rollout.num_steps, "evaluation.num_steps": config.evaluation_steps}
+        components.warn(config.rollout.shift, steps)
         size = sum(parameter.numel() for parameter in components.transformer.parameters())
         if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
             logger.warning("%s", unusual[0])
@@ -184,10 +182,6 @@ class Trainer:
     def embed(self, asked: str | Pictured) -> PromptEmbeds:
         """Conditioning of one of the run's prompts, or of the negative one, on this rank's device."""
         return self.encoder.encode([asked])[0].to(self.device)
-
-    def _embed_for(self, video: VideoConfig) -> Callable[[Prompt], PromptEmbeds]:
-        """Function from one of the run's prompts to its conditioning for videos of that size."""
-        return lambda prompt: self.embed(prompt.asked(video.height, video.width))
 
     def _prepare_model(self, components: Components) -> None:
         """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
@@ -252,25 +246,24 @@ class Trainer:
         ranks at the same time.
         """
         rollout, members = self.config.rollout, self.config.rollout.num_generations
-        embed = self._embed_for(self.config.video)
-        samples = make_groups(self._prompts(), embed, members, self.own_videos)
-        table = rollout_table(rollout, self.rollouts)
-
-        def initial(keys: Sequence[NoiseKey]) -> Tensor:
-            starts = fixed_starts(keys, members) if rollout.initial_noise == "fixed" else keys
-            group = members if rollout.initial_noise == "shared" else 1
-            return initial_latents(starts, self.latent_shape, self.device, group=group)
-
+        video, table = self.config.video, rollout_table(rollout, self.rollouts)
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
-            embed=embed,
-            initial=initial,
+            embed=lambda prompt: self.embed(prompt.asked(video.height, video.width)),
+            initial=partial(
+                initial_latents,
+                shape=self.latent_shape,
+                device=self.device,
+                kind=rollout.initial_noise,
+                members=members,
+            ),
             table=table,
             seed=self.config.seed,
             update=self.update,
             kernels=self.kernels,
             keep_steps=self.objective.keeps_steps,
         )
+        samples = make_groups(self._prompts(), sampler.embed, members, self.own_videos)
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
@@ -417,10 +410,15 @@ class Trainer:
 
     def evaluate(self, on_video: Callable[[int, Tensor], None] | None = None) -> Evaluation:
         """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights. See `evaluate`."""
-        section = self.config.evaluation
+        section, video = self.config.evaluation, self.config.evaluation_video
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
-        embed = self._embed_for(self.config.evaluation_video)
-        sampler = evaluation_sampler(self.config.rollout, section, self.policy, embed, initial)
+        sampler = evaluation_sampler(
+            self.config.rollout,
+            section,
+            self.policy,
+            lambda prompt: self.embed(prompt.asked(video.height, video.width)),
+            initial,
+        )
         with self.evaluated_weights(), self.engine.phase("evaluation"):
             scoring = self._new_scoring(seed=(section.seed, -1))  # every evaluation's, so that they pair
             return evaluate(sampler, scoring, self.eval_prompts, section, on_video=on_video)

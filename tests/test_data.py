@@ -2,7 +2,7 @@
 
 import torch
 
-from sage_fast.data import GroupOrder, PromptSchedule, make_groups, split_evenly, step_order
+from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds
 
@@ -62,9 +62,3 @@ def test_split_evenly_covers_everything_once() -> None:
         ranges = split_evenly(count, parts)
         assert [i for r in ranges for i in r] == list(range(count))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
-
-
-def test_a_group_begins_where_it_does_among_all_ranks() -> None:
-    """A rank whose first video is the third of a group of four."""
-    order = GroupOrder(4, first_video=6)
-    assert [video for video in range(8) if order.begins_at(video)] == [0, 2, 6]

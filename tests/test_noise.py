@@ -9,9 +9,9 @@ from itertools import pairwise
 import pytest
 import torch
 
-from sage_fast.noise import NoiseKey, gaussian, initial_noise
+from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import sample_trajectory
+from sage_fast.rollout import initial_latents, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_kernels.reference.philox import philox
 
@@ -58,7 +58,7 @@ def test_philox_known_answers(counter: list[int], key: list[int], expected: list
 @pytest.mark.parametrize("element", [0, 1, 2, 3, 4, 6143, 70001])
 def test_numbers_follow_the_documented_layout(element: int) -> None:
     step = gaussian([KEY], 9, (70002,))[0, element]
-    start = initial_noise([KEY], (70002,))[0, element]
+    start = initial_latents([KEY], (70002,))[0, element]
     assert float(step) == pytest.approx(python_normal(KEY, 0, 9, element), abs=2e-6)
     assert float(start) == pytest.approx(python_normal(KEY, 1, 0, element), abs=2e-6)
 
@@ -101,7 +101,7 @@ def test_a_change_of_owner_or_step_gives_independent_noise(other: NoiseKey, step
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
-    first, second = initial_noise([KEY], (65536,)), gaussian([KEY], step, (65536,))
+    first, second = initial_latents([KEY], (65536,)), gaussian([KEY], step, (65536,))
     assert abs(float((first * second).mean())) < 4 / 256
     assert float((first == second).float().mean()) < 1e-3
 
@@ -125,7 +125,7 @@ def test_shapes_share_a_prefix_and_only_the_flat_index_counts() -> None:
 def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
     """The loss draws the same noise again, by owner and step, so each latent must follow from the one before."""
     owners, table = keys(2), transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
-    initial = initial_noise(owners, (1, 1, 2, 3))
+    initial = initial_latents(owners, (1, 1, 2, 3))
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
     samples = [Sample(prompt=Prompt(text="", index=0), embeds=embeds, member=member) for member in range(2)]
     found = sample_trajectory(lambda step, x, sigma: x.sin(), samples, owners, table, initial)

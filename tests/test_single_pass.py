@@ -250,6 +250,19 @@ def test_a_batch_leaves_each_video_the_gradient_that_it_has_alone(tiny_run: Make
                 torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_a_group_begins_where_it_does_among_all_ranks(tiny_run: MakeRun) -> None:
+    """A rank whose first video is the third of a group of four."""
+    trainer = build_trainer(tiny_run("--training.update=single_pass", "--rollout.num_generations=4"))
+    objective, config = trainer.objective, trainer.config
+    assert isinstance(objective, SinglePass)
+    objective.first_video = 6
+    objective.begin(0, 0)
+    samples = make_groups(trainer._prompts() * 4, lambda prompt: trainer.embed(prompt.text), 4, slice(6, 14))
+    objective.velocity(samples, noise_keys(samples, 0, 0), rollout_table(config.rollout, 0))
+    sums = [video.kl for video in objective._videos]
+    assert [row for row in range(8) if row == 0 or sums[row] is not sums[row - 1]] == [0, 2, 6]
+
+
 def test_terms_of_a_batch_are_in_the_order_of_two_phases(tiny_run: MakeRun) -> None:
     losses = []
     for update in ("two_phase", "single_pass"):

@@ -30,7 +30,7 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import fixed_starts, noise_keys, noise_seed, rollout_table
+from sage_fast.rollout import initial_latents, noise_keys, noise_seed, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
@@ -278,8 +278,9 @@ def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_ever
     assert torch.equal(start[:2], start[2:4]) and not torch.equal(start[0], start[1])
     assert torch.equal(start, second.latents[0]) and not torch.equal(first.latents[1], second.latents[1])
     keys = [replace(first.keys[0], seed=seed, sample_index=member) for seed, member in ((5, 0), (6, 0), (5, 2))]
-    one, other, again = fixed_starts(keys, num_generations=2)
-    assert one != other and one == again, "a prompt's own seed counts; its second group starts like its first"
+    one, other, again = initial_latents(keys, (4,), kind="fixed", members=2)
+    assert not torch.equal(one, other), "a prompt's own seed counts"
+    assert torch.equal(one, again), "its second group starts like its first"
 
 
 def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:

@@ -115,6 +115,9 @@ def fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
+_digests: dict[tuple[str, int, int], str] = {}
+
+
 def content_digest(path: str | Path) -> str:
     """Identity of a whole file's content, 32 hex digits; it is read again only once its date or size has changed."""
     status = os.stat(path)
@@ -122,9 +125,6 @@ def content_digest(path: str | Path) -> str:
     if version not in _digests:
         _digests[version] = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
     return _digests[version]
-
-
-_digests: dict[tuple[str, int, int], str] = {}
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -108,8 +108,9 @@ class Replay:
         A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
         make as many passes as the one with most: some of theirs are for nothing.
         """
-        by_rank = scored.by_rank(wanted).any(dim=2).flatten(1)
-        own = by_rank[scored.rank]
+        size, batches = len(scored.orders), len(scored.trajectories)
+        by_rank = wanted.view(len(wanted) // size, batches, -1, len(positions)).any(dim=2).flatten(1)
+        own = by_rank[scored.own.start // size]
         if self.parts.engine.lockstep:
             missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())
             own[(~own).nonzero().flatten()[:missing]] = True

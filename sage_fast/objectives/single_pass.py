@@ -31,7 +31,6 @@ from torch import Tensor
 
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import kl_uses
-from sage_fast.data import GroupOrder
 from sage_fast.kernels import PolicyTerms, StepColumns
 from sage_fast.models.transformer import velocity_dtype
 from sage_fast.noise import NoiseKey
@@ -112,7 +111,8 @@ class SinglePass(GRPO):
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.per_video = PerVideo(self.policy.transformer)
-        self.groups = GroupOrder(config.rollout.num_generations, parts.own_videos.start)
+        self.first_video = parts.own_videos.start
+        """Number of this rank's first video among those of all ranks; it may be in the middle of a group."""
         self._videos: list[VideoGradient] = []
 
     def begin(self, update: int, rollouts: int) -> None:
@@ -123,7 +123,8 @@ class SinglePass(GRPO):
     def velocity(self, samples: Sequence[Sample], keys: Sequence[NoiseKey], table: TransitionTable) -> StepVelocity:
         """As in `Objective`; the gradients of the trained steps go to the accumulators of the videos."""
         for sample, key in zip(samples, keys, strict=True):
-            new_group = self.groups.begins_at(len(self._videos))
+            number = self.first_video + len(self._videos)
+            new_group = not self._videos or number % self.config.rollout.num_generations == 0
             video = VideoGradient(
                 sample=sample,
                 key=key,

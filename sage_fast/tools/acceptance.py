@@ -26,12 +26,13 @@ from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, family_of
 from sage_fast.models.video_files import read_video_and_rate
-from sage_fast.noise import NoiseKey, initial_noise
+from sage_fast.noise import NoiseKey
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.planning.memory import CUDA_RUNTIME
 from sage_fast.policy.adapters import load_model
 from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rollout import initial_latents
 from sage_fast.run.prompt_files import load_prompts
 from sage_fast.sde import sigma_schedule
 from sage_fast.tools.diagnosis import Check, judged
@@ -155,7 +156,7 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     (embeds,) = [e.to(device) for e in components.prompt_encoder.encode(asked)]
     shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
     key = NoiseKey(seed=config.seed, update=0, prompt_index=prompt.index, sample_index=0)
-    latents = initial_noise([key], shape, device=device)
+    latents = initial_latents([key], shape, device)
     sigma = sigma_schedule(NUM_STEPS, config.rollout.shift)[1:2].float()
     with torch.no_grad():
         family = family_of(transformer)

@@ -72,7 +72,7 @@ def measured(sde_type: str, starts: int, members: int) -> SamplerMeasures:
     ]
     keys = [NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member) for s in samples]
     table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
-    initial = initial_latents(keys, (96, 4, 4, 4), group=members)
+    initial = initial_latents(keys, (96, 4, 4, 4), kind="shared", members=members)
     trajectory = sample_trajectory(WORLD.velocity, samples, keys, table, initial)
     return WORLD.measure(trajectory, members)
 

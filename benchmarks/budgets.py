@@ -8,30 +8,18 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
 import benchmarks  # noqa: F401  first, because it decides where kernels run
 from benchmarks.counts import host, iteration, processes, traced
-from benchmarks.workload import HUNYUAN_VIDEO_15, A, B
-from sage_fast.models.transformer import Checkpointing
 from sage_kernels.aot import RECORDS, Build, launched_kernels
 from sage_kernels.registry import specs
 
 BUDGETS = Path(__file__).with_name("budgets.yaml")
 ARCHITECTURE = 90
 """Architecture of the compiled kernels: H100 and H200."""
-
-BLOCKS: tuple[tuple[traced.Trained, Checkpointing], ...] = (
-    ("lora", "feed_forward"),
-    ("lora", "selective"),
-    ("everything", "selective"),
-)
-"""Trained weights and checkpointing that the presets use."""
-
-PHASES = ("rollout", "anchor", "update")
-"""Of an iteration, where the transformer may run."""
 
 Rule = Literal["at most", "at least", "exactly"]
 
@@ -40,9 +28,7 @@ Rule = Literal["at most", "at least", "exactly"]
 class Budget:
     """One limit.
 
-    Example:
-        >>> Budget(name="kernels.spills", unit="", rule="exactly", limit=0, guards="", source="").holds(1)
-        False
+    Example: `Budget(name="kernels.spills", unit="", rule="exactly", limit=0, guards="a spill", source="counted")`
     """
 
     name: str
@@ -60,14 +46,6 @@ class Budget:
         """The measurement it belongs to, a key of `MEASUREMENTS`."""
         return self.name.split(".")[0]
 
-    def holds(self, value: float | None) -> bool:
-        """True if a value was measured and is within the limit."""
-        if value is None:
-            return False
-        return {"at most": value <= self.limit, "at least": value >= self.limit, "exactly": value == self.limit}[
-            self.rule
-        ]
-
 
 class Verdict(NamedTuple):
     """A budget beside its measurement; None where nothing was measured."""
@@ -77,7 +55,11 @@ class Verdict(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        return self.budget.holds(self.measured)
+        """True if a value was measured and is within the limit."""
+        value, limit = self.measured, self.budget.limit
+        if value is None:
+            return False
+        return {"at most": value <= limit, "at least": value >= limit, "exactly": value == limit}[self.budget.rule]
 
 
 def read_budgets(path: Path = BUDGETS) -> list[Budget]:
@@ -121,58 +103,6 @@ def _cases(limit: Any) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------ measurements
 
 
-def measure_block() -> dict[str, float]:
-    """One block in the middle, at 352x624x81 with 250 text tokens."""
-    found: dict[str, float] = {}
-    for trained, checkpointing in BLOCKS:
-        cost = traced.block_cost(A, trained, checkpointing)
-        counted = vars(cost) | {"host_syncs": len(cost.syncs)}
-        del counted["syncs"]
-        found |= {f"block.{name}/{trained}/{checkpointing}": value for name, value in counted.items()}
-    return found
-
-
-def measure_forward() -> dict[str, float]:
-    """The whole packed forward of one sample at the true configuration."""
-    layers = HUNYUAN_VIDEO_15["num_layers"]
-    found: dict[str, float] = {}
-    for shape in (A, B):
-        # A transformer each: the second forward of one would find its modulation in the table.
-        transformer = traced.accelerated(layers, "nothing")
-        cost = traced.forward_cost(shape, transformer)
-        found |= {
-            "forward.parameters": sum(weight.numel() for weight in transformer.parameters()),
-            f"forward.flops_beyond_closed_form/{shape.name}": cost["flops"] - traced.needed_flops(shape, layers),
-        }
-        found |= {f"forward.{name}/{shape.name}": value for name, value in cost.items()}
-    return found
-
-
-def measure_iteration() -> dict[str, float]:
-    """An iteration of the trainer, by the way of computing the gradient, the guidance scale and the anchor's age."""
-    found: dict[str, float] = {}
-    for update in get_args(iteration.Update):
-        for scale in (1, 6):
-            for anchor, cost in iteration.count_iterations(update, scale).items():
-                case = f"{update}/{scale}/{anchor}"
-                elsewhere = sum(number for phase, number in cost.forwards.items() if phase not in PHASES)
-                found |= {f"iteration.forwards/{case}/{phase}": cost.forwards.get(phase, 0.0) for phase in PHASES}
-                found[f"iteration.forwards_elsewhere/{case}"] = elsewhere
-                found[f"iteration.optimizer_updates/{case}"] = cost.updates
-    return found
-
-
-def measure_loop() -> dict[str, float]:
-    """Waits of the step loops of an iteration, with guidance and an anchor that lies behind."""
-    found: dict[str, float] = {}
-    for update in get_args(iteration.Update):
-        cost = iteration.watch_iteration(update, 6)
-        found |= {f"loop.host_syncs/{update}/{phase}": cost.waits.get(phase, 0) for phase in PHASES}
-        found[f"loop.host_syncs/{update}/elsewhere"] = sum(n for p, n in cost.waits.items() if p not in PHASES)
-        found[f"loop.collectives/{update}"] = cost.collectives
-    return found
-
-
 def measure_kernels() -> dict[str, float]:
     """The Triton kernels as compiled for sm_90."""
     known = specs()
@@ -192,36 +122,15 @@ def measure_kernels() -> dict[str, float]:
     return found
 
 
-def measure_host() -> dict[str, float]:
-    """Calls that a block makes in the Python thread."""
-    found: dict[str, float] = {}
-    for trained in get_args(host.Trained):
-        forward, backward = host.block_calls(trained)
-        found |= {f"host.forward/{trained}": forward, f"host.backward/{trained}": backward}
-    return found
-
-
-def measure_imports() -> dict[str, float]:
-    """Imports of the package and its command line, each in a fresh process."""
-    modules = ("sage_fast", "sage_fast.commands.cli")
-    costs = {module: processes.import_cost(module) for module in modules}
-    return {f"imports.{name}/{module}": value for module, cost in costs.items() for name, value in cost.items()}
-
-
-def measure_commands() -> dict[str, float]:
-    """CPU time of the commands that come before training."""
-    return {f"commands.cpu_time/{name}": cost for name, cost in processes.command_costs().items()}
-
-
 MEASUREMENTS: dict[str, Callable[[], dict[str, float]]] = {
-    "block": measure_block,
-    "forward": measure_forward,
-    "iteration": measure_iteration,
-    "loop": measure_loop,
+    "block": traced.measure_block,
+    "forward": traced.measure_forward,
+    "iteration": iteration.measure_iteration,
+    "loop": iteration.measure_loop,
     "kernels": measure_kernels,
-    "host": measure_host,
-    "imports": measure_imports,
-    "commands": measure_commands,
+    "host": host.measure_host,
+    "imports": processes.measure_imports,
+    "commands": processes.measure_commands,
 }
 """Group of budgets -> what measures all of it."""
 

@@ -11,10 +11,6 @@ It needs torch, triton, numpy, diffusers, transformers and peft; benchmarks/READ
 without this package, diffusers and git. NVML (nvidia-ml-py) adds clocks, power and energy.
 """
 
-import sys
-from collections.abc import Sequence
-
-from benchmarks.session import run_command
 from benchmarks.suites import attention, decode, iteration, kernels, transformer
 
 SUITES = (
@@ -28,8 +24,3 @@ SUITES = (
     kernels.COMPILED,
 )
 """In the order of their value, after the ceilings."""
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 unless everything was measured and passed."""
-    return run_command("device", SUITES, list(sys.argv[2:] if argv is None else argv), __doc__)

@@ -9,8 +9,7 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,6 @@ stretch."""
 LONG_STRETCH = 0.25
 """Seconds of a timed stretch in which it does not matter that the device begins before all is queued: the launches that
 a queue holds, about a thousand, keep it busy."""
-L2_BYTES = 256 * 2**20
-"""Bytes over which repeated calls are spread, several times the largest L2 cache: each call finds it cold."""
 STRETCH_SECONDS = 4e-3
 """Length of one timed stretch on a GPU, the sum of many calls."""
 FEWEST_ROUNDS = 3
@@ -72,12 +69,6 @@ class DeviceClock:
         self._started, self.late = None, early and seconds < LONG_STRETCH
         return seconds
 
-    def give_more_time(self) -> bool:
-        """Double the head start if it was too short; False where it was not, or what is timed waits for the device."""
-        longer = self.late and self.cycles < MOST_HEAD_START_CYCLES
-        self.cycles *= 2 if longer else 1
-        return longer
-
     def reset(self) -> None:
         """Forget a start whose stop never came, because what was timed failed."""
         self.__init__()  # type: ignore[misc]
@@ -87,25 +78,19 @@ device_clock = DeviceClock()
 """The one that every measurement uses."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantiles:
-    """Seconds of one call over the rounds of a measurement.
+Quantiles = dict[str, float]
+"""q20, median and q80 of the seconds of one call, and the rounds of its measurement."""
+
+
+def quantiles(seconds: list[float]) -> Quantiles:
+    """Quantiles of measured seconds.
 
     Example:
-        >>> Quantiles.of([3.0, 1.0, 2.0])
-        Quantiles(q20=1.4, median=2.0, q80=2.6, rounds=3)
+        >>> quantiles([3.0, 1.0, 2.0])
+        {'q20': 1.4, 'median': 2.0, 'q80': 2.6, 'rounds': 3}
     """
-
-    q20: float
-    median: float
-    q80: float
-    rounds: int
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> "Quantiles":
-        """Quantiles of measured seconds."""
-        fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
-        return cls(q20=fifths[0], median=statistics.median(seconds), q80=fifths[-1], rounds=len(seconds))
+    fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
+    return {"q20": fifths[0], "median": statistics.median(seconds), "q80": fifths[-1], "rounds": len(seconds)}
 
 
 def calls_per_stretch(nbytes: int) -> int:
@@ -113,11 +98,6 @@ def calls_per_stretch(nbytes: int) -> int:
     if not torch.cuda.is_available():
         return 1
     return max(3, min(100, math.ceil(STRETCH_SECONDS * 2e12 / max(nbytes, 1))))
-
-
-def copies_beyond_cache(nbytes: int) -> int:
-    """How many sets of inputs to rotate through, so that none is in the cache when its turn comes; 1 on a CPU."""
-    return max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1)))) if torch.cuda.is_available() else 1
 
 
 def measure(
@@ -147,9 +127,11 @@ def measure(
         for _ in range(calls):
             call()
         seconds.append((device_clock() - start) / calls)
-        if device_clock.give_more_time():
+        # Where the longest head start is too short, what is timed waits for the device itself.
+        if device_clock.late and device_clock.cycles < MOST_HEAD_START_CYCLES:
+            device_clock.cycles *= 2
             seconds.clear()
-    return Quantiles.of(seconds)
+    return quantiles(seconds)
 
 
 @triton.jit
@@ -158,8 +140,14 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr) -> None:  # type: 
     tl.store(target_ptr + o, tl.load(source_ptr + o))
 
 
-def copy_calls(device: torch.device) -> dict[str, tuple[Callable[[], object], int]]:
-    """Two ways to copy 1 GiB on a GPU (1 MiB on a CPU), and the bytes they read and write."""
+def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, tuple[Callable[[], object], int]]:
+    """Calls that reach what the device can, and their work: a large bfloat16 product (`matmul`) and its operations, or
+    two ways to copy 1 GiB on a GPU (1 MiB on a CPU) and the bytes that they read and write.
+    """
+    if name == "matmul":
+        size = 64 if smoke else 8192
+        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        return {"device": (lambda: a @ b, 2 * size**3)}
     numel, block = 2**28 if device.type == "cuda" else 2**18, 4096
     source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
     calls: dict[str, Callable[[], object]] = {
@@ -167,13 +155,6 @@ def copy_calls(device: torch.device) -> dict[str, tuple[Callable[[], object], in
         "Triton": lambda: _copy_kernel[numel // block,](source, target, BLOCK=block, num_warps=8),
     }
     return {name: (call, 8 * numel) for name, call in calls.items()}
-
-
-def matmul_call(device: torch.device, *, smoke: bool) -> tuple[Callable[[], object], int]:
-    """A large bfloat16 product and its operations: the ceiling of everything that multiplies matrices."""
-    size = 64 if smoke else 8192
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return lambda: a @ b, 2 * size**3
 
 
 def wait(device: torch.device) -> None:
@@ -223,19 +204,6 @@ def gpu_state() -> dict[str, Any] | None:
         with contextlib.suppress(Exception):
             state[name] = read()
     return state
-
-
-@contextlib.contextmanager
-def telemetry() -> Iterator[dict[str, Any]]:
-    """Yields a record that holds, once the context is left: "seconds", and on a GPU "start" and "end" (`gpu_state`)."""
-    record: dict[str, Any] = {}
-    start, began = gpu_state(), time.monotonic()
-    try:
-        yield record
-    finally:
-        record["seconds"] = time.monotonic() - began
-        if start is not None:
-            record |= {"start": start, "end": gpu_state()}
 
 
 def environment() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness, results
-from benchmarks.results import Record, Result
+from benchmarks.results import Result
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES
@@ -45,24 +45,16 @@ GPU_TABLES = {
 class DeviceResults:
     """Newest record of every cell that was measured on one device, and the file it is from.
 
-    Example: `DeviceResults(folder="nvidia-h100", cells={"decode B ours": {...}}, files={...})`
+    Example: `DeviceResults(folder="nvidia-h100", result={"cells": {"decode B ours": {...}}, ...}, files={...})`
     """
 
     folder: str
-    cells: dict[str, Record] = field(default_factory=dict)
+    result: Result = field(default_factory=lambda: {"cells": {}, "smoke": False})
+    """All files as one."""
     files: dict[str, str] = field(default_factory=dict)
     """Cell -> file."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
     """File -> environment it was made in."""
-
-    @property
-    def result(self) -> Result:
-        """All files as one."""
-        return {"cells": self.cells, "smoke": False}
-
-    @property
-    def is_gpu(self) -> bool:
-        return any(environment["gpu"] for environment in self.environments.values())
 
     @property
     def name(self) -> str:
@@ -74,7 +66,7 @@ class DeviceResults:
 
     def source(self, suite: str) -> str:
         """Device and file of the newest figures of a suite, as a line."""
-        file = max(file for cell, file in self.files.items() if self.cells[cell]["suite"] == suite)
+        file = max(file for cell, file in self.files.items() if self.result["cells"][cell]["suite"] == suite)
         environment = self.environments[file]
         commit, torch = (environment["commit"] or "no commit")[:9], environment["packages"].get("torch", "?")
         return f"{self.name}, torch {torch}, commit {commit}: `benchmarks/results/{self.folder}/{file}`"
@@ -101,7 +93,7 @@ def read_results(files: Iterable[Path]) -> Results:
             continue
         device = devices.setdefault(file.parent.name, DeviceResults(folder=file.parent.name))
         device.environments[file.name] = content["environment"]
-        device.cells |= content["cells"]
+        device.result["cells"] |= content["cells"]
         device.files |= dict.fromkeys(content["cells"], file.name)
     return list(devices.values())
 
@@ -140,10 +132,14 @@ def suite_block(found: Results, *, suites: Sequence[str]) -> str:
     return "\n".join(parts) or "Not measured yet.\n"
 
 
+def gpus_of(found: Results) -> Results:
+    """The devices that are GPUs."""
+    return [device for device in found if any(environment["gpu"] for environment in device.environments.values())]
+
+
 def gpu_block(found: Results) -> str:
     """Timings of every GPU, or one sentence where there is no result of any."""
-    gpus = [device for device in found if device.is_gpu]
-    if not gpus:
+    if not (gpus := gpus_of(found)):
         return NO_GPU
     return "\n".join(f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items())
 
@@ -151,12 +147,12 @@ def gpu_block(found: Results) -> str:
 def headline_block(found: Results) -> str:
     """A few lines for the front page."""
     lines = []
-    for device in found:
+    for device in gpus_of(found):
         ratios = results.ratios(device.result)
         shown = [
             f"{name.removeprefix('transformer ')}: {1 / ratios[name]:.2f}x" for name in HEADLINES if name in ratios
         ]
-        if device.is_gpu and shown:
+        if shown:
             lines.append(f"* {device.name}: {'; '.join(shown)}\n")
     return "".join(lines) or NO_GPU
 

@@ -87,22 +87,19 @@ def duration(seconds: Mapping[str, float]) -> str:
     return f"{shown[0]} ({shown[1]} – {shown[2]}) {unit}"
 
 
-def over(ours: Record, row: Record) -> str:
-    """How many times as long as ours a row takes; where they took turns, with the turns' quantiles."""
-    if turns := ours.get("over", {}).get(row["contender"]):
-        return f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – {1 / turns['q20']:.2f})"
-    return f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
-
-
 def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
     """Duration, rate, share of the ceiling, peak memory, time over ours and note of a row; "" where there is none."""
-    ours = contenders.get("ours")
+    ours, over = contenders.get("ours"), ""
+    if ours is not None and ours is not row:
+        over = f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
+        if turns := ours.get("over", {}).get(row["contender"]):  # they took turns: with the quantiles of these
+            over = f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – {1 / turns['q20']:.2f})"
     return [
         duration(row["seconds"]),
         f"{row['rate']:.0f} {row['unit']}" if row.get("rate", 0.0) >= 1.0 else "",
         f"{row['share']:.0%}" if "share" in row else "",
         f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
-        "" if ours is None or ours is row else over(ours, row),
+        over,
         row.get("note", ""),
     ]
 

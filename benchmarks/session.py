@@ -20,6 +20,7 @@ signal, or has used up a cell's time, another one goes on with the next cell.
 import argparse
 import faulthandler
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -29,7 +30,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +132,7 @@ class Session:
         setup = f"{suite.name} setup"
         if self._tried(setup):
             return
-        self.cells[setup] = self._begun(suite.name)
+        self.cells[setup] = {"suite": suite.name, "needs": [], "status": RUNNING, "run": self.started}
         self._end_process_after(LEAST_SECONDS)
         try:
             for cell in suite.cells(self):
@@ -146,9 +148,6 @@ class Session:
         self._require_device()
         faulthandler.cancel_dump_traceback_later()
 
-    def _begun(self, suite: str) -> Record:
-        return {"suite": suite, "needs": [], "status": RUNNING, "run": self.started}
-
     def _tried(self, key: str) -> bool:
         """True if this run need not try a cell: it is done, its library is absent, or it has failed in this run."""
         record = self.cells.get(key, {})
@@ -158,17 +157,17 @@ class Session:
         """Measure a cell, unless there is nothing to do about it, and save the result."""
         if self._tried(cell.key):
             return
-        record: Record
+        record: Record = {"suite": cell.suite, "needs": list(cell.needs), "status": RUNNING, "run": self.started}
         if red := results.red(self.result, cell.needs):
-            record = {"status": f"skipped: {red[0]} has not passed"}
+            record["status"] = f"skipped: {red[0]} has not passed"
         elif self.left <= 0:
-            record = {"status": "skipped: the time is used up"}
+            record["status"] = "skipped: the time is used up"
         else:
-            self.cells[cell.key] = self._begun(cell.suite)
+            self.cells[cell.key] = record
             self.save()
             print(f"[{time.monotonic() - self.started:5.0f} s] {cell.key}", flush=True)
-            record = self._work(cell.work)
-        self.cells[cell.key] = self._begun(cell.suite) | {"needs": list(cell.needs)} | record
+            record = record | self._work(cell.work)
+        self.cells[cell.key] = record
         self.save()
         if record["status"].startswith("failed"):
             self._require_device()
@@ -204,25 +203,24 @@ class Session:
 
     def _work(self, work: Callable[[], Record]) -> Record:
         record: Record = {"status": "done"}
-        telemetry: Record = {}
         self._end_process_after(self.left)
+        start, began = harness.gpu_state(), time.monotonic()
         try:
-            with harness.telemetry() as telemetry:
-                record |= work()
-                harness.wait(self.device)
+            record |= work()
+            harness.wait(self.device)
         except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a library raises is this cell's failure
             record = {"status": failure(error)}
+        telemetry: Record = {"seconds": time.monotonic() - began}
+        if start is not None:
+            telemetry |= {"start": start, "end": harness.gpu_state()}
         harness.device_clock.reset()
-        for row in record.get("rows", []):
-            self._rate(row)
-        return record | {"telemetry": telemetry}
-
-    def _rate(self, row: Record) -> None:
-        for work, unit, scale, ceiling in (("flop", "TFLOP/s", 1e12, "matmul"), ("bytes", "GB/s", 1e9, "copy")):
-            if work in row:
-                row |= {"rate": row[work] / row["seconds"]["median"] / scale, "unit": unit}
+        kinds = (("flop", "TFLOP/s", 1e12, "matmul"), ("bytes", "GB/s", 1e9, "copy"))
+        for row, (amount, unit, scale, ceiling) in itertools.product(record.get("rows", []), kinds):
+            if amount in row:
+                row |= {"rate": row[amount] / row["seconds"]["median"] / scale, "unit": unit}
                 if (limit := results.ceiling(self.result, ceiling)) is not None:
                     row["share"] = row["rate"] / limit
+        return record | {"telemetry": telemetry}
 
     def time(self, call: Callable[[], object], *, rounds: int, calls: int = 1, warmup: int = 1) -> Quantiles:
         """Quantiles of a call within what this cell may take; a smoke run makes two rounds."""
@@ -243,22 +241,10 @@ def failure(error: BaseException) -> str:
     return f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
-def timing(
-    step: str,
-    shape: str,
-    contender: str,
-    seconds: Quantiles,
-    *,
-    flop: float | None = None,
-    nbytes: float | None = None,
-    peak_memory_gb: float | None = None,
-    note: str | None = None,
-    **more: Any,
-) -> Record:
-    """A row, without what is None."""
-    known = {"flop": flop, "bytes": nbytes, "peak_memory_gb": peak_memory_gb, "note": note}
-    row = {"step": step, "shape": shape, "contender": contender, "seconds": asdict(seconds)}
-    return row | {name: value for name, value in known.items() if value is not None} | more
+def timing(step: str, shape: str, contender: str, seconds: Quantiles, **more: Any) -> Record:
+    """A row, without what is None: `flop` or `bytes` of a call, peak_memory_gb, note, and what else a suite tells."""
+    row = {"step": step, "shape": shape, "contender": contender, "seconds": seconds}
+    return row | {name: value for name, value in more.items() if value is not None}
 
 
 def ceiling_cells(session: Session) -> Iterator[Cell]:
@@ -267,20 +253,15 @@ def ceiling_cells(session: Session) -> Iterator[Cell]:
     A kernel can reach at least the rate of one copy: the ceiling is the faster of memcpy and a Triton copy.
     """
 
-    def copy() -> Record:
-        return {"rows": [row("copy", who, *found) for who, found in harness.copy_calls(session.device).items()]}
+    def measured(name: str, amount: str) -> Record:
+        rows = []
+        for contender, (call, size) in harness.ceiling_calls(name, session.device, smoke=session.smoke).items():
+            seconds = session.time(call, rounds=20, calls=1 if session.smoke else 5, warmup=3)
+            rows.append(timing(name, "", contender, seconds, **{amount: size}))
+        return {"rows": rows}
 
-    def matmul() -> Record:
-        call, flop = harness.matmul_call(session.device, smoke=session.smoke)
-        return {"rows": [row("matmul", "device", call, flop)]}
-
-    def row(name: str, contender: str, call: Callable[[], object], amount: int) -> Record:
-        seconds = session.time(call, rounds=20, calls=1 if session.smoke else 5, warmup=3)
-        flop, nbytes = (amount, None) if name == "matmul" else (None, amount)
-        return timing(name, "", contender, seconds, flop=flop, nbytes=nbytes)
-
-    yield Cell(suite="ceilings", name="copy", work=copy)
-    yield Cell(suite="ceilings", name="matmul", work=matmul)
+    yield Cell(suite="ceilings", name="copy", work=partial(measured, "copy", "bytes"))
+    yield Cell(suite="ceilings", name="matmul", work=partial(measured, "matmul", "flop"))
 
 
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
@@ -368,7 +349,14 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
     result: Result = {"environment": environment, "smoke": options.smoke, "cells": {}}
     if path is not None and path.is_file():
         print(f"going on from {path}")
-        result = _earlier_result(path, result)
+        found = json.loads(path.read_text("utf-8"))
+        known = found.get("environment", {})
+        wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
+        if found.get("smoke") != options.smoke or "cells" not in found:
+            wrong.append("it is not a result of this command")
+        if wrong:
+            raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
+        result = found
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
@@ -387,28 +375,13 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
     return session
 
 
-def _earlier_result(path: Path, own: Result) -> Result:
-    """Contents of a file to go on from, made in the environment of `own`."""
-    found: Result = json.loads(path.read_text("utf-8"))
-    known, environment = found.get("environment", {}), own["environment"]
-    wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
-    if found.get("smoke") != own["smoke"] or "cells" not in found:
-        wrong.append("it is not a result of this command")
-    if wrong:
-        raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
-    return found
-
-
-def run_command(name: str, suites: Sequence[Suite], argv: Sequence[str], about: str | None, **options: Any) -> int:
-    """A command: its suites in a child process, or in this one for a smoke run. Options as `execute`."""
-    parsed = parser_of(name, about).parse_args(argv)
-    if parsed.started is None and not parsed.smoke:
-        return supervise(("benchmarks", name), argv)
-    return execute(suites, parsed, **options)
-
-
 def main(name: str, argv: Sequence[str]) -> int:
-    """The command of one suite, `benchmarks/suites/<name>.py`."""
-    module = importlib.import_module(f"benchmarks.suites.{name}")
-    on_cpu = getattr(module, "ON_CPU", False)
-    return run_command(name, module.SUITES, argv, module.__doc__, suffix=f"-{name}", on_cpu=on_cpu)
+    """The command of `benchmarks/suites/<name>.py`, or of all that needs a GPU (`device`): its suites in a child
+    process, or in this one for a smoke run.
+    """
+    module = importlib.import_module("benchmarks.device" if name == "device" else f"benchmarks.suites.{name}")
+    options = parser_of(name, module.__doc__).parse_args(argv)
+    if options.started is None and not options.smoke:
+        return supervise(("benchmarks", name), argv)
+    suffix = "" if name == "device" else f"-{name}"
+    return execute(module.SUITES, options, suffix=suffix, on_cpu=getattr(module, "ON_CPU", False))

@@ -37,34 +37,8 @@ def train(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
     guided(velocity, inputs).backward(inputs.noise / inputs.noise.numel())
 
 
-def train_split(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
-    """The same gradient with one branch alive at a time."""
-    split(velocity, inputs)
-
-
-def single_pass(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
-    """A rollout step that leaves the gradient of its log-probability behind, so that no training step follows it."""
-    step(split(velocity, inputs), inputs, kernels)
-
-
-STEPS: dict[str, Callable[[Velocity, Inputs, Kernels], None]] = {
-    "forward": forward,
-    "rollout": rollout,
-    "train": train,
-    "train_split": train_split,
-    "single_pass": single_pass,
-}
-
-
-def guided(velocity: Velocity, inputs: Inputs) -> Tensor:
-    """v_u + g (v_c - v_u)."""
-    conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
-    uncond = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
-    return uncond + GUIDANCE_SCALE * (conditional - uncond)
-
-
-def split(velocity: Velocity, inputs: Inputs) -> Tensor:
-    """`guided`, detached; the branches are differentiated one after the other."""
+def train_split(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> Tensor:
+    """The same gradient with one branch alive at a time; the guided velocity, detached."""
     cotangent = inputs.noise / inputs.noise.numel()
     conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
     conditional.backward(GUIDANCE_SCALE * cotangent)
@@ -75,9 +49,26 @@ def split(velocity: Velocity, inputs: Inputs) -> Tensor:
     return uncond + GUIDANCE_SCALE * (conditional - uncond)
 
 
-def step(velocity: Tensor, inputs: Inputs, kernels: Kernels) -> Tensor:
-    """Next state of the sampler."""
+def single_pass(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
+    """A rollout step that leaves the gradient of its log-probability behind, so that no training step follows it."""
+    step(train_split(velocity, inputs, kernels), inputs, kernels)
+
+
+STEPS: dict[str, Callable[[Velocity, Inputs, Kernels], object]] = {
+    function.__name__: function for function in (forward, rollout, train, train_split, single_pass)
+}
+
+
+def guided(velocity: Velocity, inputs: Inputs) -> Tensor:
+    """v_u + g (v_c - v_u)."""
+    conditional = velocity(inputs.latents, inputs.sigma, inputs.conditional)
+    uncond = velocity(inputs.latents, inputs.sigma, inputs.unconditional)
+    return uncond + GUIDANCE_SCALE * (conditional - uncond)
+
+
+def step(velocity: Tensor, inputs: Inputs, kernels: Kernels) -> None:
+    """The sampler's step; what follows from its result is not timed."""
     table = transition_table("sage_grpo", sigma_schedule(NUM_STEPS, SHIFT), ETA)
     key = NoiseKey(seed=0, update=0, prompt_index=0, sample_index=0)
     a, b, std = (float(column[STEP]) for column in (table.a, table.b, table.std))
-    return kernels.sde_step(inputs.latents, velocity, noise_ids([key], [STEP], velocity.device), a, b, std)
+    kernels.sde_step(inputs.latents, velocity, noise_ids([key], [STEP], velocity.device), a, b, std)

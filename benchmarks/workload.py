@@ -156,13 +156,8 @@ def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:
     return model_work(config, shape.video_tokens, shape.text_tokens)
 
 
-STEP_WORK: dict[str, tuple[float, float]] = {
-    "forward": (1, 1),
-    "rollout": (2, 2),
-    "train": (4, 6),
-    "train_split": (4, 6),
-    "single_pass": (4, 6),
-}
+STEP_WORK: dict[str, tuple[float, float]] = {"forward": (1, 1), "rollout": (2, 2)}
+STEP_WORK |= dict.fromkeys(("train", "train_split", "single_pass"), (4, 6))
 """Step -> forwards' worth of linear and of attention operations.
 
 Guidance makes two forwards. With LoRA a backward pass is one product per frozen linear layer, for the gradient of its

@@ -8,7 +8,7 @@ unlike the time, the number of calls is the same on every machine and under any 
 import gc
 import sys
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest import mock
 
 import torch
@@ -31,6 +31,14 @@ INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 """Code that some versions of Python call, and others run in place, generator expressions among them."""
 
 
+def measure_host() -> dict[str, float]:
+    """Calls of the forward and of the backward pass, by weights that are trained."""
+    found: dict[str, float] = {}
+    for trained in get_args(Trained):
+        found[f"host.forward/{trained}"], found[f"host.backward/{trained}"] = block_calls(trained)
+    return found
+
+
 def block_calls(trained: Trained) -> tuple[int, int]:
     """Calls of the forward and of the backward pass of a block in the middle, with `selective` checkpointing."""
     config = TINY | {"num_attention_heads": 1, "attention_head_dim": HEAD_DIM, "rope_axes_dim": (2, 2, 4)}
@@ -50,9 +58,7 @@ def block_calls(trained: Trained) -> tuple[int, int]:
     def attend(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
 
-    def attend_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-        return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
-
+    attend_backward = lambda grad, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])  # noqa: E731
     with (
         mock.patch.object(launch, "start", lambda *arguments: None),
         mock.patch.object(common, "POISON_EMPTY", False),

@@ -7,9 +7,9 @@ counted on the CPU. Waits for the GPU are counted on the meta device, which play
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -25,35 +25,20 @@ Update = Literal["two_phase", "single_pass"]
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "configs" / "toy_cpu.yaml"
 NUM_VIDEOS, NUM_STEPS = 2, 2
+PHASES = ("rollout", "anchor", "update")
+"""Of an iteration, where the transformer may run."""
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that talk to other processes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IterationCost:
-    """Counts of one iteration.
-
-    Example: `IterationCost(forwards={"rollout": 2.0, "update": 2.0}, updates=1, waits={}, collectives=0)`
-    """
-
-    forwards: dict[str, float]
-    """Phase -> forwards of the transformer per video and step."""
-    updates: int
-    """Optimizer updates."""
-    waits: dict[str, int]
-    """Phase -> operators that wait for the GPU; empty where they were not counted."""
-    collectives: int
-    """Exchanges with other processes; 0 where they were not counted."""
-
-
 class Watch(TorchDispatchMode):
-    """Context manager that counts waits for the meta device, and collectives."""
+    """Work of one iteration of a trainer: forwards and waits for the meta device by phase, updates, collectives."""
 
-    def __init__(self, phases: list[str]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.phases = phases
-        self.waits: Counter[str] = Counter()
-        self.collectives = 0
+        self.phases = ["between"]
+        self.forwards, self.waits = Counter[str](), Counter[str]()
+        self.updates = self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator, or answer for it."""
@@ -63,6 +48,37 @@ class Watch(TorchDispatchMode):
             self.waits[self.phases[-1]] += 1
             return result
         return func(*args, **kwargs)
+
+    def iterate(self, trainer: Any) -> "Watch":
+        """Count an iteration."""
+        enter = trainer._phase
+
+        @contextlib.contextmanager
+        def phase(name: str) -> Iterator[None]:
+            self.phases.append(name)
+            with enter(name):
+                yield
+            self.phases.pop()
+
+        def forward(*_: object) -> None:
+            self.forwards[self.phases[-1]] += 1
+
+        def update(*_: object) -> None:
+            self.updates += 1
+
+        hooks = [
+            trainer.policy.transformer.register_forward_pre_hook(forward),
+            register_optimizer_step_post_hook(update),
+        ]
+        trainer._phase = phase
+        try:
+            with self:
+                trainer.iterate()
+        finally:
+            trainer._phase = enter
+            for hook in hooks:
+                hook.remove()
+        return self
 
 
 def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
@@ -89,61 +105,32 @@ def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
     return build_trainer(load_config(TOY, [f"--{key}={value}" for key, value in values.items()]))
 
 
-def count_iterations(update: Update, guidance_scale: float) -> dict[str, IterationCost]:
-    """Forwards and optimizer updates of an iteration right after the anchor was refreshed, and of the one after it.
-
-    Args:
-        update: `training.update`.
-        guidance_scale: 1 for no guidance.
-
-    Returns:
-        "fresh" and "behind", where the anchor differs from the policy.
+def measure_iteration() -> dict[str, float]:
+    """Forwards per video and step, and optimizer updates, of an iteration right after the anchor was refreshed and of
+    the one after it: by the way of computing the gradient, the guidance scale (1 for none) and the anchor.
     """
-    trainer = toy_trainer(update, guidance_scale, "cpu")
-    return {anchor: _iterate(trainer, watched=False) for anchor in ("fresh", "behind")}
+    found: dict[str, float] = {}
+    for update, scale in product(get_args(Update), (1, 6)):
+        trainer = toy_trainer(update, scale, "cpu")
+        for anchor in ("fresh", "behind"):
+            case, watch = f"{update}/{scale}/{anchor}", Watch().iterate(trainer)
+            each = {phase: watch.forwards.pop(phase, 0) / (NUM_VIDEOS * NUM_STEPS) for phase in PHASES}
+            found |= {f"iteration.forwards/{case}/{phase}": number for phase, number in each.items()}
+            found[f"iteration.forwards_elsewhere/{case}"] = watch.forwards.total()
+            found[f"iteration.optimizer_updates/{case}"] = watch.updates
+    return found
 
 
-def watch_iteration(update: Update, guidance_scale: float) -> IterationCost:
-    """Counts of an iteration whose anchor lies behind, with waits and collectives."""
-    trainer: Any = toy_trainer(update, guidance_scale, "meta")
-    trainer.update = 1
-    # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
-    trainer.decoder.decode = lambda latents: torch.zeros(len(latents), 4, 3, 16, 16, dtype=torch.uint8)
-    return _iterate(trainer, watched=True)
-
-
-def _iterate(trainer: Any, *, watched: bool) -> IterationCost:
-    phases = ["between"]
-    forwards: Counter[str] = Counter()
-    updates: list[object] = []
-    enter = trainer._phase
-
-    @contextlib.contextmanager
-    def phase(name: str) -> Iterator[None]:
-        phases.append(name)
-        with enter(name):
-            yield
-        phases.pop()
-
-    def forward(*_: object) -> None:
-        forwards[phases[-1]] += 1
-
-    hooks = [
-        trainer.policy.transformer.register_forward_pre_hook(forward),
-        register_optimizer_step_post_hook(lambda *_: updates.append(None)),
-    ]
-    watch = Watch(phases)
-    trainer._phase = phase
-    try:
-        with watch if watched else contextlib.nullcontext():
-            trainer.iterate()
-    finally:
-        trainer._phase = enter
-        for hook in hooks:
-            hook.remove()
-    return IterationCost(
-        forwards={name: number / (NUM_VIDEOS * NUM_STEPS) for name, number in forwards.items()},
-        updates=len(updates),
-        waits=dict(watch.waits),
-        collectives=watch.collectives,
-    )
+def measure_loop() -> dict[str, float]:
+    """Waits and exchanges of the step loops of an iteration, with guidance and an anchor that lies behind."""
+    found: dict[str, float] = {}
+    for update in get_args(Update):
+        trainer: Any = toy_trainer(update, 6, "meta")
+        trainer.update = 1
+        # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
+        trainer.decoder.decode = lambda latents: torch.zeros(len(latents), 4, 3, 16, 16, dtype=torch.uint8)
+        watch = Watch().iterate(trainer)
+        found |= {f"loop.host_syncs/{update}/{phase}": watch.waits.pop(phase, 0) for phase in PHASES}
+        found[f"loop.host_syncs/{update}/elsewhere"] = watch.waits.total()
+        found[f"loop.collectives/{update}"] = watch.collectives
+    return found

@@ -22,25 +22,23 @@ print(json.dumps({{"seconds": seconds, "modules": sorted(set(sys.modules) - befo
 # both happen before the count.
 
 
-def import_cost(module: str) -> dict[str, float]:
-    """Costs of importing a module of this checkout in a fresh process, by quantity.
-
-    Returns:
-        seconds; project_modules of sage_fast and sage_kernels, itself included, without the commands (each is one more
-        command's options); standard_modules that were not loaded already; third_party packages.
-
-    Example: ``{"seconds": 0.002, "project_modules": 1, "standard_modules": 0, "third_party": 0}``
+def measure_imports() -> dict[str, float]:
+    """Imports of the package and its command line: seconds; modules of sage_fast and sage_kernels, without the commands
+    (each is one more command's options); standard modules that were not loaded already; third-party packages.
     """
-    found = json.loads(_run(IMPORT.format(module=module)).splitlines()[-1])
-    top = [name.split(".")[0] for name in found["modules"]]
-    project = ("sage_fast", "sage_kernels")
-    own = [name for name in found["modules"] if name.split(".")[0] in project]
-    return {
-        "seconds": found["seconds"],
-        "project_modules": sum(not name.startswith("sage_fast.commands") for name in own),
-        "standard_modules": sum(name in sys.stdlib_module_names for name in top),
-        "third_party": len(set(top).difference(project, sys.stdlib_module_names)),
-    }
+    costs: dict[str, float] = {}
+    for module in ("sage_fast", "sage_fast.commands.cli"):
+        found = json.loads(_run(IMPORT.format(module=module)).splitlines()[-1])
+        top = [name.split(".")[0] for name in found["modules"]]
+        project = ("sage_fast", "sage_kernels")
+        own = [name for name in found["modules"] if name.split(".")[0] in project]
+        costs |= {
+            f"imports.seconds/{module}": found["seconds"],
+            f"imports.project_modules/{module}": sum(not name.startswith("sage_fast.commands") for name in own),
+            f"imports.standard_modules/{module}": sum(name in sys.stdlib_module_names for name in top),
+            f"imports.third_party/{module}": len(set(top).difference(project, sys.stdlib_module_names)),
+        }
+    return costs
 
 
 RUN = "import sys\nfrom sage_fast.commands.cli import main\nsys.exit(main({words!r}) not in (0, 1))"
@@ -54,7 +52,7 @@ PROGRAMS = {
 }
 
 
-def command_costs() -> dict[str, float]:
+def measure_commands() -> dict[str, float]:
     """CPU time of commands, user and system, over that of importing torch just before.
 
     A busy machine lengthens both, by up to two where hyperthreads share a core, and their ratio little.
@@ -64,7 +62,7 @@ def command_costs() -> dict[str, float]:
         Path(folder, "config.yaml").write_text("output_dir: here\n", encoding="utf-8")
         for name, program in PROGRAMS.items():
             torch, command = (_cpu_seconds(code.replace("{run}", folder)) for code in ("import torch", program))
-            costs[name] = command / torch
+            costs[f"commands.cpu_time/{name}"] = command / torch
     return costs
 
 

@@ -9,7 +9,7 @@ N video tokens, L text tokens, D width. "Elementwise" is everything but matrix p
 dimension of at most 128, as those of LoRA, are "thin": they too cost what they read and write.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workload import HUNYUAN_VIDEO_15, Shape, forward_work
+from benchmarks.workload import HUNYUAN_VIDEO_15, A, B, Shape, forward_work
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.fused import Rotary
@@ -35,6 +35,12 @@ from sage_kernels.tracer import moved
 
 Trained = Literal["nothing", "lora", "everything"]
 """Weights that need gradients; the gradient of the block's inputs is wanted in any case."""
+BLOCKS: tuple[tuple[Trained, Checkpointing], ...] = (
+    ("lora", "feed_forward"),
+    ("lora", "selective"),
+    ("everything", "selective"),
+)
+"""Trained weights and checkpointing that the presets use."""
 
 
 # Waits for the GPU: the meta device plays it. A meta tensor has no data, so every operator that needs some on the host
@@ -129,47 +135,6 @@ class Record(TorchDispatchMode):
         """Bytes of everything but matrix products and attention."""
         return sum(call.traffic for call in self.calls if call.name not in PRODUCTS)
 
-    def thin(self) -> int:
-        """Bytes of thin products."""
-        return sum(call.traffic for call in self.calls if call.thin)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockCost:
-    """Cost of one block in the middle of the transformer, one sample, by the names of its budgets.
-
-    Example: with LoRA and selective checkpointing `forward_bytes` is 13.26 and `kept` 2.02.
-    """
-
-    forward_bytes: float
-    """Elementwise bytes of the forward, in S."""
-    backward_bytes: float
-    """Elementwise bytes of the backward without what is recomputed, in S."""
-    recomputed_bytes: float
-    """Elementwise bytes of forward ops that the backward runs again, in S."""
-    forward_thin_bytes: float
-    """Bytes of thin products of the forward, in S."""
-    backward_thin_bytes: float
-    """The same of the backward, with those that it computes again."""
-    forward_flops: int
-    """As torch counts them."""
-    backward_flops: int
-    """The same of the backward, with the products and the attention that it computes again."""
-    launches: int
-    """Operators of the forward."""
-    backward_launches: int
-    """Operators of the backward."""
-    kept: float
-    """Activations kept from the forward for the backward, in S. Weights do not count."""
-    forward_peak: float
-    """Most that is alive at once in the forward, in S, without weights and the block's input."""
-    backward_peak: float
-    """The same in the backward, with the block's output, its gradient, and what was kept."""
-    largest_tensor: int
-    """Elements of the largest tensor that either pass makes."""
-    syncs: tuple[str, ...]
-    """Operators of either pass that wait for the GPU."""
-
 
 RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh"})
 
@@ -183,28 +148,36 @@ def meta_transformer(num_layers: int, trained: Trained) -> HunyuanVideo15Transfo
     return transformer
 
 
-def block_cost(
-    shape: Shape,
-    trained: Trained,
-    checkpointing: Checkpointing,
-    *,
-    prepare: Callable[[HunyuanVideo15Transformer3DModel], None] | None = None,
-) -> BlockCost:
-    """Count one block.
+def accelerated(
+    num_layers: int, trained: Trained, checkpointing: Checkpointing = "selective"
+) -> HunyuanVideo15Transformer3DModel:
+    """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
+    transformer = meta_transformer(num_layers, trained)
+    # Not from the table, whose rows a forward computes for noise levels that it has not met.
+    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
+    return transformer
 
-    Args:
-        shape: video size and text length.
-        trained: which weights need gradients. Frozen AdaLN weights come from the table.
-        checkpointing: what is kept.
-        prepare: called with the accelerated transformer before it is counted.
+
+def measure_block() -> dict[str, float]:
+    """One block in the middle, one sample at 352x624x81 with 250 text tokens; `budgets.yaml` says what each number is.
+
+    Frozen AdaLN weights come from the table.
+    """
+    found: dict[str, float] = {}
+    for trained, checkpointing in BLOCKS:
+        cost = block_cost(A, trained, checkpointing)
+        found |= {f"block.{name}/{trained}/{checkpointing}": value for name, value in cost.items()}
+    return found
+
+
+def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> dict[str, float]:
+    """Count one block; bytes in S. What a backward pass computes again is in its FLOPs, launches and thin products, and
+    beside its elementwise bytes.
     """
     transformer = accelerated(3, trained, checkpointing)
-    if prepare is not None:
-        prepare(transformer)
     block = transformer.transformer_blocks[1]
     width = transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"]
-    tokens = shape.video_tokens + shape.text_tokens
-    unit = tokens * width * 2
+    unit = (shape.video_tokens + shape.text_tokens) * width * 2
 
     def activation(*size: int) -> Tensor:
         return torch.empty(*size, dtype=torch.bfloat16, device="meta")
@@ -222,12 +195,16 @@ def block_cost(
             kept[storage._cdata] = storage.nbytes()
         return tensor
 
+    def run() -> Sequence[Tensor]:
+        outputs: Sequence[Tensor] = block(x, text, activation(1, width), *modulation)
+        return outputs
+
     transformer._acceleration.rotary = Rotary(table, table)
     with torch.no_grad(), Record():
-        block(x, text, activation(1, width), *modulation)  # fills what is cached
+        run()  # fills what is cached
     forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
-        outputs = block(x, text, activation(1, width), *modulation)
+        outputs = run()
     cotangents = [torch.empty_like(output) for output in outputs]
     with backward_flops, Record() as backward:
         torch.autograd.backward(outputs, cotangents)
@@ -235,75 +212,60 @@ def block_cost(
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
     again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
     del outputs, cotangents
-    run = lambda: block(x, text, activation(1, width), *modulation)  # noqa: E731
-    forward_peak, backward_peak = peaks(run, [*transformer.parameters(), x, text])
-    return BlockCost(
-        forward_bytes=forward.elementwise() / unit,
-        backward_bytes=(backward.elementwise() - again) / unit,
-        recomputed_bytes=again / unit,
-        forward_thin_bytes=forward.thin() / unit,
-        backward_thin_bytes=backward.thin() / unit,
-        forward_flops=int(forward_flops.get_total_flops()),
-        backward_flops=int(backward_flops.get_total_flops()),
-        launches=len(forward.calls),
-        backward_launches=len(backward.calls),
-        kept=sum(kept.values()) / unit,
-        forward_peak=forward_peak / unit,
-        backward_peak=backward_peak / unit,
-        largest_tensor=max(call.largest for call in (*forward.calls, *backward.calls)),
-        syncs=(*forward.syncs, *backward.syncs),
-    )
-
-
-def peaks(forward: Callable[[], Sequence[Tensor]], own: list[Tensor]) -> tuple[int, int]:
-    """Most bytes alive in a forward and in its backward, whose gradients of weights count, beside the `own` tensors."""
-    for tensor in own:
+    # Beside weights and the block's input; of the backward pass gradients of weights count too.
+    lasting = [*transformer.parameters(), x, text]
+    for tensor in lasting:
         tensor.grad = None
-    with Record(), trace.Tracer(own) as alive:  # the record answers reads by the host, for which meta tensors have none
-        outputs = forward()
+    # The record answers reads by the host, for which meta tensors have none.
+    with Record(), trace.Tracer(lasting) as alive:
+        outputs = run()
         forward_peak, alive.peak = alive.peak, alive.now
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
-    return forward_peak, alive.peak
-
-
-def forward_cost(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, float]:
-    """Costs of one forward of an accelerated transformer as the trainer calls it, one sample without glyph tokens.
-
-    Example: of two blocks at 352x624x81, ``{"flops": 9147157970944, "largest_tensor": 147603456, "host_syncs": 0}``
-    """
-    call: Any = transformer
-    with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
-        call(**_inputs(shape, transformer))
+    calls = [*forward.calls, *backward.calls]
     return {
-        "flops": int(counter.get_total_flops()),
-        "largest_tensor": max(found.largest for found in record.calls),
-        "host_syncs": len(record.syncs),
+        "forward_bytes": forward.elementwise() / unit,
+        "backward_bytes": (backward.elementwise() - again) / unit,
+        "recomputed_bytes": again / unit,
+        "forward_thin_bytes": sum(call.traffic for call in forward.calls if call.thin) / unit,
+        "backward_thin_bytes": sum(call.traffic for call in backward.calls if call.thin) / unit,
+        "forward_flops": forward_flops.get_total_flops(),
+        "backward_flops": backward_flops.get_total_flops(),
+        "launches": len(forward.calls),
+        "backward_launches": len(backward.calls),
+        "kept": sum(kept.values()) / unit,
+        "forward_peak": forward_peak / unit,
+        "backward_peak": alive.peak / unit,
+        "largest_tensor": max(call.largest for call in calls),
+        "host_syncs": len(forward.syncs) + len(backward.syncs),
     }
 
 
-def accelerated(
-    num_layers: int, trained: Trained, checkpointing: Checkpointing = "selective"
-) -> HunyuanVideo15Transformer3DModel:
-    """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
-    transformer = meta_transformer(num_layers, trained)
-    # Not from the table, whose rows a forward computes for noise levels that it has not met.
-    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
-    return transformer
+def measure_forward() -> dict[str, float]:
+    """The whole packed forward of one sample without glyph tokens, as the trainer calls it, at the true configuration.
 
-
-def _inputs(shape: Shape, transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Any]:
-    """Arguments of a forward: latents and prompt on the device, the timestep on the host."""
-    prompt = PromptEmbeds(
-        text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
-        glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
-    )
-    latents = torch.empty(1, *shape.latent, device="meta")
-    return {"hidden_states": latents, "timestep": torch.full((1,), 640.0), "prompts": [prompt]}
-
-
-def needed_flops(shape: Shape, num_layers: int) -> float:
-    """The closed form of the packed forward, less what does not reach a text-to-video velocity: the condition
-    channels, and the last block's text queries, projections and feed-forward.
+    The closed form is that of packed tokens, less what does not reach a text-to-video velocity: the condition channels,
+    and the last block's text queries, projections and feed-forward.
     """
-    config = HUNYUAN_VIDEO_15 | {"num_layers": num_layers}
-    return forward_work(config, shape).total - unused_work(config, shape.video_tokens, shape.text_tokens).total
+    config = HUNYUAN_VIDEO_15
+    found: dict[str, float] = {}
+    for shape in (A, B):
+        # A transformer each: the second forward of one would find its modulation in the table.
+        transformer: Any = accelerated(config["num_layers"], "nothing")
+        prompt = PromptEmbeds(
+            text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
+            glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
+        )
+        latents = torch.empty(1, *shape.latent, device="meta")
+        with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
+            transformer(hidden_states=latents, timestep=torch.full((1,), 640.0), prompts=[prompt])
+        flops = counter.get_total_flops()
+        needed = forward_work(config, shape).total
+        needed -= unused_work(config, shape.video_tokens, shape.text_tokens).total
+        found |= {
+            "forward.parameters": sum(weight.numel() for weight in transformer.parameters()),
+            f"forward.flops_beyond_closed_form/{shape.name}": flops - needed,
+            f"forward.flops/{shape.name}": flops,
+            f"forward.largest_tensor/{shape.name}": max(call.largest for call in record.calls),
+            f"forward.host_syncs/{shape.name}": len(record.syncs),
+        }
+    return found

@@ -12,7 +12,6 @@ machine does not count: by the wall's clock and on every core a step took 24 ms,
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor
 from benchmarks import contenders, workload
 from benchmarks.contenders import Velocity
 from benchmarks.errors import pooled_error, verdict
-from benchmarks.harness import Quantiles
+from benchmarks.harness import quantiles
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.steps import forward, train
@@ -97,10 +96,10 @@ def in_turns(step: str, shape: str, contenders: Sequence[str], turn: Callable[[s
         for contender, found in seconds.items():
             found.append(turn(contender))
     torch.set_num_threads(threads)
-    rows = [timing(step, shape, who, Quantiles.of(found)) for who, found in seconds.items()]
+    rows = [timing(step, shape, who, quantiles(found)) for who, found in seconds.items()]
     ours, *others = contenders
     rows[0]["over"] = {
-        who: asdict(Quantiles.of([mine / theirs for mine, theirs in zip(seconds[ours], seconds[who], strict=True)]))
+        who: quantiles([mine / theirs for mine, theirs in zip(seconds[ours], seconds[who], strict=True)])
         for who in others
     }
     return {"rows": rows}

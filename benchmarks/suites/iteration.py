@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks import contenders, harness, workload
 from benchmarks.errors import verdict
-from benchmarks.harness import Quantiles
+from benchmarks.harness import quantiles
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
 from benchmarks.suites import attention, decode, kernels
@@ -119,22 +119,16 @@ class Iteration:
             metrics = self.iterate()
         phases = {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
         total = phases.pop("iteration")
-        peak, planned = harness.peak_memory_gb(self.session.device), self.planned_gb()
+        peak, planned = harness.peak_memory_gb(self.session.device), None
+        if not self.session.smoke:  # the model of a smoke run is not a published one
+            memory_gb = torch.cuda.get_device_properties(self.session.device).total_memory / 1e9
+            plan = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=memory_gb, runtime=0.0, sizes={})
+            planned = max(held.total for phase, held in plan.memory.phases.items() if phase != "evaluation") / 1e9
         note = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in phases.items())
         note += "" if planned is None else f"; planned {planned:.1f} GB"
         note += f"; without the kernels of {', '.join(self.reference_ops)}" if self.reference_ops else ""
-        row = timing("2 videos of 4 steps", "B", "ours", Quantiles.of([total]), peak_memory_gb=peak, note=note)
+        row = timing("2 videos of 4 steps", "B", "ours", quantiles([total]), peak_memory_gb=peak, note=note)
         return {"rows": [row | {"videos": 2, "phases": phases, "planned_memory_gb": planned}]}
-
-    def planned_gb(self) -> float | None:
-        """Predicted peak of PyTorch's allocations before an evaluation; None for a smoke run,
-        whose model is not a published one.
-        """
-        if self.session.smoke:
-            return None
-        total = torch.cuda.get_device_properties(self.session.device).total_memory / 1e9
-        memory = make_memory_plan(self.config, on_gpu=True, gpus=1, memory_gb=total, runtime=0.0, sizes={}).memory
-        return max(held.total for phase, held in memory.phases.items() if phase != "evaluation") / 1e9
 
 
 def cells(session: Session) -> Iterator[Cell]:

@@ -14,6 +14,7 @@ The same calls under pytest-benchmark, which stores and compares runs:
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -28,8 +29,12 @@ from sage_kernels.registry import Case, OpSpec, specs
 from sage_kernels.tracer import backward_call, count_op
 
 SUITE = "kernels"
+L2_BYTES = 256 * 2**20
+"""Bytes over which repeated calls are spread, several times the largest L2 cache: each call finds it cold."""
 CONTENDERS = ("ours", "eager", "compiled")
 DIRECTIONS = ("forward", "backward")
+Variant = tuple[OpSpec, Case, str, str]
+"""Op, shape, direction, contender."""
 
 
 def cases_of(spec: OpSpec, *, smoke: bool) -> tuple[Case, ...]:
@@ -73,7 +78,9 @@ def calls_of(
         # Inductor needs a compiler for CPUs and many seconds; the smoke run only has to go through.
         function = torch.compile(function, backend="aot_eager" if smoke else "inductor")
     calls: list[Callable[[], object]] = []
-    for number in range(harness.copies_beyond_cache(nbytes)):
+    # So many sets of inputs that none is in the cache when its turn comes.
+    copies = max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1)))) if torch.cuda.is_available() else 1
+    for number in range(copies):
         values = spec.make_inputs(case, spec.bench_dtype, device, torch.Generator(device).manual_seed(number))
         if direction == "forward":
             calls.append(partial(function, **values))
@@ -122,18 +129,23 @@ def red_ops(result: Result) -> tuple[str, ...]:
     )
 
 
+def variants(ops: Iterable[OpSpec], contenders: tuple[str, ...], *, smoke: bool) -> Iterator[Variant]:
+    """All that is timed, op by op."""
+    for spec in ops:
+        directions = DIRECTIONS if spec.differentiable else DIRECTIONS[:1]
+        for case, *rest in itertools.product(cases_of(spec, smoke=smoke), directions, contenders):
+            yield spec, case, *rest
+
+
 def timing_cells(session: Session, contenders: tuple[str, ...]) -> Iterator[Cell]:
     """Timings of some contenders."""
-    for spec in chosen_ops(session):
-        for case in cases_of(spec, smoke=session.smoke):
-            for direction in DIRECTIONS if spec.differentiable else DIRECTIONS[:1]:
-                for contender in contenders:
-                    yield Cell(
-                        suite=SUITE,
-                        name=f"{spec.name} {direction} {case.id} {contender}",
-                        work=partial(time_op, session, spec, case, direction, contender),
-                        needs=(f"{SUITE} parity {spec.name}",),
-                    )
+    for spec, case, direction, contender in variants(chosen_ops(session), contenders, smoke=session.smoke):
+        yield Cell(
+            suite=SUITE,
+            name=f"{spec.name} {direction} {case.id} {contender}",
+            work=partial(time_op, session, spec, case, direction, contender),
+            needs=(f"{SUITE} parity {spec.name}",),
+        )
 
 
 def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contender: str) -> Record:
@@ -142,7 +154,7 @@ def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contende
     with torch.set_grad_enabled(direction == "backward"):
         seconds = session.time(call, rounds=20, calls=harness.calls_per_stretch(nbytes), warmup=3)
     step, dtype = f"{spec.name} {direction}", str(spec.bench_dtype).removeprefix("torch.")
-    return {"rows": [timing(step, case.id, contender, seconds, nbytes=nbytes, op=spec.name, dtype=dtype)]}
+    return {"rows": [timing(step, case.id, contender, seconds, bytes=nbytes, op=spec.name, dtype=dtype)]}
 
 
 PARITY = Suite(name="kernels parity", cells=parity_cells, limit=90.0)
@@ -153,13 +165,7 @@ SUITES = (PARITY, BANDWIDTH, COMPILED)
 
 def pytest_generate_tests(metafunc: Any) -> None:
     """Hand `test_speed` every op, shape, direction and contender."""
-    ops = [(spec, case) for spec in specs().values() for case in cases_of(spec, smoke=not torch.cuda.is_available())]
-    found = [
-        (spec, case, direction, contender)
-        for spec, case in ops
-        for direction in (DIRECTIONS if spec.differentiable else DIRECTIONS[:1])
-        for contender in CONTENDERS
-    ]
+    found = list(variants(specs().values(), CONTENDERS, smoke=not torch.cuda.is_available()))
     ids = [f"{spec.name}-{case.id}-{direction}-{contender}" for spec, case, direction, contender in found]
     metafunc.parametrize(("spec", "case", "direction", "contender"), found, ids=ids)
 

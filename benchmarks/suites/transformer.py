@@ -13,7 +13,7 @@ op, and its rows say so.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -103,11 +103,6 @@ COMPILED_ORDER = (
 """Cells that Inductor takes minutes for."""
 
 
-def on_cpu(found: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """A copy in float32 of the tensors that are there."""
-    return {name: value.float().cpu() for name, value in found.items() if value is not None}
-
-
 @dataclass(kw_only=True)
 class Model:
     """The one transformer of full size, which serves all contenders in turn, and what P2 computes with it."""
@@ -151,16 +146,20 @@ class Model:
             reference_ops=self.reference_ops,
         )
 
-    def outcome(self, timed: Timed, velocity: Velocity, inputs: Inputs) -> dict[str, Tensor | None]:
-        """Computation of a cell: a velocity, or the gradients of a step that trains."""
-        if not timed.trains:
+    def outcome(self, timed: Timed, velocity: Velocity, inputs: Inputs) -> dict[str, Tensor]:
+        """Computation of a cell: a velocity, or the gradients of a step that trains; kept where it is P2's."""
+        if timed.trains:
+            transformer = self.get(adapters=True)
+            STEPS[timed.step](velocity, inputs, select_kernels("auto", self.session.device))
+            gradients = {name: p.grad for name, p in trainable_parameters(transformer).items()}
+            transformer.zero_grad(set_to_none=True)
+            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        else:
             with torch.no_grad():
-                return {"velocity": velocity(inputs.latents, inputs.sigma, inputs.conditional)}
-        transformer = self.get(adapters=True)
-        STEPS[timed.step](velocity, inputs, select_kernels("auto", self.session.device))
-        gradients = {name: p.grad for name, p in trainable_parameters(transformer).items()}
-        transformer.zero_grad(set_to_none=True)
-        return gradients
+                found = {"velocity": velocity(inputs.latents, inputs.sigma, inputs.conditional)}
+        if timed.contender == "P2":
+            self.expected[timed.compared] = {name: value.float().cpu() for name, value in found.items()}
+        return found
 
     def expect(self, timed: Timed, inputs: Inputs) -> None:
         """Have P2 compute what a cell is compared with, once per shape."""
@@ -170,7 +169,7 @@ class Model:
         p2 = replace(timed, step=timed.compared[1], contender="P2", checkpointing=kept)
         try:
             with self.switch(p2) as velocity:
-                self.expected[timed.compared] = on_cpu(self.outcome(p2, velocity, inputs))
+                self.outcome(p2, velocity, inputs)
         except Exception as error:  # noqa: BLE001  a peer fails alone; two layers have been compared with float64
             self.expected[timed.compared] = failure(error)
             harness.release(self.transformer)
@@ -185,8 +184,6 @@ class Model:
             with self.switch(timed) as velocity:
                 harness.forget_peak(session.device)
                 found = self.outcome(timed, velocity, inputs)
-                if timed.contender == "P2":
-                    self.expected[timed.compared] = on_cpu(found)
                 expected = self.expected[timed.compared]
                 difference = None if isinstance(expected, str) else pooled_error(found, expected)
                 if difference is not None and not difference <= FULL_DEPTH:
@@ -206,17 +203,10 @@ class Model:
             notes.append(f"without the kernels of {', '.join(self.reference_ops)}")
         if isinstance(expected, str):
             notes.append("not compared with P2 at full size")
-        row = timing(
-            timed.step,
-            shape.name,
-            timed.contender,
-            seconds,
-            flop=work.total,
-            peak_memory_gb=peak,
-            note="; ".join(notes) or None,
-        )
-        more = {"attention": self.backend, "linear_flop": work.linear, "attention_flop": work.attention}
-        return {"rows": [row | more | {"difference_from_p2": difference}]}
+        more = {"peak_memory_gb": peak, "note": "; ".join(notes) or None, "difference_from_p2": difference}
+        more |= {"attention": self.backend, "flop": work.total}
+        more |= {"linear_flop": work.linear, "attention_flop": work.attention}
+        return {"rows": [timing(timed.step, shape.name, timed.contender, seconds, **more)]}
 
 
 class TwoLayers:
@@ -276,12 +266,9 @@ def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Ce
     """Parity of every contender, then the measurements at full size."""
     model = Model(session=session)
     layers = cache(lambda: TwoLayers(model))
-
-    def parity(contender: str) -> Record:
-        return layers().check(contender)
-
     for contender in ("P2", "P1", "ours"):
-        yield Cell(suite=SUITE, name=f"parity {contender}", work=partial(parity, contender))
+        work = lambda contender=contender: layers().check(contender)  # noqa: E731
+        yield Cell(suite=SUITE, name=f"parity {contender}", work=work)
     layers.cache_clear()
     harness.release()
     for timed in ORDER if order is None else order:

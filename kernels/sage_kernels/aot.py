@@ -277,29 +277,8 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-def build_all(ops: Sequence[str] = (), architectures: Sequence[int] = ARCHITECTURES) -> list[Build]:
-    """Build the kernels of the named ops (all by default) for the architectures."""
-    known = specs()
-    unknown = sorted(set(ops) - set(known))
-    if unknown:
-        raise ValueError(f"unknown ops {unknown}; known are {sorted(known)}")
-    return [
-        build(op, name, kernel, arch)
-        for op, spec in known.items()
-        if not ops or op in ops
-        for arch in architectures
-        for name, kernel in launched_kernels(spec, arch).items()
-    ]
-
-
-def records(builds: Sequence[Build]) -> str:
-    """The builds as JSON, one a line."""
-    rows = ",\n".join(json.dumps(asdict(item)) for item in builds)
-    return f'{{"triton": "{triton.__version__}", "builds": [\n{rows}\n]}}\n'
-
-
-def table(text: str) -> str:
-    """Markdown table of the builds in `records`: shared memory in bytes a program, accesses in bytes a thread."""
+def table(builds: Sequence[Build]) -> str:
+    """Markdown table: shared memory in bytes a program, accesses in bytes a thread."""
     lines = [
         "| kernel | arch | warps | registers | stack + local | spills | shared | programs: wanted, fit "
         "| instructions | loads | stores |",
@@ -314,7 +293,7 @@ def table(text: str) -> str:
             groups.setdefault("/".join(map(str, widths)), []).append(text)
         return "; ".join(f"{', '.join(names)} {widths}" for widths, names in groups.items())
 
-    for item in (Build(**row) for row in json.loads(text)["builds"]):
+    for item in builds:
         lines.append(
             f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} | {item.stack + item.local} "
             f"| {item.spills} | {item.shared} | {item.programs_per_sm}, {item.fitting_programs} "
@@ -333,12 +312,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name}")
     output.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args(argv)
-    builds = build_all(options.ops, options.arch)
-    text = records(builds)
+    known = specs()
+    if unknown := sorted(set(options.ops) - known.keys()):
+        raise ValueError(f"unknown ops {unknown}; known are {sorted(known)}")
+    builds = [
+        build(op, name, kernel, arch)
+        for op in known
+        if not options.ops or op in options.ops
+        for arch in options.arch
+        for name, kernel in launched_kernels(known[op], arch).items()
+    ]
+    rows = ",\n".join(json.dumps(asdict(item)) for item in builds)
+    text = f'{{"triton": "{triton.__version__}", "builds": [\n{rows}\n]}}\n'
     if options.write:
         RECORDS.write_text(text, "utf-8")
     else:
-        print(text if options.json else table(text), end="")
+        print(text if options.json else table(builds), end="")
     broken = [line for item in builds for line in item.violations()]
     print("\n".join(broken), end="\n" if broken else "", file=sys.stderr)
     return 1 if broken else 0

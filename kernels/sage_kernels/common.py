@@ -12,6 +12,7 @@ Addresses are formed in int64: a 720p batch passes 2^31 elements.
 
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -71,6 +72,11 @@ def empty(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
 def empty_like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """A contiguous buffer of the tensor's shape and device, allocated by `empty`."""
     return empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
+
+
+def contiguous(*tensors: Tensor | None) -> Any:
+    """The tensors, each copied where it is not contiguous; None stays None."""
+    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
 def dense_rows(tensor: Tensor) -> Tensor:

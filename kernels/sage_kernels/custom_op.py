@@ -1,4 +1,4 @@
-"""Makes an operator of PyTorch: Triton launcher, plain PyTorch twin, result shapes and gradient under one name.
+"""Makes an operator of PyTorch: Triton launcher, plain PyTorch twin and gradient under one name.
 
 A launcher and a reference take the same arguments; the schema is what PyTorch knows of them. Autograd, `torch.compile`,
 FSDP2 and selective checkpointing see one operator, `torch.ops.sage_kernels.<name>`, and another for its backward pass.
@@ -8,7 +8,7 @@ On CUDA tensors an operator runs its launcher, on CPU tensors the reference, or 
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -22,53 +22,42 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Gradient(NamedTuple):
-    """How autograd differentiates an operator; both functions are those of `torch.library.register_autograd`.
-
-    Example: `Gradient(save, backward)` with `save(ctx, inputs, output)` and `backward(ctx, *cotangents)`.
-    """
-
-    save: Callable[..., None]
-    """Keeps on ctx what the backward pass needs."""
-    backward: Callable[..., Any]
-    """Calls the backward operator; returns one gradient or None per input."""
-
-
 _launchers: dict[object, Callable[..., Any]] = {}
 
 
 def operator(
-    name: str,
     schema: str,
     *,
     launcher: Callable[..., Any],
     reference: Callable[P, R],
-    shapes: Callable[..., Any],
-    gradient: Gradient | None = None,
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
 ) -> Callable[P, R]:
     """Register `torch.ops.sage_kernels.<name>` and return it with the signature of its reference.
 
     Args:
-        name: of the operator.
-        schema: arguments and results as PyTorch writes them; the first argument is the tensor that says where to run.
+        schema: name, arguments and results as PyTorch writes them; the first argument is the tensor that says where to
+            run.
         launcher: starts the Triton kernels.
-        reference: the same in plain PyTorch.
-        shapes: the same for tensors without data: empty tensors like the results, which are contiguous.
-        gradient: None for an operator without one, as backward operators are.
+        reference: the same in plain PyTorch. It also says the shapes of results where tensors have no data.
+        save: `save(ctx, inputs, output)` keeps what the backward pass needs.
+        backward: `backward(ctx, *cotangents)` returns one gradient or None per input. Without it the operator has no
+            gradient, as backward operators have none.
     """
+    name, _, signature = " ".join(schema.split()).partition("(")
 
-    plain: Callable[..., Any] = reference
-
-    def run(*arguments: Any) -> Any:
-        if common.runs_triton(arguments[0]):
-            return launcher(*arguments)
-        # Elementwise PyTorch keeps the strides of a permuted input; what is promised, here and in `shapes`, is dense.
+    def in_pytorch(*arguments: Any) -> Any:
+        # Elementwise PyTorch keeps the strides of a permuted input; what is promised is dense.
+        plain: Callable[..., Any] = reference
         return tree_map_only(Tensor, Tensor.contiguous, plain(*arguments))
 
-    made = torch.library.custom_op(f"sage_kernels::{name}", run, mutates_args=(), schema=" ".join(schema.split()))
-    made.register_fake(shapes)
-    if gradient is not None:
-        made.register_autograd(gradient.backward, setup_context=gradient.save)
+    def run(*arguments: Any) -> Any:
+        return (launcher if common.runs_triton(arguments[0]) else in_pytorch)(*arguments)
+
+    made = torch.library.custom_op(f"sage_kernels::{name}", run, mutates_args=(), schema=f"({signature}")
+    made.register_fake(in_pytorch)
+    if backward is not None:
+        made.register_autograd(backward, setup_context=save)
     overload = getattr(torch.ops.sage_kernels, name).default
     _launchers[overload] = launcher
     return cast(Callable[P, R], overload)

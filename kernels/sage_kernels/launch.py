@@ -215,43 +215,25 @@ class LaunchTable:
         raise AssertionError("the default row fits every width")
 
 
-@dataclass(frozen=True)
-class Split:
-    """How the tokens of a sample are dealt to the programs of a kernel that sums over tokens.
+def split_tokens(tokens: int, batch: int, settings: Launch, device: torch.device) -> tuple[int, int]:
+    """Deal the tokens of each of `batch` samples to about as many programs as fill the device, to sum over them.
 
-    Example: 18,018 tokens over 528 programs are 515 programs of 35 tokens, the last one with 28.
-        >>> Split(programs=515, tokens=35)
-        Split(programs=515, tokens=35)
-    """
-
-    programs: int
-    """Programs of a sample; none of them is empty."""
-    tokens: int
-    """Tokens of every program but the last, which may have fewer."""
-
-
-def split_tokens(tokens: int, batch: int, settings: Launch, device: torch.device) -> Split:
-    """Deal `tokens` consecutive tokens of each of `batch` samples to about as many programs as fill the device.
+    Returns:
+        Programs of a sample, of which none is empty, and consecutive tokens of every program but the last, which may
+        have fewer: 18,018 tokens over 528 programs are 515 programs of 35 tokens, the last one with 28.
 
     So the last bits of a sum over tokens depend on the model of GPU. One number for all, or for an architecture, would
     leave some half idle: one program more than runs at once takes as long as twice as many. The split of an H100 SXM,
     with 132 multiprocessors, would take 1.7 times as long on the PCIe card, which has 114.
     """
-    wanted = max(num_programs(settings, device) // max(batch, 1), 1)
-    each = max(cdiv(tokens, wanted), 1)
-    return Split(programs=cdiv(tokens, each), tokens=each)
-
-
-def num_programs(settings: Launch, device: torch.device) -> int:
-    """Programs that fill the device at `settings.programs_per_sm` each; a small constant in the interpreter."""
-    if device.type == "cpu":
-        return _INTERPRETED_PROGRAMS
-    return settings.programs_per_sm * (_multiprocessors(device) if device.type == "cuda" else _RECORDED_SMS)
+    filling = _INTERPRETED_PROGRAMS if device.type == "cpu" else settings.programs_per_sm * _multiprocessors(device)
+    each = max(cdiv(tokens, max(filling // max(batch, 1), 1)), 1)
+    return cdiv(tokens, each), each
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _RECORDED_SMS
 
 
 def next_power_of_2(number: int) -> int:

@@ -64,11 +64,6 @@ class Comparison:
             and self.max_error <= self.k * self.reference_max_error + self.atol
         )
 
-    @property
-    def ratio(self) -> float:
-        """Error over the reference's error, in root mean square; 1 where the op is exact."""
-        return self.rms_error / self.reference_rms_error if self.reference_rms_error else 1.0 + self.rms_error
-
     def __str__(self) -> str:
         """One line for a message."""
         return (

@@ -6,7 +6,7 @@ Every file of `ops/` ends with `SPEC = OpSpec(...)`; this module holds the recor
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
@@ -44,14 +44,6 @@ class Case:
     function of the other arguments by name."""
 
 
-class MakeInputs(Protocol):
-    """Builds the keyword arguments of an op, the same for its reference."""
-
-    def __call__(self, case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-        """`generator` draws on its own device; None, or device "meta", asks for tensors without meaningful values."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpSpec:
     """All that tests, benchmarks and documents need to know about an op.
@@ -63,8 +55,6 @@ class OpSpec:
     """Name of the op, its file, its reference, its test and its row everywhere."""
     formula: str
     """Formula, in one line of plain text."""
-    source: str
-    """Paper equation or reference function that the formula comes from."""
     op: Callable[..., Any]
     """The public function: op(**inputs) -> Tensor or tuple of Tensors."""
     reference: Callable[..., Any]
@@ -73,8 +63,9 @@ class OpSpec:
     eager: Callable[..., Any] | None = None
     """The op as the public model code writes it, where that differs from `reference`: the baseline of byte counts and
     timings. None: the reference is the baseline."""
-    make_inputs: MakeInputs
-    """Inputs for a case."""
+    make_inputs: Callable[[Case, torch.dtype, Device, Generator | None], Inputs]
+    """Inputs for a case, for the op and its reference. The generator draws on its own device; None, or device "meta",
+    asks for tensors without meaningful values."""
     differentiable: tuple[str, ...]
     """Names of the inputs that gradients are returned for (skipped where the input is None)."""
     differentiable_outputs: tuple[int, ...] | None = None

@@ -50,26 +50,20 @@ class Traffic:
 
 
 class ByteCounter(TorchDispatchMode):
-    """Context manager that adds up the traffic of everything that runs inside it.
+    """Context manager that adds up the traffic of everything that runs inside it."""
 
-    Args:
-        without: names of operators that do not count.
-    """
-
-    def __init__(self, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.traffic = Traffic()
-        self._uncounted = without
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.overloadpacket.__name__ not in self._uncounted:
-            traffic = moved(func, args, kwargs, result)
-            self.traffic.read += traffic.read
-            self.traffic.written += traffic.written
-            self.traffic.operators += traffic.operators
+        traffic = moved(func, args, kwargs, result)
+        self.traffic.read += traffic.read
+        self.traffic.written += traffic.written
+        self.traffic.operators += traffic.operators
         return result
 
 
@@ -78,7 +72,10 @@ def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     if func.overloadpacket.__name__ in _ALLOCATIONS:
         return Traffic()
     inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
-    mutated = _mutated(func, args, kwargs)
+    mutated: list[Tensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            mutated += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
     storages = {_storage(tensor) for tensor in (*inputs, *mutated)}
     written = mutated + [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
     return Traffic(read=_bytes(inputs), written=_bytes(written), operators=1) if written else Traffic()
@@ -92,15 +89,6 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            written += _tensors(value)
-    return written
-
-
 def _bytes(tensors: Iterable[Tensor]) -> int:
     seen: dict[tuple[object, ...], int] = {}
     for tensor in tensors:
@@ -110,9 +98,9 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(seen.values())
 
 
-def count(function: Callable[[], object], *, without: frozenset[str] = frozenset()) -> Traffic:
-    """Traffic of one call, without that of some operators."""
-    with ByteCounter(without) as counter:
+def count(function: Callable[[], object]) -> Traffic:
+    """Traffic of one call."""
+    with ByteCounter() as counter:
         function()
     return counter.traffic
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks import __main__, budgets, guard, results
 from benchmarks.budgets import judge, read_budgets
-from benchmarks.counts import processes
+from benchmarks.counts import processes, traced
 from benchmarks.session import parser_of
 from benchmarks.suites import cpu
 from sage_fast.models import fused as fused_module
@@ -177,7 +177,7 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
         ["*.largest_tensor/*", "block.host_syncs/*", "forward.host_syncs/*"],
     ),
     "another model": (
-        lambda patch, folder: patch.setitem(budgets.HUNYUAN_VIDEO_15, "num_refiner_layers", 1),
+        lambda patch, folder: patch.setitem(traced.HUNYUAN_VIDEO_15, "num_refiner_layers", 1),
         ["forward.parameters"],
     ),
     "additional forwards": (

@@ -212,9 +212,9 @@ def commands(folder: Path) -> dict[str, Any]:
 
 def benchmarks(folder: Path) -> dict[str, Any]:
     """Cells of a smoke run."""
-    from benchmarks import device
+    from benchmarks import session
 
-    device.main(["--smoke", "--output_file", str(folder / "smoke.json")])
+    session.main("device", ["--smoke", "--output_file", str(folder / "smoke.json")])
     return json.loads((folder / "smoke.json").read_text())["cells"]
 
 

@@ -16,6 +16,7 @@ Shapes: B batch, N tokens, D width, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.reference.adaln import row_length
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
@@ -171,15 +172,13 @@ def launch_backward(grad, x, scale, shift_dtype, eps, modulation, grad_residual=
     batch, tokens, width = x.shape
     dx = common.empty_like(x)
     settings = (BACKWARD_LAUNCH if modulation else FROZEN_LAUNCH).find(width, x.device)
-    split = split_tokens(tokens, batch, settings, x.device)
-    sums = None
-    if modulation:
-        sums = common.empty((batch, split.programs, 2, width), dtype=torch.float32, device=x.device)
+    programs, each = split_tokens(tokens, batch, settings, x.device)
+    sums = common.empty((batch, programs, 2, width), dtype=torch.float32, device=x.device) if modulation else None
     residual = None if grad_residual is None else grad_residual.contiguous()
     launch(
         adaln_backward_kernel,
-        (split.programs, batch),
-        *(grad, x, scale, residual, dx, sums, tokens, split.tokens),
+        (programs, batch),
+        *(grad, x, scale, residual, dx, sums, tokens, each),
         *(*grad.stride()[:2], *x.stride()[:2], scale.stride(0), eps),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
@@ -189,11 +188,6 @@ def launch_backward(grad, x, scale, shift_dtype, eps, modulation, grad_residual=
         return dx, scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
     dscale, dshift = sums.sum(1).unbind(1)
     return dx, dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
-
-
-def _backward_shapes(grad, x, scale, shift_dtype, eps, modulation, *rest) -> tuple[Tensor, Tensor, Tensor]:
-    shape = scale.shape if modulation else (0,)
-    return x.new_empty(x.shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -211,20 +205,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 adaln_backward = operator(
-    "adaln_backward",
-    """(Tensor grad, Tensor x, Tensor scale, ScalarType shift_dtype, float eps, bool modulation,
+    """adaln_backward(Tensor grad, Tensor x, Tensor scale, ScalarType shift_dtype, float eps, bool modulation,
     Tensor? grad_residual=None) -> (Tensor, Tensor, Tensor)""",
     launcher=launch_backward,
     reference=reference.adaln_backward,
-    shapes=_backward_shapes,
 )
 _adaln = operator(
-    "adaln",
-    "(Tensor x, Tensor scale, Tensor shift, float eps, int tail=0) -> Tensor",
+    "adaln(Tensor x, Tensor scale, Tensor shift, float eps, int tail=0) -> Tensor",
     launcher=launch_forward,
     reference=reference.adaln,
-    shapes=lambda x, scale, shift, eps, tail=0: x.new_empty((*x.shape[:2], row_length(x.shape[2], tail))),
-    gradient=Gradient(_save, _backward),
+    save=_save,
+    backward=_backward,
 )
 
 
@@ -273,16 +264,25 @@ MODULATION_WIDE_SHAPE = {"batch": 1, "tokens": 32760, "width": 3072}
 """A width that is no power of two: part of the block is masked off."""
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
+def rows_and_modulation(
+    rows: Mapping[str, bool],
+    modulation: Sequence[str],
+    case: Case,
+    dtype: torch.dtype,
+    device: Device,
+    generator: Generator | None,
+) -> Inputs:
+    """Random rows (B, N, D) by name, where the value is true in `dtype` in a mixed case too, and modulation (B, D)."""
     batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
-    return {
-        "x": draw(batch, tokens, width, dtype=dtype),
-        "scale": draw(batch, width, dtype=small),
-        "shift": draw(batch, width, dtype=small),
-        "tail": case.shape.get("tail", 0),
-    }
+    inputs = {name: draw(batch, tokens, width, dtype=dtype if keeps else small) for name, keeps in rows.items()}
+    return inputs | {name: draw(batch, width, dtype=small) for name in modulation}
+
+
+def _make_inputs(case: Case, *rest: Any) -> Inputs:
+    inputs = rows_and_modulation({"x": True}, ("scale", "shift"), case, *rest)
+    return inputs | {"tail": case.shape.get("tail", 0)}
 
 
 _FROZEN = ("scale", "shift")
@@ -291,7 +291,6 @@ _RESIDUAL = {"grad_residual": lambda arguments: torch.randn_like(arguments["grad
 SPEC = OpSpec(
     name="adaln",
     formula="LayerNorm(x) * (1 + scale) + shift",
-    source="DiT section 3.2; diffusers AdaLayerNormZero",
     op=adaln,
     reference=reference.adaln,
     eager=reference.adaln_eager,

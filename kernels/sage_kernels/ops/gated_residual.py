@@ -16,15 +16,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Generator, Tensor
+from torch import Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.ops import adaln
-from sage_kernels.ops.adaln import MODULATION_SHAPES, MODULATION_TEST_CASES, MODULATION_WIDE_SHAPE
-from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, OpSpec, nbytes
 
 # With 4 warps, the compiler for B100 spills two registers of the float16 kernel.
 FORWARD_LAUNCH = adaln.FORWARD_LAUNCH.with_row(2048, Launch(num_warps=8, rows=4), (10, 0))
@@ -122,15 +121,15 @@ def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch
     batch, tokens, width = grad.shape
     dy = common.empty_like(grad, y_dtype)
     settings = BACKWARD_LAUNCH.find(width, grad.device)
-    split = split_tokens(tokens, batch, settings, grad.device)
+    programs, each = split_tokens(tokens, batch, settings, grad.device)
     sums = None
     if y is not None:
         y = common.dense_rows(y)
-        sums = common.empty((batch, split.programs, width), dtype=torch.float32, device=grad.device)
+        sums = common.empty((batch, programs, width), dtype=torch.float32, device=grad.device)
     launch(
         gated_residual_backward_kernel,
-        (split.programs, batch),
-        *(grad, y, gate, dy, sums, tokens, split.tokens),
+        (programs, batch),
+        *(grad, y, gate, dy, sums, tokens, each),
         *(*grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2]), gate.stride(0)),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
@@ -152,22 +151,16 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gated_residual_backward = operator(
-    "gated_residual_backward",
-    "(Tensor grad, Tensor? y, Tensor gate, ScalarType y_dtype) -> (Tensor, Tensor)",
+    "gated_residual_backward(Tensor grad, Tensor? y, Tensor gate, ScalarType y_dtype) -> (Tensor, Tensor)",
     launcher=launch_backward,
     reference=reference.gated_residual_backward,
-    shapes=lambda grad, y, gate, y_dtype: (
-        grad.new_empty(grad.shape, dtype=y_dtype),
-        gate.new_empty(gate.shape if y is not None else (0,)),
-    ),
 )
 _gated_residual = operator(
-    "gated_residual",
-    "(Tensor x, Tensor y, Tensor gate) -> Tensor",
+    "gated_residual(Tensor x, Tensor y, Tensor gate) -> Tensor",
     launcher=launch_forward,
     reference=reference.gated_residual,
-    shapes=lambda x, y, gate: x.new_empty(x.shape),
-    gradient=Gradient(_save, _backward),
+    save=_save,
+    backward=_backward,
 )
 
 
@@ -197,31 +190,20 @@ def check_gated_residual(op: str, x: Tensor, y: Tensor, gate: Tensor) -> None:
     common.check_shape(op, "gate", gate, (x.shape[0], x.shape[2]), "(B, D)")
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
-    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
-    return {
-        "x": draw(batch, tokens, width, dtype=torch.float32 if case.mixed else dtype),
-        "y": draw(batch, tokens, width, dtype=dtype),
-        "gate": draw(batch, width, dtype=torch.float32 if case.mixed else dtype),
-    }
-
-
 SPEC = OpSpec(
     name="gated_residual",
     formula="x + gate * y",
-    source="DiT section 3.2; diffusers HunyuanVideo15TransformerBlock",
     op=gated_residual,
     reference=reference.gated_residual,
     eager=reference.gated_residual_eager,
-    make_inputs=_make_inputs,
+    make_inputs=partial(adaln.rows_and_modulation, {"x": False, "y": True}, ("gate",)),
     differentiable=("x", "y", "gate"),
-    test_cases=MODULATION_TEST_CASES,
+    test_cases=adaln.MODULATION_TEST_CASES,
     bench_cases=(
-        *(Case(id=id, shape=shape, frozen=("gate",)) for id, shape in MODULATION_SHAPES.items()),
-        Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"]),
+        *(Case(id=id, shape=shape, frozen=("gate",)) for id, shape in adaln.MODULATION_SHAPES.items()),
+        Case(id="B, modulation trained", shape=adaln.MODULATION_SHAPES["B"]),
     ),
-    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    wide_cases=(Case(id="width 3072", shape=adaln.MODULATION_WIDE_SHAPE),),
     letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["gate"])},
     bytes_formula=("3 S + m", "2 S + m"),
 )

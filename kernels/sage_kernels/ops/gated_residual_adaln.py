@@ -23,23 +23,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Generator, Tensor
+from torch import Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
-from sage_kernels.ops.adaln import (
-    FORWARD_LAUNCH,
-    FROZEN_LAUNCH,
-    MODULATION_SHAPES,
-    MODULATION_TEST_CASES,
-    MODULATION_WIDE_SHAPE,
-    normalize_row,
-    normalize_row_backward,
-)
+from sage_kernels.ops import adaln
+from sage_kernels.ops.adaln import FORWARD_LAUNCH, FROZEN_LAUNCH, normalize_row, normalize_row_backward
 from sage_kernels.ops.gated_residual import check_gated_residual
-from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
+from sage_kernels.registry import Case, OpSpec, nbytes
 
 # An RTX 4090, an L40S and an RTX 5090 have shared memory for one program in float32.
 BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(2, 1, 1)).with_row(
@@ -177,15 +170,15 @@ def launch_backward(
     batch, tokens, width = residual.shape
     dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
     settings = (FROZEN_LAUNCH if y is None else BACKWARD_LAUNCH).find(width, residual.device)
-    split = split_tokens(tokens, batch, settings, residual.device)
+    programs, each = split_tokens(tokens, batch, settings, residual.device)
     sums = None
     if y is not None:
         y = common.dense_rows(y)
-        sums = common.empty((batch, split.programs, 3, width), dtype=torch.float32, device=residual.device)
+        sums = common.empty((batch, programs, 3, width), dtype=torch.float32, device=residual.device)
     launch(
         gated_residual_adaln_backward_kernel,
-        (split.programs, batch),
-        *(grad_residual, grad, residual, y, gate, scale, dx, dy, sums, tokens, split.tokens),
+        (programs, batch),
+        *(grad_residual, grad, residual, y, gate, scale, dx, dy, sums, tokens, each),
         *(*grad_residual.stride()[:2], *grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2])),
         *(gate.stride(0), scale.stride(0), eps),
         WIDTH=width,
@@ -197,12 +190,6 @@ def launch_backward(
     dgate, dscale, dshift = sums.sum(1).unbind(1)
     copies = dgate.to(gate.dtype, copy=True), dscale.to(scale.dtype, copy=True), dshift.to(shift_dtype, copy=True)
     return dx, dy, *copies
-
-
-def _backward_shapes(grad_residual, grad, residual, y, gate, scale, y_dtype, shift_dtype, eps) -> tuple[Tensor, ...]:
-    shape = gate.shape if y is not None else (0,)
-    dx, dy = residual.new_empty(residual.shape), residual.new_empty(residual.shape, dtype=y_dtype)
-    return dx, dy, gate.new_empty(shape), scale.new_empty(shape), scale.new_empty(shape, dtype=shift_dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -219,20 +206,17 @@ def _backward(ctx: Any, grad_residual: Tensor, grad: Tensor) -> tuple[Tensor | N
 
 
 gated_residual_adaln_backward = operator(
-    "gated_residual_adaln_backward",
-    """(Tensor grad_residual, Tensor grad, Tensor residual, Tensor? y, Tensor gate, Tensor scale, ScalarType y_dtype,
-    ScalarType shift_dtype, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
+    """gated_residual_adaln_backward(Tensor grad_residual, Tensor grad, Tensor residual, Tensor? y, Tensor gate,
+    Tensor scale, ScalarType y_dtype, ScalarType shift_dtype, float eps) -> (Tensor, Tensor, Tensor, Tensor, Tensor)""",
     launcher=launch_backward,
     reference=reference.gated_residual_adaln_backward,
-    shapes=_backward_shapes,
 )
 _gated_residual_adaln = operator(
-    "gated_residual_adaln",
-    "(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps) -> (Tensor, Tensor)",
+    "gated_residual_adaln(Tensor x, Tensor y, Tensor gate, Tensor scale, Tensor shift, float eps) -> (Tensor, Tensor)",
     launcher=launch_forward,
     reference=reference.gated_residual_adaln,
-    shapes=lambda x, *rest: (x.new_empty(x.shape), x.new_empty(x.shape)),
-    gradient=Gradient(_save, _backward),
+    save=_save,
+    backward=_backward,
 )
 
 
@@ -263,32 +247,20 @@ def gated_residual_adaln(
     return _gated_residual_adaln(x, y, gate, scale, shift, eps)
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    batch, tokens, width = (case.shape[name] for name in ("batch", "tokens", "width"))
-    small = torch.float32 if case.mixed else dtype
-    draw = partial(random_tensor, device=device, generator=generator, strided=case.strided)
-    return {
-        "x": draw(batch, tokens, width, dtype=small),
-        "y": draw(batch, tokens, width, dtype=dtype),
-        **{name: draw(batch, width, dtype=small) for name in ("gate", "scale", "shift")},
-    }
-
-
 SPEC = OpSpec(
     name="gated_residual_adaln",
     formula="r = x + gate * y; LayerNorm(r) * (1 + scale) + shift",
-    source="DiT section 3.2; diffusers HunyuanVideo15TransformerBlock",
     op=gated_residual_adaln,
     reference=reference.gated_residual_adaln,
     eager=reference.gated_residual_adaln_eager,
-    make_inputs=_make_inputs,
+    make_inputs=partial(adaln.rows_and_modulation, {"x": False, "y": True}, ("gate", "scale", "shift")),
     differentiable=("x", "y", "gate", "scale", "shift"),
-    test_cases=MODULATION_TEST_CASES,
+    test_cases=adaln.MODULATION_TEST_CASES,
     bench_cases=(
-        *(Case(id=id, shape=shape, frozen=("gate", "scale", "shift")) for id, shape in MODULATION_SHAPES.items()),
-        Case(id="B, modulation trained", shape=MODULATION_SHAPES["B"]),
+        *(Case(id=id, shape=shape, frozen=("gate", "scale", "shift")) for id, shape in adaln.MODULATION_SHAPES.items()),
+        Case(id="B, modulation trained", shape=adaln.MODULATION_SHAPES["B"]),
     ),
-    wide_cases=(Case(id="width 3072", shape=MODULATION_WIDE_SHAPE),),
+    wide_cases=(Case(id="width 3072", shape=adaln.MODULATION_WIDE_SHAPE),),
     letters=lambda i: {"S": nbytes(i["x"]), "m": nbytes(i["gate"])},
     bytes_formula=("4 S + 3 m", "5 S + 2 m"),
 )

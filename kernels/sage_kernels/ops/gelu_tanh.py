@@ -27,7 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
@@ -105,19 +105,16 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 gelu_tanh_backward = operator(
-    "gelu_tanh_backward",
-    "(Tensor grad, Tensor x, bool output=False) -> (Tensor, Tensor)",
+    "gelu_tanh_backward(Tensor grad, Tensor x, bool output=False) -> (Tensor, Tensor)",
     launcher=launch_backward,
     reference=reference.gelu_tanh_backward,
-    shapes=lambda grad, x, output=False: (x.new_empty(x.shape), x.new_empty(x.shape if output else (0,))),
 )
 _gelu_tanh = operator(
-    "gelu_tanh",
-    "(Tensor x) -> Tensor",
+    "gelu_tanh(Tensor x) -> Tensor",
     launcher=launch_forward,
     reference=reference.gelu_tanh,
-    shapes=lambda x: x.new_empty(x.shape),
-    gradient=Gradient(_save, _backward),
+    save=_save,
+    backward=_backward,
 )
 
 
@@ -188,7 +185,6 @@ _SHAPES = {
 SPEC = OpSpec(
     name="gelu_tanh",
     formula="0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))",
-    source="arXiv 1606.08415 section 2; torch gelu(approximate='tanh')",
     op=gelu_tanh,
     reference=reference.gelu_tanh,
     eager=reference.gelu_tanh_eager,

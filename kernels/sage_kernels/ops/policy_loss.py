@@ -31,7 +31,7 @@ from torch import Generator, Tensor
 
 from sage_kernels import common, reference, registry
 from sage_kernels.common import narrow, sum_in_order
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.philox import row_noise
 from sage_kernels.reference.policy_loss import LossSettings, PolicyTerms, StepColumns
@@ -192,10 +192,6 @@ def policy_loss_backward_kernel(
     tl.store(p_grad + o_row, narrow(b_grad, p_grad.dtype.element_ty), mask=m)
 
 
-def _contiguous(*tensors: Tensor | None) -> Any:
-    return (None if tensor is None else tensor.contiguous() for tensor in tensors)
-
-
 def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     """Run the first two stages: loss (B,), parts (B, 4), clipped (B,) bool, coefficients of the gradient (B, 3)."""
     clip_range, position_weight, velocity_weight, ratio_norm = settings
@@ -205,7 +201,7 @@ def launch_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *
         common.empty((rows, *shape), dtype=torch.float32, device=v.device) for shape in ((3, tiles), (), (4,), (3,))
     )
     clipped = common.empty((rows,), dtype=torch.bool, device=v.device)
-    v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = _contiguous(
+    v, v_old, v_anchor, noise_ids, gain, advantage, std, scale = common.contiguous(
         v, v_old, v_anchor, noise_ids, gain, advantage, std, scale
     )
     _start(
@@ -231,7 +227,7 @@ def launch_backward(grad_loss, v, v_old, v_anchor, noise_ids, coefficients) -> T
     numel = v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     grad = common.empty_like(v)
-    v, v_old, v_anchor, noise_ids = _contiguous(v, v_old, v_anchor, noise_ids)
+    v, v_old, v_anchor, noise_ids = common.contiguous(v, v_old, v_anchor, noise_ids)
     _start(
         policy_loss_backward_kernel,
         (grad.shape[0] * tiles,),
@@ -260,25 +256,19 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *others: Tensor | None) -> tup
 
 
 _policy_loss_backward = operator(
-    "policy_loss_backward",
-    "(Tensor grad_loss, Tensor v, Tensor v_old, Tensor? v_anchor, Tensor noise_ids, Tensor coefficients) -> Tensor",
+    """policy_loss_backward(Tensor grad_loss, Tensor v, Tensor v_old, Tensor? v_anchor, Tensor noise_ids,
+    Tensor coefficients) -> Tensor""",
     launcher=launch_backward,
     reference=reference.policy_loss_backward,
-    shapes=lambda grad_loss, v, *others: v.new_empty(v.shape),
 )
 _policy_loss = operator(
-    "policy_loss",
-    """(Tensor v, Tensor v_old, Tensor? v_anchor, Tensor noise_ids, Tensor gain, Tensor advantage, Tensor? std,
-    Tensor? scale, float clip_range, float? position_weight, float? velocity_weight, bool ratio_norm)
+    """policy_loss(Tensor v, Tensor v_old, Tensor? v_anchor, Tensor noise_ids, Tensor gain, Tensor advantage,
+    Tensor? std, Tensor? scale, float clip_range, float? position_weight, float? velocity_weight, bool ratio_norm)
     -> (Tensor, Tensor, Tensor, Tensor)""",
     launcher=launch_forward,
     reference=_reference_forward,
-    shapes=lambda v, *others: (
-        *(v.new_empty((len(v), *shape), dtype=torch.float32) for shape in ((), (4,))),
-        v.new_empty(len(v), dtype=torch.bool),
-        v.new_empty((len(v), 3), dtype=torch.float32),
-    ),
-    gradient=Gradient(_save, _backward),
+    save=_save,
+    backward=_backward,
 )
 
 
@@ -376,7 +366,6 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
 SPEC = OpSpec(
     name="policy_loss",
     formula="rho = exp(mean(s (eps - s/2))); S max(-A rho, -A clamp(rho, 1-c, 1+c)) + KL terms; s = r (v - v_old)",
-    source="SAGE-GRPO (arXiv 2603.21872) Eq. 15 and 43; RatioNorm of GRPO-Guard; CPS log-probability",
     op=_flat(policy_loss),
     reference=_flat(reference.policy_loss),
     make_inputs=_make_inputs,

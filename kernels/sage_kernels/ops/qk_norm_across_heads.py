@@ -29,9 +29,9 @@ from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
-from sage_kernels.launch import LaunchTable, cdiv, launch, next_power_of_2, split_tokens
-from sage_kernels.ops.qk_norm_rope import dense_tokens, quarter_turn
+from sage_kernels.custom_op import operator
+from sage_kernels.launch import LaunchTable, cdiv, launch, split_tokens
+from sage_kernels.ops.qk_norm_rope import blocks_of, dense_tokens, draw_heads, quarter_turn, save_tensors, strides
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 WEIGHTS = ("q_weight", "k_weight")
@@ -189,16 +189,6 @@ def qk_norm_across_heads_backward_kernel(
         tl.store(p_sums + HEADS * HEAD_DIM, dk_weight, mask=m_hd)
 
 
-def _blocks(q: Tensor) -> dict[str, Any]:
-    heads, head_dim = q.shape[2:]
-    blocks = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}
-    return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
-
-
-def _dense(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
-
-
 def launch_forward(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_across_heads`."""
     cos, sin, eps = rest
@@ -209,9 +199,9 @@ def launch_forward(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *re
     launch(
         qk_norm_across_heads_forward_kernel,
         (cdiv(max(num_q, num_k), settings.rows), batch),
-        *(q, k, *_dense(q_weight, k_weight, cos, sin), q_out, k_out),
+        *(q, k, *common.contiguous(q_weight, k_weight, cos, sin), q_out, k_out),
         *(num_q, num_k, *q.stride()[:2], *k.stride()[:2], eps),
-        **_blocks(q),
+        **blocks_of(q),
         ROWS=settings.rows,
         settings=settings,
     )
@@ -225,32 +215,22 @@ def launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, *rest) -> tuple[Te
     (batch, num_q, heads, head_dim), num_k = q.shape, k.shape[1]
     dq, dk = common.empty_like(q), common.empty_like(k)
     settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(heads * head_dim, q.device)
-    split = split_tokens(max(num_q, num_k), batch, settings, q.device)
+    programs, each = split_tokens(max(num_q, num_k), batch, settings, q.device)
     sums = None
     if weight_gradients:
-        sums = common.empty((batch, split.programs, 2, heads * head_dim), dtype=torch.float32, device=q.device)
+        sums = common.empty((batch, programs, 2, heads * head_dim), dtype=torch.float32, device=q.device)
     launch(
         qk_norm_across_heads_backward_kernel,
-        (split.programs, batch),
-        *(*tokens, *_dense(q_weight, k_weight, cos, sin), dq, dk, sums),
-        *(num_q, num_k, split.tokens, *(stride for tensor in tokens for stride in tensor.stride()[:2]), eps),
-        **_blocks(q),
+        (programs, batch),
+        *(*tokens, *common.contiguous(q_weight, k_weight, cos, sin), dq, dk, sums),
+        *(num_q, num_k, each, *strides(tokens), eps),
+        **blocks_of(q),
         settings=settings,
     )
     if sums is None:
         return dq, dk, q_weight.new_empty(0), k_weight.new_empty(0)
     dq_weight, dk_weight = sums.sum((0, 1))
     return dq, dk, dq_weight.to(q_weight.dtype, copy=True), dk_weight.to(k_weight.dtype, copy=True)
-
-
-def _backward_shapes(grad_q, grad_k, q, k, q_weight, k_weight, *rest) -> tuple[Tensor, ...]:
-    small = [weight.new_empty(weight.shape if rest[-1] else (0,)) for weight in (q_weight, k_weight)]
-    return q.new_empty(q.shape), k.new_empty(k.shape), *small
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.eps = inputs
-    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
@@ -262,19 +242,17 @@ def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, 
 
 _ARGUMENTS = "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? cos, Tensor? sin, float eps"
 qk_norm_across_heads_backward = operator(
-    "qk_norm_across_heads_backward",
-    f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"""qk_norm_across_heads_backward(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients)
+    -> (Tensor, Tensor, Tensor, Tensor)""",
     launcher=launch_backward,
     reference=reference.qk_norm_across_heads_backward,
-    shapes=_backward_shapes,
 )
 _qk_norm_across_heads = operator(
-    "qk_norm_across_heads",
-    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"qk_norm_across_heads({_ARGUMENTS}) -> (Tensor, Tensor)",
     launcher=launch_forward,
     reference=reference.qk_norm_across_heads,
-    shapes=lambda q, k, *rest: (q.new_empty(q.shape), k.new_empty(k.shape)),
-    gradient=Gradient(_save, _backward),
+    save=save_tensors,
+    backward=_backward,
 )
 
 
@@ -327,16 +305,11 @@ def qk_norm_across_heads(
 
 
 def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    batch, tokens, keys, heads, head_dim = (case.shape[n] for n in ("batch", "tokens", "keys", "heads", "head_dim"))
+    tokens, keys, heads, head_dim = (case.shape[name] for name in ("tokens", "keys", "heads", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
-
-    def projection(count: int) -> Tensor:
-        # Strided: heads are sliced from one row per token, as in a fused query-key-value projection.
-        flat = draw(batch, count, heads * head_dim, dtype=dtype, strided=case.strided)
-        return flat.unflatten(-1, (heads, head_dim))
-
-    inputs: Inputs = {"q": projection(tokens), "k": projection(keys or tokens)}
+    q, k = (draw_heads(case, count, dtype, device, generator) for count in (tokens, keys or tokens))
+    inputs: Inputs = {"q": q, "k": k}
     inputs |= {name: draw(heads * head_dim, dtype=small, strided=case.strided) for name in WEIGHTS}
     if keys:
         return inputs | {"cos": None, "sin": None}
@@ -354,7 +327,6 @@ _SHAPE = _shape(1, 32760, 12, 128)
 SPEC = OpSpec(
     name="qk_norm_across_heads",
     formula="R(n) (w * x / sqrt(mean(x^2) + eps)), the mean over all heads; q and k; without R for a text's keys",
-    source="RoFormer section 3.4; diffusers WanAttnProcessor",
     op=qk_norm_across_heads,
     reference=reference.qk_norm_across_heads,
     eager=reference.qk_norm_across_heads_eager,

@@ -31,7 +31,7 @@ from torch import Generator, Tensor
 
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
-from sage_kernels.custom_op import Gradient, operator
+from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
@@ -256,15 +256,16 @@ def dense_tokens(tensor: Tensor) -> Tensor:
     return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
 
 
-def _strides(tensors: Iterable[Tensor]) -> list[int]:
+def strides(tensors: Iterable[Tensor]) -> list[int]:
     """Batch and token stride of each (B, N, H, D) tensor."""
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
-def _blocks(q: Tensor) -> dict[str, Any]:
+def blocks_of(q: Tensor) -> dict[str, int]:
+    """Compile-time sizes of a token (H, D), and of the tile that holds it."""
     heads, head_dim = q.shape[2:]
-    blocks = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}
-    return {"HEADS": heads, "HEAD_DIM": head_dim, **blocks}
+    tile = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}
+    return {"HEADS": heads, "HEAD_DIM": head_dim, **tile}
 
 
 def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -280,8 +281,8 @@ def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: 
         qk_norm_rope_forward_kernel,
         (cdiv(num_video, settings.rows) + cdiv(num_text, settings.rows), batch),
         *(*tokens, *(tensor.contiguous() for tensor in small), q_out, k_out),
-        *(num_video, num_text, *_strides(tokens), eps),
-        **_blocks(q),
+        *(num_video, num_text, *strides(tokens), eps),
+        **blocks_of(q),
         ROWS=settings.rows,
         settings=settings,
     )
@@ -296,9 +297,9 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
     num_text = q_text.shape[1]
     gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
     settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(heads * head_dim, q.device)
-    video = split_tokens(num_video, batch, settings, q.device)
+    video_programs, each = split_tokens(num_video, batch, settings, q.device)
     # As many tokens as a video program, so that no program outlasts the others.
-    programs = video.programs + cdiv(num_text, video.tokens)
+    programs = video_programs + cdiv(num_text, each)
     sums = None
     if weight_gradients:
         sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
@@ -306,29 +307,19 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
         qk_norm_rope_backward_kernel,
         (programs, batch),
         *(*tokens, *(tensor.contiguous() for tensor in (*weights, cos, sin)), *gradients, sums),
-        *(num_video, num_text, video.programs, video.tokens, *_strides(tokens), eps),
-        **_blocks(q),
+        *(num_video, num_text, video_programs, each, *strides(tokens), eps),
+        **blocks_of(q),
         settings=settings,
     )
     if sums is None:
         return *gradients, *(weight.new_empty(0) for weight in weights)
     # Rows of the query and the key weight, first of the video, then of the text programs.
-    rows = (*sums[:, : video.programs].sum((0, 1)), *sums[:, video.programs :].sum((0, 1)))
+    rows = (*sums[:, :video_programs].sum((0, 1)), *sums[:, video_programs:].sum((0, 1)))
     return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
 
 
-def _backward_shapes(grad_q, grad_k, *rest) -> tuple[Tensor, ...]:
-    tokens, weights, weight_gradients = rest[:4], rest[4:8], rest[-1]
-    shapes = [tensor.shape for tensor in tokens] + [weight.shape if weight_gradients else (0,) for weight in weights]
-    return tuple(tensor.new_empty(shape) for tensor, shape in zip(rest[:8], shapes, strict=True))
-
-
-def _shapes(q: Tensor, k: Tensor, q_text: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
-    joint = (q.shape[0], q.shape[1] + q_text.shape[1], *q.shape[2:])
-    return q.new_empty(joint), k.new_empty(joint)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep all inputs for the backward pass; the last one is eps."""
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
 
@@ -343,19 +334,17 @@ def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, 
 _ARGUMENTS = """Tensor q, Tensor k, Tensor q_text, Tensor k_text, Tensor q_weight, Tensor k_weight,
     Tensor q_text_weight, Tensor k_text_weight, Tensor cos, Tensor sin, float eps"""
 qk_norm_rope_backward = operator(
-    "qk_norm_rope_backward",
-    f"(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients) -> ({', '.join(['Tensor'] * 8)})",
+    f"""qk_norm_rope_backward(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients)
+    -> ({", ".join(["Tensor"] * 8)})""",
     launcher=launch_backward,
     reference=reference.qk_norm_rope_backward,
-    shapes=_backward_shapes,
 )
 _qk_norm_rope = operator(
-    "qk_norm_rope",
-    f"({_ARGUMENTS}) -> (Tensor, Tensor)",
+    f"qk_norm_rope({_ARGUMENTS}) -> (Tensor, Tensor)",
     launcher=launch_forward,
     reference=reference.qk_norm_rope,
-    shapes=_shapes,
-    gradient=Gradient(_save, _backward),
+    save=save_tensors,
+    backward=_backward,
 )
 
 
@@ -416,19 +405,23 @@ def qk_norm_rope(
     return _qk_norm_rope(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
 
 
+def draw_heads(case: Case, tokens: int, dtype: torch.dtype, device: Device, generator: Generator | None) -> Tensor:
+    """Random (B, N, H, D) of the case's sizes. Strided: slices of one row per token, as of a fused projection."""
+    batch, heads, head_dim = (case.shape[name] for name in ("batch", "heads", "head_dim"))
+    flat = random_tensor(
+        *(batch, tokens, heads * head_dim), dtype=dtype, device=device, generator=generator, strided=case.strided
+    )
+    return flat.unflatten(-1, (heads, head_dim))
+
+
 def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    batch, video, text, heads, head_dim = (case.shape[name] for name in ("batch", "video", "text", "heads", "head_dim"))
+    video, text, head_dim = (case.shape[name] for name in ("video", "text", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
-
-    def projection(tokens: int) -> Tensor:
-        # Strided: heads are sliced from one row per token, as in a fused query-key-value projection.
-        flat = draw(batch, tokens, heads * head_dim, dtype=dtype, strided=case.strided)
-        return flat.unflatten(-1, (heads, head_dim))
-
+    counts = zip(TOKENS, (video, video, text, text), strict=True)
     angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
     return {
-        **{name: projection(tokens) for name, tokens in zip(TOKENS, (video, video, text, text), strict=True)},
+        **{name: draw_heads(case, count, dtype, device, generator) for name, count in counts},
         **{name: draw(head_dim, dtype=small, strided=case.strided) for name in WEIGHTS},
         **{"cos": angles.cos(), "sin": angles.sin()},
     }
@@ -439,7 +432,6 @@ _SHAPE = {"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}
 SPEC = OpSpec(
     name="qk_norm_rope",
     formula="R(n) (w * x / sqrt(mean(x^2) + eps)) for video, without R for text; q and k, joint layout",
-    source="RoFormer section 3.4; diffusers RMSNorm, apply_rotary_emb, HunyuanVideo15AttnProcessor2_0",
     op=qk_norm_rope,
     reference=reference.qk_norm_rope,
     eager=reference.qk_norm_rope_eager,

@@ -119,14 +119,9 @@ def _reference(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
 
 
 _sde_step = operator(
-    "sde_step",
-    "(Tensor x, Tensor v, Tensor? noise_ids, float a, float b, float std, bool log_prob) -> (Tensor, Tensor)",
+    "sde_step(Tensor x, Tensor v, Tensor? noise_ids, float a, float b, float std, bool log_prob) -> (Tensor, Tensor)",
     launcher=launch_step,
     reference=_reference,
-    shapes=lambda x, v, noise_ids, a, b, std, log_prob: (
-        x.new_empty(x.shape),
-        x.new_empty(x.shape[0] if log_prob else 0),
-    ),
 )
 
 
@@ -193,7 +188,6 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
 SPEC = OpSpec(
     name="sde_step",
     formula="x' = a x + b v + std eps(key, step, element)",
-    source="affine Gaussian transition of SAGE-GRPO (arXiv 2603.21872), DanceGRPO, FlowGRPO and CPS",
     op=_either(sde_step, sde_step_log_prob),
     reference=_either(reference.sde_step, reference.sde_step_log_prob),
     make_inputs=_make_inputs,

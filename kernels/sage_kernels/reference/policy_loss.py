@@ -241,7 +241,8 @@ def _column(values: Tensor, like: Tensor, name: str) -> Tensor:
 
 def _check_same_shape(**tensors: Tensor) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
+    first = next(iter(shapes.values()))
+    if len(first) < 2 or any(shape != first for shape in shapes.values()):
         raise ValueError(f"expected one shape (batch, ...) for all of them; given {shapes}")
 
 

@@ -74,46 +74,6 @@ def run_block(
     return result
 
 
-def packed_forward(
-    transformer: HunyuanVideo15Transformer3DModel,
-    latents: Tensor,
-    timestep: Tensor,
-    prompt: PromptEmbeds,
-    *,
-    run: Callable[..., tuple[Tensor, Tensor]] = run_block,
-    checkpointing: bool = False,
-) -> Tensor:
-    """diffusers' forward over valid tokens alone.
-
-    Args:
-        latents: (1, C, F, H, W); condition channels are zero.
-        timestep: (1,) float32 sigma * 1000 on the transformer's device.
-        prompt: without glyph tokens.
-        run: computes a block.
-        checkpointing: keep only each block's input for the backward pass, as diffusers' gradient checkpointing does.
-
-    Returns:
-        (1, C, F, H, W) in the transformer's dtype.
-    """
-    model: Any = transformer
-    dtype = transformer.dtype
-    missing = latents.new_zeros(1, model.config["in_channels"] - latents.shape[1], *latents.shape[2:])
-    latents = torch.cat([latents, missing], dim=1).to(dtype)
-    rope = model.rope(latents)
-    embedded = model.time_embed(timestep)
-    x = model.x_embedder(latents)
-    text = model.context_embedder(prompt.text[None].to(dtype), timestep, None) + model.cond_type_embed.weight[0]
-    for block in model.transformer_blocks:
-        if checkpointing and torch.is_grad_enabled():
-            x, text = checkpoint(run, block, x, text, embedded, rope, use_reentrant=False)
-        else:
-            x, text = run(block, x, text, embedded, rope)
-    tokens = model.proj_out(model.norm_out(x, embedded))
-    p_t, p = model.config["patch_size_t"], model.config["patch_size"]
-    assert (p_t, p) == (1, 1), "the peers know patches of one latent, HunyuanVideo-1.5's"
-    return tokens.transpose(1, 2).unflatten(2, latents.shape[2:])
-
-
 @contextmanager
 def padded(transformer: HunyuanVideo15Transformer3DModel, shape: Shape) -> Iterator[Velocity]:
     """P1: diffusers as shipped, with the conditions and the rounded timestep that its pipeline passes."""
@@ -150,11 +110,13 @@ def packed(
     compiler: str | None = None,
     cast_adapters: bool = True,
 ) -> Iterator[Velocity]:
-    """P2, and with a `compiler` (a backend of torch.compile) P2c.
+    """P2, diffusers' forward over valid tokens alone, and with a `compiler` (a backend of torch.compile) P2c.
+
+    The prompt has no glyph tokens; the type is the transformer's, or float32 where that is less.
 
     Args:
         backend: of `sage_fast.models.attention.attention`, by its own name.
-        checkpointing: as in `packed_forward`.
+        checkpointing: keep only each block's input for the backward pass, as diffusers' gradient checkpointing does.
         cast_adapters: LoRA weights take the transformer's dtype for as long as this peer is on.
     """
     processors = transformer.attn_processors
@@ -170,8 +132,22 @@ def packed(
         run = torch.compile(run_block, backend=compiler, dynamic=False)
 
     def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
-        timestep = (sigma * 1000.0).to(transformer.device)
-        out = packed_forward(transformer, latents, timestep, prompt, run=run, checkpointing=checkpointing)
+        model: Any = transformer
+        dtype, timestep = model.dtype, (sigma * 1000.0).to(model.device)
+        assert (model.config["patch_size_t"], model.config["patch_size"]) == (1, 1), "a patch is one latent, in 1.5"
+        # Condition channels are zero.
+        missing = latents.new_zeros(1, model.config["in_channels"] - latents.shape[1], *latents.shape[2:])
+        latents = torch.cat([latents, missing], dim=1).to(dtype)
+        rope = model.rope(latents)
+        embedded = model.time_embed(timestep)
+        x = model.x_embedder(latents)
+        text = model.context_embedder(prompt.text[None].to(dtype), timestep, None) + model.cond_type_embed.weight[0]
+        for block in model.transformer_blocks:
+            if checkpointing and torch.is_grad_enabled():
+                x, text = checkpoint(run, block, x, text, embedded, rope, use_reentrant=False)
+            else:
+                x, text = run(block, x, text, embedded, rope)
+        out: Tensor = model.proj_out(model.norm_out(x, embedded)).transpose(1, 2).unflatten(2, latents.shape[2:])
         return out.to(torch.promote_types(out.dtype, torch.float32))
 
     try:

@@ -14,9 +14,7 @@ from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVid
 from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig
-from sage_fast.models.family import Work as Work
 from sage_fast.models.family import family_of
-from sage_fast.models.hunyuan15.backbone import forward_work as model_work
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.policy.lora import add_lora, trainable_parameters
 from sage_fast.records import PromptEmbeds
@@ -149,11 +147,6 @@ def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
         for name, parameter in trainable_parameters(transformer).items():
             if "lora_B" in name:
                 parameter.normal_(0.0, 0.02, generator=generator)
-
-
-def forward_work(config: Mapping[str, Any], shape: Shape) -> Work:
-    """One forward with packed tokens."""
-    return model_work(config, shape.video_tokens, shape.text_tokens)
 
 
 STEP_WORK: dict[str, tuple[float, float]] = {"forward": (1, 1), "rollout": (2, 2)}

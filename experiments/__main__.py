@@ -21,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.claims import EXPERIMENTS, Experiment, chosen_experiments, judge
+from experiments.claims import EXPERIMENTS, chosen_experiments, judge
 from experiments.document import IMAGES, PUBLISHED_RESULTS, fill_tables, render
 from experiments.drawings import draw_experiment
 from experiments.findings import Findings, read_findings, write_findings
@@ -76,9 +76,8 @@ def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run what is missing, and write what is there; returns the exit status."""
-    options, overrides = parse(words)
     try:
-        return run(options, overrides)
+        return run(*parse(words))
     except (SageError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
@@ -86,7 +85,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run what is missing, and write what is there. ConfigError."""
-
     if options.processes < 1:
         raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
     experiments = chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
@@ -110,7 +108,11 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.publish is not None:
         asked = {experiment.key for experiment in experiments}
         publish(options.publish, Findings([row for row in findings.rows if row.experiment in asked]))
-    _print_verdicts(experiments, findings)
+    for experiment in experiments:
+        print(experiment.title)
+        for judgement in judge(experiment.claims, findings):
+            ours = judgement.evidence.ours if judgement.evidence else ""
+            print(f"  {judgement.verdict:<13} {judgement.claim.text}" + (f" [{ours}]" if ours else ""))
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output_dir}/")
     if failed or stopped:
         print(f"Not finished. Go on with:\n  {shlex.join(['python', '-m', 'experiments', *sys.argv[1:]])}")
@@ -142,14 +144,6 @@ def publish(docs: Path, findings: Findings) -> None:
     before = read_findings(results).rows if results.is_file() else []
     kept = [row for row in before if (row.experiment, row.arm, row.seed) not in measured]
     _write(docs, results, Findings([*kept, *findings.rows]))
-
-
-def _print_verdicts(experiments: Sequence[Experiment], findings: Findings) -> None:
-    for experiment in experiments:
-        print(experiment.title)
-        for judgement in judge(experiment.claims, findings):
-            ours = judgement.evidence.ours if judgement.evidence else ""
-            print(f"  {judgement.verdict:<13} {judgement.claim.text}" + (f" [{ours}]" if ours else ""))
 
 
 if __name__ == "__main__":

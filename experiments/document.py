@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Container
+from pathlib import Path
 from statistics import fmean, stdev
 
 from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
@@ -15,38 +16,8 @@ IMAGES = "images/reproduction"
 PUBLISHED_RESULTS = "results/reproduction.jsonl"
 """Place of the findings beside the page, where it is one of the documents."""
 
-HEAD = """# The paper's claims, tested
-
-Written by `python -m experiments --publish docs` from [results/reproduction.jsonl](results/reproduction.jsonl), which
-has every number with its seed, version and commit. The claims of the SAGE-GRPO paper (arXiv 2603.21872) are measured
-in the built-in world of rendered videos, whose data manifold is known: with its base model, a small network; with the
-exact policy ([algorithm.md](algorithm.md), section 5); and in the exact testbed, that policy with weights to train.
-All of it is a toy: nothing here need hold for an 8.3 B model, and a refuted claim is refuted as a general statement.
-
-*Confirmed* and *refuted*: the difference is not zero at 5 %, after Holm's adjustment over the claims of its table, or
-is computed without uncertainty (*exact*). *Negligible*: not zero either, and too small to matter, below {least}.
-*Undetectable*: none of these; in brackets the difference that four of five such studies would have found. Differences
-are of the same seeds and noise, positive where they support the claim (of a range: how far inside), with 95 %
-intervals: Student's over the seeds; for trained networks seeds and prompts are crossed random effects, with
-Satterthwaite's degrees of freedom. The paper's figures are from public transcriptions of its first version.
-
-**The network.** Evaluated on 16 noises per caption, on one in *Three samplers* and *Twice as many updates*: intervals
-count no other noise. In its pictures a dot is a seed, a bar the mean.
-
-**The exact testbed.** 360 legal videos as a mixture of Gaussians whose velocity is known in closed form. 85 numbers
-are trained: the confusions of colour, shape and motion, and eight coordinates that lead off the manifold, all mixed by
-one fixed rotation. Samplers, advantages and loss are the trainer's. The share of videos that follow their caption
-(*aligned*, 0.453 before training) and the drift are computed from the weights, without evaluation noise.
-
-**Every arm at its own learning rate.** Adam's 0.02, 0.04, 0.08 and 0.16, and half or twice the best while that lies at
-an edge (0.005 and 0.64 end the search): four seeds choose the rate with the highest Overall, TA + VQ + MQ without any
-flaw of the reward; twelve others judge the arm there. What *ends above* another has a higher Overall, on the network a
-higher reward. In the pictures of aligned against drift, small dots are the rates tried; the large one, in the legend,
-is the best.
-
-[What it cannot say](objectives.md#what-this-cannot-say). Its intervals are over seeds, not over worlds. Take from it
-the signs and orders that hold in all its variants.
-"""
+HEAD = Path(__file__).with_name("head.txt").read_text("utf-8")
+"""What the page says before its tables."""
 
 
 def render(findings: Findings) -> str:
@@ -57,8 +28,20 @@ def render(findings: Findings) -> str:
     least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
     parts = [HEAD.format(least=least)]
     parts.append(_summary(findings))
-    parts += [_section(experiment, findings, drawn=experiment.key in measured) for experiment in done]
+    for experiment in done:
+        picture = f"![Figure]({IMAGES}/{experiment.key}.png)\n\n" if experiment.key in measured else ""
+        # Arms whose best rate is at an end of the search; the picture has all rates.
+        rates = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs if experiment.rates}
+        ends = "; ".join(arm for arm, rate in rates.items() if rate in (SLOWEST, FASTEST))
+        caption = experiment.caption + (f" At an end of the search: {ends}." if ends else "")
+        lines = [f"## {experiment.title}\n\n{picture}{caption}\n"]
+        lines += ["| claim | the paper | here | difference | verdict |", "|---|---|---|---|---|"]
+        parts.append("\n".join([*lines, *(_row(judged) for judged in judge(experiment.claims, findings)), ""]))
     if left:
+        # Core-hours of trainings of the network, at the mean seconds of an update of those that have been made.
+        made = {(t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()}
+        seconds = {(r.arm, r.seed): r.value for r in findings.rows if r.quantity == COST and (r.arm, r.seed) in made}
+        each = sum(seconds.values()) / (sum(made[training] for training in seconds) or 1)
         lines = [
             "## Not run yet",
             "",
@@ -66,7 +49,8 @@ def render(findings: Findings) -> str:
             "|---|---|---|---|---|",
         ]
         for e in left:
-            hours = f"{_core_hours(e, findings):.0f}" if e.arms else "under 1"
+            updates = sum(training.num_updates for training in e.trainings())
+            hours = f"{each * updates / 3600:.0f}" if e.arms else "under 1"
             cells = (e.title, len(e.claims), len(e.trainings() or e.runs), hours)
             lines.append(f"| {' | '.join(map(str, cells))} | `python -m experiments --only {e.key}` |")
         parts.append("\n".join([*lines, ""]))
@@ -76,16 +60,6 @@ def render(findings: Findings) -> str:
 def _has_section(experiment: Experiment, measured: Container[str]) -> bool:
     """True where something was measured, or nothing can be."""
     return experiment.key in measured or all(claim.cannot for claim in experiment.claims)
-
-
-def _core_hours(experiment: Experiment, findings: Findings) -> float:
-    """Of an experiment's trainings of the network, at the mean seconds of an update of those that have been made."""
-    made: dict[tuple[str, int | None], int] = {
-        (t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()
-    }
-    seconds = {(r.arm, r.seed): r.value for r in findings.rows if r.quantity == COST and (r.arm, r.seed) in made}
-    each = sum(seconds.values()) / (sum(made[training] for training in seconds) or 1)
-    return each * sum(training.num_updates for training in experiment.trainings()) / 3600
 
 
 def _summary(findings: Findings) -> str:
@@ -110,28 +84,6 @@ def _summary(findings: Findings) -> str:
         name = f"[{experiment.title}](#{anchor})" if _has_section(experiment, measured) else experiment.title
         lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
-
-
-def _section(experiment: Experiment, findings: Findings, *, drawn: bool) -> str:
-    lines = [
-        f"## {experiment.title}",
-        "",
-        *([f"![Figure]({IMAGES}/{experiment.key}.png)", ""] if drawn else []),
-        experiment.caption + _ends(experiment, findings),
-        "",
-        "| claim | the paper | here | difference | verdict |",
-        "|---|---|---|---|---|",
-        *(_row(judgement) for judgement in judge(experiment.claims, findings)),
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _ends(experiment: Experiment, findings: Findings) -> str:
-    """Arms whose best rate is at an end of the search; the picture has all rates."""
-    at = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs} if experiment.rates else {}
-    ends = [arm for arm, rate in at.items() if rate in (SLOWEST, FASTEST)]
-    return f" At an end of the search: {'; '.join(ends)}." if ends else ""
 
 
 def _row(judgement: Judgement) -> str:

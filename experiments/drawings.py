@@ -19,18 +19,9 @@ COLOUR: dict[str, str] = dict(zip((*SAMPLERS, "ode"), COLOURS, strict=False))
 
 def draw_experiment(experiment: Experiment, findings: Findings) -> "Figure":
     """The figure of an experiment that has findings."""
-    special: dict[str, Callable[[Findings], Figure]] = {
-        "table1": _draw_table1,
-        "fig1a": _draw_fig1a,
-        "fig9": _draw_fig9,
-        "fig2": _draw_fig2,
-        "fig4": _draw_fig4,
-    }
-    if experiment.key in special:
-        return special[experiment.key](findings)
-    if experiment.rates:
-        return _draw_rates(experiment, findings)
-    return _draw_arms(experiment, findings)
+    if experiment.key in SPECIAL:
+        return SPECIAL[experiment.key](findings)
+    return (_draw_rates if experiment.rates else _draw_arms)(experiment, findings)
 
 
 def _panels(width: float, height: float, *labels: tuple[str, ...], **options: Any) -> "tuple[Figure, list[Axes]]":
@@ -130,6 +121,16 @@ def _draw_fig4(findings: Findings) -> "Figure":
 def _over_median(values: Sequence[float]) -> list[float]:
     middle = sorted(values)[(len(values) - 1) // 2]
     return [value / middle for value in values]
+
+
+SPECIAL: "dict[str, Callable[[Findings], Figure]]" = {
+    "table1": _draw_table1,
+    "fig1a": _draw_fig1a,
+    "fig9": _draw_fig9,
+    "fig2": _draw_fig2,
+    "fig4": _draw_fig4,
+}
+"""Experiment -> what draws it; the others are drawn by their rates or arms."""
 
 
 def _draw_rates(experiment: Experiment, findings: Findings) -> "Figure":

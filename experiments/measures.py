@@ -163,7 +163,9 @@ def measure_gradients(config: RunConfig, *, seed: int, samplers: Sequence[SDETyp
             common: dict[str, Any] = {"experiment": "fig4", "arm": arm, "seed": seed, "n": rollout.batch_size}
             yield Finding(quantity="spread", value=max(norms) / min(norms), parts=norms, **common)
             if not equalizer:
-                yield Finding(quantity="slope", value=log_slope(gains, norms), parts=gains, **common)
+                # Of log norm over log gain: 1 where the norm is proportional to the gain.
+                slope = linear_regression([math.log(gain) for gain in gains], [math.log(norm) for norm in norms]).slope
+                yield Finding(quantity="slope", value=slope, parts=gains, **common)
 
 
 def _iterate(config: RunConfig) -> tuple[dict[str, float], list[float]]:
@@ -178,11 +180,6 @@ def _iterate(config: RunConfig) -> tuple[dict[str, float], list[float]]:
 
     trainer.engine.clip_gradients = noting  # type: ignore[method-assign]
     return trainer.iterate(), norms
-
-
-def log_slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Least-squares slope of log y over log x: 1 where y is proportional to x."""
-    return linear_regression([math.log(value) for value in x], [math.log(value) for value in y]).slope
 
 
 MEASURES: Mapping[str, Callable[..., Iterator[Finding]]] = {

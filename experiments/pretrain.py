@@ -71,10 +71,6 @@ class PretrainConfig:
     num_threads: int = 1
     """CPU threads. Part of the recipe: the order of summation, hence the last bits, depend on it."""
 
-    def rate_at(self, step: int, steps: int) -> float:
-        """Learning rate of a step counted from 0 of a phase, as a share of the phase's peak: linear, to zero."""
-        return min(1.0, (step + 1) / self.warmup_steps) * (1 - step / steps)
-
 
 def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = True) -> list[float]:
     """Train a model and write `config.json` and `weights.safetensors` (float16) into the folder `output`.
@@ -129,23 +125,19 @@ class _Draws:
 
     def __init__(self, world: World, config: PretrainConfig, phase: Phase, generator: torch.Generator) -> None:
         self.world, self.config, self.phase, self.generator = world, config, phase, generator
-        count = int(config.batch_size * config.path_share)
-        self.latents, self.captions = self._noise(count), self._draw_captions(count)
-        self.step = torch.zeros(count, dtype=torch.int64)
-        self.num_steps = self._draw_lengths(count)
+        self.latents, self.captions, self.num_steps = self._begin(int(config.batch_size * config.path_share))
+        self.step = torch.zeros_like(self.num_steps)
 
     def batch(self) -> tuple[Tensor, Tensor, Tensor]:
         """Latents (B, C, F, H, W), noise levels (B,) and captions of a step, those on paths first."""
-        noised = self._draw_captions(self.config.batch_size - len(self.captions))
+        noised = self.world.draw_captions(self.config.batch_size - len(self.captions), self.config.caption_dropout)
         clean = self.world.draw_latents(noised)
         sigma = (self.phase.noised_up_to * torch.rand(len(noised), generator=self.generator)).clamp_min(1e-3)
         level = sigma.view(-1, 1, 1, 1, 1)
-        latents = (1 - level) * clean + level * self._noise(len(noised))
-        return (
-            torch.cat([self.latents, latents]),
-            torch.cat([self._sigma(), sigma]),
-            torch.cat([self.captions, noised]),
-        )
+        latents = (1 - level) * clean + level * torch.randn(clean.shape, generator=self.generator)
+        pairs = (self.latents, latents), (self._sigma(), sigma), (self.captions, noised)
+        together, levels, captions = (torch.cat(pair) for pair in pairs)
+        return together, levels, captions
 
     def advance(self, predicted: Tensor) -> None:
         """One step of the probability-flow ODE along the velocity (B, C, F, H, W) that the network predicted."""
@@ -153,19 +145,15 @@ class _Draws:
         self.latents = self.latents + (self._sigma(1) - self._sigma()).view(-1, 1, 1, 1, 1) * predicted
         self.step = self.step + 1
         ended = self.step == self.num_steps
-        count = int(ended.sum())
-        self.latents[ended], self.captions[ended] = self._noise(count), self._draw_captions(count)
-        self.step[ended], self.num_steps[ended] = 0, self._draw_lengths(count)
+        self.latents[ended], self.captions[ended], self.num_steps[ended] = self._begin(int(ended.sum()))
+        self.step[ended] = 0
 
-    def _draw_captions(self, count: int) -> Tensor:
-        return self.world.draw_captions(count, self.config.caption_dropout)
-
-    def _noise(self, count: int) -> Tensor:
-        return torch.randn(count, *self.world.shape, generator=self.generator)
-
-    def _draw_lengths(self, count: int) -> Tensor:
+    def _begin(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Noise, captions and numbers of steps of new paths."""
+        noise = torch.randn(count, *self.world.shape, generator=self.generator)
+        captions = self.world.draw_captions(count, self.config.caption_dropout)
         fewest, most = self.config.path_steps
-        return torch.randint(fewest, most + 1, (count,), generator=self.generator)
+        return noise, captions, torch.randint(fewest, most + 1, (count,), generator=self.generator)
 
     def _sigma(self, ahead: int = 0) -> Tensor:
         """Noise level (B,) of each path now, or `ahead` steps later."""
@@ -187,8 +175,23 @@ def _train(
     """
     trained = {name: value for name, value in transformer.named_parameters() if not is_unused(name)}
     average = {name: value.detach().clone() for name, value in trained.items()}
-    optimizers = _optimizers(trained, config, phase.rate, phase.dtype == torch.float32)
-    schedulers = [LambdaLR(optimizer, lambda step: config.rate_at(step, phase.steps)) for optimizer in optimizers]
+    # Muon for the matrices of the blocks, AdamW for everything else.
+    blocks = [name for name in trained if "transformer_blocks" in name and "norm" not in name]
+    matrices = {name: trained[name] for name in blocks if trained[name].ndim == 2}
+    others = [value for name, value in trained.items() if name not in matrices]
+    options: dict[str, Any] = {"lr": phase.rate * config.learning_rate, "weight_decay": 0.01}
+    optimizers: list[Optimizer] = [
+        Float32Muon([*matrices.values()], **options)
+        if phase.dtype == torch.float32
+        else Muon([*matrices.values()], **options, adjust_lr_fn="match_rms_adamw"),
+        AdamW(others, lr=phase.rate * config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+    def rate(step: int) -> float:
+        """Of the peak, at a step counted from 0: linear, to zero."""
+        return min(1.0, (step + 1) / config.warmup_steps) * (1 - step / phase.steps)
+
+    schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
     stateful: list[Any] = [*optimizers, *schedulers]
     generator = torch.Generator().manual_seed(seed)
     world = phase.world(generator)
@@ -282,25 +285,6 @@ def _orthogonal(matrices: Tensor) -> Tensor:
         gram = x @ x.mT
         x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
     return x.mT if tall else x
-
-
-def _optimizers(
-    trained: dict[str, nn.Parameter], config: PretrainConfig, rate: float, in_float32: bool
-) -> list[Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for everything else."""
-
-    def is_matrix(name: str) -> bool:
-        return trained[name].ndim == 2 and "transformer_blocks" in name and "norm" not in name
-
-    matrices = [value for name, value in trained.items() if is_matrix(name)]
-    others = [value for name, value in trained.items() if not is_matrix(name)]
-    lr = rate * config.learning_rate
-    return [
-        Float32Muon(matrices, lr=lr, weight_decay=0.01)
-        if in_float32
-        else Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
-        AdamW(others, lr=rate * config.other_learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

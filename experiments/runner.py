@@ -63,7 +63,15 @@ def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell
         while waiting or running:
             while waiting and len(running) < processes:
                 name = waiting.pop(0)
-                running[name] = _start(jobs[name], log_of[name])
+                with log_of[name].open("ab") as log:
+                    running[name] = subprocess.Popen(
+                        jobs[name],
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        start_new_session=True,  # Ctrl-C reaches it once, from below, and not from the terminal too
+                        env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+                    )
             time.sleep(0.1)
             for name in [name for name, process in running.items() if process.poll() is not None]:
                 status, done = running.pop(name).returncode, done + 1
@@ -75,35 +83,18 @@ def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell
                     tell(f"{done} of {len(jobs)} done: {name}")
     except KeyboardInterrupt:
         tell("Stopping: trainings save after the present update. Ctrl-C again ends them at once.")
-        _stop(list(running.values()))
+        for number in (signal.SIGINT, signal.SIGKILL):
+            for process in running.values():
+                if process.poll() is None:
+                    os.killpg(process.pid, number)
+            try:
+                for process in running.values():
+                    process.wait()
+                break
+            except KeyboardInterrupt:
+                continue
         raise
     return failed
-
-
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
-    with log.open("ab") as file:
-        return subprocess.Popen(
-            command,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C reaches it once, from `_stop`, and not from the terminal too
-            env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-        )
-
-
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and wait for them."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, number)
-        try:
-            for process in processes:
-                process.wait()
-            return
-        except KeyboardInterrupt:
-            continue
 
 
 class Study:
@@ -158,26 +149,24 @@ class Study:
         """Commands of the measurements that are missing, by name."""
         jobs = {}
         for experiment in filter(self.fits, experiments):
-            arguments: dict[str, Any] = {}
+            request: dict[str, Any] = {"measure": experiment.measure, "overrides": self.overrides}
             if experiment.runs:
-                arguments = {"experiment": experiment.key, "runs": experiment.runs, "rates": experiment.rates}
+                runs = {"experiment": experiment.key, "runs": experiment.runs, "rates": experiment.rates}
+                request["arguments"] = runs
             for name, seeds in experiment.measurements().items():
-                request = {"measure": experiment.measure, "seeds": seeds, "overrides": self.overrides}
-                words = [str(self._result(name)), json.dumps(request | {"arguments": arguments}), *self.files]
                 if not self.measured(name):
-                    jobs[name] = [sys.executable, "-m", "experiments.measures", *words]
+                    program = [sys.executable, "-m", "experiments.measures"]
+                    result = str(self.folder / "measures" / f"{name}.jsonl")
+                    jobs[name] = [*program, result, json.dumps(request | {"seeds": seeds}), *self.files]
         return jobs
 
     def measured(self, name: str) -> Sequence[Finding]:
         """Findings of a measurement; none where it is missing. ConfigError where another configuration made it."""
-        file = self._result(name)
+        file = self.folder / "measures" / f"{name}.jsonl"
         rows = read_findings(file).rows if file.is_file() else []
         if rows and rows[0].settings != settings_digest(settings_of(to_dict(self.config))):
             raise ConfigError(f"{file} is of another configuration. Choose another --output_dir, or move it away.")
         return rows
-
-    def _result(self, name: str) -> Path:
-        return self.folder / "measures" / f"{name}.jsonl"
 
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, shared ones once. ConfigError."""
@@ -189,11 +178,8 @@ class Study:
         return [*self.files, *self._overrides(training), "--resume=auto"]
 
     def _overrides(self, training: Training) -> list[str]:
-        place = f"--output_dir={self._run(training)}"
+        place = f"--output_dir={self.folder / 'trainings' / training.name}"
         return [place, f"--seed={training.seed}", *self.overrides, *training.overrides]
-
-    def _run(self, training: Training) -> Path:
-        return self.folder / "trainings" / training.name
 
     def is_finished(self, training: Training) -> bool:
         """Return True if its last update was evaluated.
@@ -201,7 +187,7 @@ class Study:
         Raises:
             ConfigError: there is a run of another configuration.
         """
-        run = RunDirectory(self._run(training))
+        run = RunDirectory(self.folder / "trainings" / training.name)
         if not run.is_run:
             return False
         config = load_config(self.files, self._overrides(training))
@@ -212,9 +198,8 @@ class Study:
                     f"{run} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
                     "Choose another --output_dir, or move that folder away."
                 )
-        return (
-            run.result.is_file() and json.loads(run.result.read_text("utf-8"))["after"] >= config.training.num_updates
-        )
+        done = json.loads(run.result.read_text("utf-8"))["after"] if run.result.is_file() else -1
+        return bool(done >= config.training.num_updates)
 
     def findings(self) -> Findings:
         """Everything that is there, of all experiments: what was measured before belongs to the same page."""
@@ -232,7 +217,7 @@ class Study:
 
     def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
         """Findings of a finished training."""
-        run = RunDirectory(self._run(training))
+        run = RunDirectory(self.folder / "trainings" / training.name)
         made = made_with(json.loads(run.environment.read_text("utf-8"))) if run.environment.is_file() else {}
         common: dict[str, Any] = {"experiment": experiment, "arm": training.arm, "seed": training.seed}
         common |= made | {"settings": settings_digest(run.settings)}

@@ -246,12 +246,7 @@ def _parts(settings: ExactTraining, table: TransitionTable, generator: torch.Gen
 
 
 def measure_testbed(
-    config: RunConfig,
-    *,
-    seed: int,
-    experiment: str,
-    runs: Mapping[str, Mapping[str, Any]],
-    rates: Sequence[float] = (),
+    config: RunConfig, *, seed: int, experiment: str, runs: Mapping[str, Mapping[str, Any]], rates: Sequence[float] = ()
 ) -> Iterator[Finding]:
     """Trainings of the exact policy with one seed: the arms of an experiment by name, each at its best rate if any are
     given; then seed 0 has those that chose it too, as `ARM @ RATE`.

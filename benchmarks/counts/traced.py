@@ -21,11 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workload import HUNYUAN_VIDEO_15, A, B, Shape, forward_work
+from benchmarks.workload import HUNYUAN_VIDEO_15, A, B, Shape
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.fused import Rotary
-from sage_fast.models.hunyuan15.backbone import unused_work
+from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.planning import trace
 from sage_fast.planning.trace import PRODUCTS
@@ -259,8 +259,8 @@ def measure_forward() -> dict[str, float]:
         with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
             transformer(hidden_states=latents, timestep=torch.full((1,), 640.0), prompts=[prompt])
         flops = counter.get_total_flops()
-        needed = forward_work(config, shape).total
-        needed -= unused_work(config, shape.video_tokens, shape.text_tokens).total
+        size = shape.video_tokens, shape.text_tokens
+        needed = forward_work(config, *size).total - unused_work(config, *size).total
         found |= {
             "forward.parameters": sum(weight.numel() for weight in transformer.parameters()),
             f"forward.flops_beyond_closed_form/{shape.name}": flops - needed,

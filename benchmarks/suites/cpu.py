@@ -67,10 +67,6 @@ class Contest:
         self.transformer.zero_grad(set_to_none=True)
         return gradients | {"velocity": found.detach()}
 
-    def check(self) -> Record:
-        """Ours against P2's."""
-        return verdict({"difference": pooled_error(self.gradients("ours"), self.gradients("P2"))}, TOLERANCE)
-
     def measure(self, step: str, smoke: bool) -> Record:
         """The rows of a step, its contenders in turns."""
         run, rounds = STEPS[step]
@@ -144,7 +140,12 @@ def measure_updates(shape: str, smoke: bool) -> Record:
 def cells(session: Session) -> Iterator[Cell]:
     """Parity, forward and training step; then the updates."""
     contest = cache(Contest)
-    yield Cell(suite=SUITE, name="parity", work=lambda: contest().check())
+
+    def check() -> Record:
+        ours, p2 = (contest().gradients(contender) for contender in CONTENDERS)
+        return verdict({"difference": pooled_error(ours, p2)}, TOLERANCE)
+
+    yield Cell(suite=SUITE, name="parity", work=check)
     for step in STEPS:
         work = lambda step=step: contest().measure(step, session.smoke)  # noqa: E731
         yield Cell(suite=SUITE, name=f"{step} {SHAPE.name}", work=work, needs=(f"{SUITE} parity",))

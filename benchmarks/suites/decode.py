@@ -111,16 +111,12 @@ def cells(session: Session) -> Iterator[Cell]:
     vae = partial(random_vae, config, session.device, dtype)
     decoders = cache(lambda: (VAEDecoder(vae(), memory_gib=memory), vae()))
     for name, latent in [("tiny", TINY_LATENT)] if tiny else [(shape.name, shape.latent) for shape in SHAPES]:
-        contest = cache(lambda latent=latent: Contest(*decoders(), latent))  # type: ignore[misc]
+        contest: Any = cache(lambda latent=latent: Contest(*decoders(), latent))  # type: ignore[misc]
         parity = f"parity {name}"
         yield Cell(suite=SUITE, name=parity, work=lambda contest=contest: contest().check())  # type: ignore[misc]
-        for contender in CONTENDERS:
-
-            def work(contest: Any = contest, name: str = name, contender: str = contender) -> Record:
-                found: Record = contest().measure(session, name, contender)
-                return found
-
-            yield Cell(suite=SUITE, name=f"{name} {contender}", work=work, needs=(f"{SUITE} {parity}",))
+        for who in CONTENDERS:
+            work = lambda contest=contest, name=name, who=who: contest().measure(session, name, who)  # noqa: E731
+            yield Cell(suite=SUITE, name=f"{name} {who}", work=work, needs=(f"{SUITE} {parity}",))
 
 
 SUITES = (Suite(name=SUITE, cells=cells, limit=45.0),)

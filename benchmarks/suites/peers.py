@@ -76,12 +76,6 @@ class Contender:
             self.peaks.append(resident("VmHWM") - before)
         return seconds
 
-    def more(self, commit: str) -> Record:
-        """Fields of a row beside the seconds."""
-        peak = statistics.median(self.peaks) if self.peaks else None
-        said = [f"{self.flop / 1e9:.1f} GFLOP", *([] if peak is None else [f"{peak:.0f} MB"]), *filter(None, [commit])]
-        return {"flop": self.flop, "peak_mb": peak, "note": ", ".join(said)}
-
 
 def resident(name: str) -> float:
     """VmRSS or VmHWM, memory of this process now or at its peak, in MB of 1e6 bytes."""
@@ -114,7 +108,12 @@ def cells(session: Session) -> Iterator[Cell]:
             contender = cache(partial(make, folder, objective, network))
             names = {who: f"{objective} {network} {who}" for who in trainers}
             for who, name in names.items():
-                yield Cell(suite=SUITE, name=name, work=partial(check, folder, contender, who))
+
+                def made(contender: Callable[[str], Contender] = contender, who: str = who) -> Record:
+                    contender(who)
+                    return {"checkout": public.commit_of(folder / who)}
+
+                yield Cell(suite=SUITE, name=name, work=made)
             works = [who for who in trainers if session.cells[f"{SUITE} {names[who]}"]["status"] == "done"]
             work = partial(measure, session, objective, network, contender, works)
             yield Cell(suite=SUITE, name=f"{objective} {network}", work=work)
@@ -133,12 +132,6 @@ def make(folder: Path, objective: str, network: str, who: str) -> Contender:
     )
 
 
-def check(folder: Path, contender: Callable[[str], Contender], who: str) -> Record:
-    """The commit of a public trainer that has made an update."""
-    contender(who)
-    return {"checkout": public.commit_of(folder / who)}
-
-
 def measure(
     session: Session, objective: str, network: str, contender: Callable[[str], Contender], works: list[str]
 ) -> Record:
@@ -147,8 +140,11 @@ def measure(
     turns = 1 if session.smoke else ROUNDS
     record = cpu.in_turns(objective, network, list(made), lambda who: made[who].turn(), turns)
     for row in record["rows"]:
-        key = f"{SUITE} {objective} {network} {row['contender']}"
-        row |= made[row["contender"]].more(session.cells.get(key, {}).get("checkout", ""))
+        one, alone = made[row["contender"]], f"{SUITE} {objective} {network} {row['contender']}"
+        peak = statistics.median(one.peaks) if one.peaks else None
+        said = [f"{one.flop / 1e9:.1f} GFLOP", "" if peak is None else f"{peak:.0f} MB"]
+        said.append(session.cells.get(alone, {}).get("checkout", ""))
+        row |= {"flop": one.flop, "peak_mb": peak, "note": ", ".join(filter(None, said))}
     return record
 
 

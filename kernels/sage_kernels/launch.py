@@ -104,12 +104,7 @@ def recording(capability: tuple[int, int] | None = None) -> Iterator[list[Kernel
 
 
 def launch(
-    function: Any,
-    grid: tuple[int, ...],
-    *arguments: Any,
-    settings: Launch,
-    fp_fusion: bool = True,
-    **constexprs: Any,
+    function: Any, grid: tuple[int, ...], *arguments: Any, settings: Launch, fp_fusion: bool = True, **constexprs: Any
 ) -> None:
     """Start a kernel on the device of its tensors; a grid or tensors without elements start nothing.
 
@@ -143,11 +138,7 @@ def start(function: Any, grid: tuple[int, ...], arguments: Sequence[Any], option
 
 
 def _kernel_of(
-    function: Any,
-    arguments: Sequence[Any],
-    constexprs: Mapping[str, Any],
-    settings: Launch,
-    fp_fusion: bool,
+    function: Any, arguments: Sequence[Any], constexprs: Mapping[str, Any], settings: Launch, fp_fusion: bool
 ) -> Kernel:
     """The launch as Triton specialises it (`triton.runtime.jit`)."""
     signature: dict[str, str] = {}

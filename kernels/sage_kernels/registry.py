@@ -117,11 +117,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def random_tensor(
-    *shape: int,
-    dtype: torch.dtype,
-    device: Device,
-    generator: Generator | None,
-    strided: bool = False,
+    *shape: int, dtype: torch.dtype, device: Device, generator: Generator | None, strided: bool = False
 ) -> Tensor:
     """A standard normal tensor, drawn on the generator's device; `strided` makes it a view of a wider one, as a chunk
     of a fused projection is.

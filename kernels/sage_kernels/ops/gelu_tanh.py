@@ -16,7 +16,6 @@ Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
 import math
-from typing import Any
 
 import torch
 import triton
@@ -95,15 +94,6 @@ def launch_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return rows.unflatten(0, x.shape[:-1])
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    return gelu_tanh_backward(grad, x)[0]
-
-
 gelu_tanh_backward = operator(
     "gelu_tanh_backward(Tensor grad, Tensor x, bool output=False) -> (Tensor, Tensor)",
     launcher=launch_backward,
@@ -113,8 +103,8 @@ _gelu_tanh = operator(
     "gelu_tanh(Tensor x) -> Tensor",
     launcher=launch_forward,
     reference=reference.gelu_tanh,
-    save=_save,
-    backward=_backward,
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    backward=lambda ctx, grad: gelu_tanh_backward(grad, *ctx.saved_tensors)[0],
 )
 
 
@@ -177,10 +167,7 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
     return {"x": x if generator is None else x * 3}
 
 
-_SHAPES = {
-    "A": {"batch": 1, "tokens": 18018, "width": 8192},
-    "B": {"batch": 1, "tokens": 32760, "width": 8192},
-}
+_SHAPES = {"A": {"batch": 1, "tokens": 18018, "width": 8192}, "B": {"batch": 1, "tokens": 32760, "width": 8192}}
 
 SPEC = OpSpec(
     name="gelu_tanh",

@@ -451,10 +451,6 @@ SPEC = OpSpec(
         Case(id="B, weights trained", shape=_SHAPE),
     ),
     wide_cases=(Case(id="24 heads", shape=_SHAPE | {"heads": 24}),),
-    letters=lambda i: {
-        "S": nbytes(i["q"], i["q_text"]),
-        "c": nbytes(i["cos"]),
-        "w": nbytes(i["q_weight"]),
-    },
+    letters=lambda i: {"S": nbytes(i["q"], i["q_text"]), "c": nbytes(i["cos"]), "w": nbytes(i["q_weight"])},
     bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 4 w"),
 )

@@ -94,12 +94,7 @@ def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     x_next = common.empty_like(x)
     partial = common.empty((rows, tiles), dtype=torch.float32, device=x.device) if log_prob else None
     ids = None if noise_ids is None else noise_ids.contiguous()
-    _start(
-        sde_step_kernel,
-        (rows * tiles,),
-        *(x, v, ids, x_next, partial, a, b, std, numel, tiles),
-        BLOCK=block,
-    )
+    _start(sde_step_kernel, (rows * tiles,), *(x, v, ids, x_next, partial, a, b, std, numel, tiles), BLOCK=block)
     result = common.empty((rows if log_prob else 0,), dtype=torch.float32, device=x.device)
     if partial is not None:
         _start(

@@ -128,7 +128,8 @@ def policy_loss_of_noise(
         loss = loss + settings.velocity_weight * kl_velocity
     with torch.no_grad():
         ratio = used.exp()
-        clipped = _held_back(ratio, advantage, settings.clip_range)
+        high, low = ratio > 1 + settings.clip_range, ratio < 1 - settings.clip_range
+        clipped = ((advantage > 0) & high) | ((advantage < 0) & low)
     parts = (used, ratio, kl_position, kl_velocity, clipped)
     return PolicyTerms(loss, *(part.detach() for part in parts))
 
@@ -187,12 +188,7 @@ def clipped_surrogate(log_ratio: Tensor, advantage: Tensor, clip_range: float) -
 
 
 def policy_loss_forward(
-    v: Tensor,
-    v_old: Tensor,
-    v_anchor: Tensor | None,
-    noise_ids: Tensor,
-    columns: StepColumns,
-    settings: LossSettings,
+    v: Tensor, v_old: Tensor, v_anchor: Tensor | None, noise_ids: Tensor, columns: StepColumns, settings: LossSettings
 ) -> tuple[PolicyTerms, Tensor]:
     """The terms, and the three coefficients (B, 3) of  d loss/dv = k_0 eps + k_1 (v - v_old) + k_2 (v - v_anchor)."""
     terms = policy_loss(v.detach(), v_old, v_anchor, noise_ids, columns, settings)
@@ -225,11 +221,6 @@ def policy_loss_backward(
     if v_anchor is not None:
         grad = grad + of_anchor * (wide - v_anchor.to(dtype))
     return grad.to(v.dtype)
-
-
-def _held_back(ratio: Tensor, advantage: Tensor, clip_range: float) -> Tensor:
-    high, low = ratio > 1 + clip_range, ratio < 1 - clip_range
-    return ((advantage > 0) & high) | ((advantage < 0) & low)
 
 
 def _column(values: Tensor, like: Tensor, name: str) -> Tensor:

@@ -53,13 +53,7 @@ def gaussian_log_prob(
 
 
 def transition(
-    x: Tensor,
-    v: Tensor,
-    noise: Tensor | None,
-    *,
-    a: float | Tensor,
-    b: float | Tensor,
-    std: float | Tensor,
+    x: Tensor, v: Tensor, noise: Tensor | None, *, a: float | Tensor, b: float | Tensor, std: float | Tensor
 ) -> Tensor:
     """One step  x' = a x + b v + std noise  with explicit noise.
 

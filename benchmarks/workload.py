@@ -6,18 +6,20 @@ Letters: N video tokens, L text tokens, D width.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
 from sage_fast.policy.lora import add_lora, trainable_parameters
 from sage_fast.records import PromptEmbeds
+
+Model = TypeVar("Model", bound=nn.Module)
 
 NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
 """Sampler and guidance of the reference recipe."""
@@ -112,11 +114,7 @@ def random_inputs(shape: Shape, config: Mapping[str, Any], device: torch.device,
 def random_transformer(
     config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
 ) -> HunyuanVideo15Transformer3DModel:
-    """A frozen transformer in evaluation mode whose random weights are drawn in place, so that 8.3 B take no copy.
-
-    Matrices keep the scale of their input, norms are near 1, so activations stay of order 1 through 54 blocks and no
-    product multiplies zeros, which a GPU does at a higher clock.
-    """
+    """A frozen transformer in evaluation mode with random weights, see `draw_weights`."""
     with torch.device("meta"):
         transformer = HunyuanVideo15Transformer3DModel(**config)
         if transformer.proj_out.in_features < 2048:
@@ -124,18 +122,26 @@ def random_transformer(
             width = transformer.proj_out.in_features
             transformer.context_embedder_2 = HunyuanVideo15ByT5TextProjection(config["text_embed_2_dim"], width, width)
     family_of(transformer).cast(transformer, dtype)
-    transformer.to_empty(device=device)
+    return draw_weights(transformer, device)
+
+
+def draw_weights(model: Model, device: torch.device) -> Model:
+    """Draw the weights of a model on the meta device in place, so that 8.3 B take no copy, and freeze it.
+
+    Matrices keep the scale of their input, norms are near 1, so activations stay of order 1 through 54 blocks and no
+    product multiplies zeros, which a GPU does at a higher clock.
+    """
+    model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
-        for name, parameter in transformer.named_parameters():
-            if parameter.ndim > 1:
-                std = 0.02 if "cond_type_embed" in name else parameter[0].numel() ** -0.5
-                parameter.normal_(0.0, std, generator=generator)
-            elif name.endswith("weight"):
-                parameter.normal_(1.0, 0.05, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
-    return transformer.requires_grad_(False).eval()
+        for name, parameter in model.named_parameters():
+            mean, std = 0.0, 0.02
+            if name.endswith("gamma") or (parameter.ndim == 1 and name.endswith("weight")):
+                mean, std = 1.0, 0.05
+            elif parameter.ndim > 1 and "cond_type_embed" not in name:
+                std = parameter[0].numel() ** -0.5
+            parameter.normal_(mean, std, generator=generator)
+    return model.requires_grad_(False).eval()
 
 
 def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:

@@ -20,7 +20,7 @@ from benchmarks import harness
 from benchmarks.errors import verdict
 from benchmarks.results import Record
 from benchmarks.session import Cell, Session, Suite, timing
-from benchmarks.workload import SHAPES
+from benchmarks.workload import SHAPES, draw_weights
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
@@ -36,22 +36,12 @@ ALLOWED = 2
 
 
 def random_vae(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> AutoencoderKLHunyuanVideo15:
-    """An autoencoder whose random weights are drawn in place; activations keep their scale from layer to layer."""
+    """A frozen autoencoder with random weights; activations keep their scale from layer to layer."""
     with torch.device("meta"):
         vae = AutoencoderKLHunyuanVideo15(**config)
     for parameter in vae.parameters():
         parameter.data = parameter.data.to(dtype)
-    vae = vae.to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in vae.named_parameters():
-            if name.endswith("gamma"):
-                parameter.normal_(1.0, 0.05, generator=generator)
-            elif parameter.ndim > 1:
-                parameter.normal_(0.0, parameter[0].numel() ** -0.5, generator=generator)
-            else:
-                parameter.normal_(0.0, 0.02, generator=generator)
-    return vae.eval().requires_grad_(False)
+    return draw_weights(vae, device)
 
 
 def stock_decode(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:

@@ -39,7 +39,9 @@ def render(findings: Findings) -> str:
         parts.append("\n".join([*lines, *(_row(judged) for judged in judge(experiment.claims, findings)), ""]))
     if left:
         # Core-hours of trainings of the network, at the mean seconds of an update of those that have been made.
-        made = {(t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()}
+        made: dict[tuple[str, int | None], int] = {
+            (t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()
+        }
         seconds = {(r.arm, r.seed): r.value for r in findings.rows if r.quantity == COST and (r.arm, r.seed) in made}
         each = sum(seconds.values()) / (sum(made[training] for training in seconds) or 1)
         lines = [

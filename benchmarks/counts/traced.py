@@ -171,8 +171,8 @@ def measure_block() -> dict[str, float]:
 
 
 def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> dict[str, float]:
-    """Count one block; bytes in S. What a backward pass computes again is in its FLOPs, launches and thin products, and
-    beside its elementwise bytes.
+    """Count one block; bytes in S. FLOPs, launches and thin products of the backward pass include work that it does
+    again; its elementwise bytes do not.
     """
     transformer = accelerated(3, trained, checkpointing)
     block = transformer.transformer_blocks[1]

@@ -261,7 +261,7 @@ def strides(tensors: Iterable[Tensor]) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:2]]
 
 
-def blocks_of(q: Tensor) -> dict[str, int]:
+def blocks_of(q: Tensor) -> dict[str, Any]:
     """Compile-time sizes of a token (H, D), and of the tile that holds it."""
     heads, head_dim = q.shape[2:]
     tile = {"BLOCK_H": next_power_of_2(heads), "BLOCK_D": next_power_of_2(head_dim)}

@@ -25,7 +25,6 @@ from sage_fast.models.projection import (
     input_backward,
     matrix_product,
     project,
-    project_backward,
     projection,
     room_for_low,
     weights_backward,
@@ -96,12 +95,16 @@ class BlockPass:
     def project_backward(
         self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients, out: Tensor | None = None
     ) -> Tensor:
-        """`projection.project_backward` of a group of layers, of rows or of tokens (B, N, ...)."""
+        """Gradient of the input of a group of layers, of rows or of tokens (B, N, ...), as of `input_backward`.
+
+        Those of the layers' tensors go into `gradients`.
+        """
         layers, adapter = self.layers[name], self.adapters[name]
         # A product with x is left out where the weights and their adapters are frozen.
         rows = x.flatten(0, -2) if x is not None and gradients.wants(*layers) else None
         flat = [grad.flatten(0, -2) for grad in grads]
-        result = project_backward(flat, rows, layers, gradients, adapter, low=self.low.get(name), out=out)
+        result, low_grad = input_backward(flat, layers, adapter, rows, out=out)
+        weights_backward(flat, rows, layers, gradients, adapter, low_grad=low_grad, low=self.low.get(name))
         return result.view(*grads[0].shape[:-1], -1)
 
     def feed_forward_backward(

@@ -456,16 +456,6 @@ class ModelFamily(ABC):
         return [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
 
 
-@dataclass(frozen=True)
-class _LoadFunction(ModelFamily):
-    """A function f(model: ModelConfig) -> Components as a family that says nothing else."""
-
-    function: Callable[[ModelConfig], Components]
-
-    def load(self, model: ModelConfig) -> Components:
-        return self.function(model)
-
-
 def model_family(name: str) -> ModelFamily:
     """The family that `model.family` names. ConfigError where there is none of that name."""
     found = resolve(name, MODEL_FAMILIES, "model.family")
@@ -478,7 +468,9 @@ def model_family(name: str) -> ModelFamily:
             f"model.family is {name!r}, which is neither a ModelFamily (sage_fast/models/family.py) nor a function "
             "that returns Components."
         )
-    return _LoadFunction(found)
+    # A family that says nothing else.
+    family = type("Function", (ModelFamily,), {"load": staticmethod(found)})()
+    return family
 
 
 _OUTSIDE: dict[str, ModelFamily] = {}

@@ -4,19 +4,19 @@ The forward of one instance of a transformer and of its blocks is replaced. Clas
 `state_dict` stay, so LoRA adapters, `save_pretrained` and FSDP work as before.
 """
 
-from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import call_backward, call_forward, resolve_backend
 from sage_fast.models.attention.joint import JointAttention
+from sage_fast.models.family import transformer_blocks
 from sage_fast.models.projection import stack_weights, unstack_weights
 from sage_fast.models.transformer import Checkpointing, FusedForward
 
@@ -67,6 +67,11 @@ class BlockwiseForward(FusedForward):
 
     computes: ClassVar[Mapping[str, Any]]
     """Values of the transformer's config that the fused forward is for."""
+    forwards: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
+    """Functions of a module that replace the forward of the transformer and of a block, which have this handle as their
+    `_acceleration`."""
+    adjacent: ClassVar[tuple[tuple[str, ...], ...]]
+    """Layers of a block that share their input, by name."""
 
     transformer: Any
     attention: str
@@ -83,22 +88,6 @@ class BlockwiseForward(FusedForward):
     _settings: dict[tuple[Any, ...], BlockSettings] = field(default_factory=dict, init=False)
     _rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
-    @property
-    @abstractmethod
-    def forwards(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """Functions of a module that replace the forward of the transformer and of a block, which have this handle as
-        their `_acceleration`.
-        """
-
-    @staticmethod
-    @abstractmethod
-    def stackable(block: Any) -> list[list[Any]]:
-        """Layers of a block that share their input."""
-
-    @abstractmethod
-    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (N, head dim) float32, of the size of latents."""
-
     def install(self, device: torch.device, dtype: torch.dtype) -> None:
         """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
 
@@ -113,6 +102,7 @@ class BlockwiseForward(FusedForward):
         if device.type != "meta":
             # Options that cannot be satisfied are refused now, not in the middle of a run.
             self.settings(device, dtype)
+        self.blocks = transformer_blocks(self.transformer)
         inside = {module for block in self.blocks for module in block.modules()}
         for name, module in self.transformer.named_modules():
             if "forward" in module.__dict__ and (module is self.transformer or module in inside):
@@ -121,9 +111,9 @@ class BlockwiseForward(FusedForward):
                     "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
                 )
         whole, one = self.forwards
+        for layers in self._layers_of_one_input():
+            stack_weights(layers)
         for block in self.blocks:
-            for layers in self.stackable(block):
-                stack_weights(getattr(layer, "base_layer", layer) for layer in layers)
             block.forward = partial(one, block)
             block._acceleration = self
         self.transformer.forward = partial(whole, self.transformer)
@@ -142,17 +132,17 @@ class BlockwiseForward(FusedForward):
                     "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
                     "hook. Remove the hook, then undo."
                 )
-        self.restore()
         for module in (self.transformer, *self.blocks):
             for name in ("forward", "_acceleration"):
                 module.__dict__.pop(name, None)
-        for block in self.blocks:
-            for layers in self.stackable(block):
-                unstack_weights(getattr(layer, "base_layer", layer) for layer in layers)
+        for layers in self._layers_of_one_input():
+            unstack_weights(layers)
 
-    def restore(self) -> None:
-        """Bring back weights that were moved away."""
-        return
+    def _layers_of_one_input(self) -> Iterator[list[nn.Linear]]:
+        for block in self.blocks:
+            for names in self.adjacent:
+                layers: list[Any] = [block.get_submodule(name) for name in names]
+                yield [getattr(layer, "base_layer", layer) for layer in layers]
 
     def __enter__(self) -> Self:
         return self
@@ -160,17 +150,18 @@ class BlockwiseForward(FusedForward):
     def __exit__(self, *_: object) -> None:
         self.undo()
 
-    def rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, (N, head dim) float32, of the size of latents; made once."""
+    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, (N, head dim) float32, of the size of latents."""
+        cos, sin = self.transformer.rope(latents)
+        return cos.flatten(0, -2), sin.flatten(0, -2)
+
+    def enter(self, x: Tensor, latents: Tensor) -> Tensor:
+        """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their tables in `rotary`."""
         key = (*latents.shape[2:], latents.device)
         if key not in self._rope:
             with torch.inference_mode(False), torch.no_grad():
                 self._rope[key] = self.make_rope(latents)
-        return self._rope[key]
-
-    def enter(self, x: Tensor, latents: Tensor) -> Tensor:
-        """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their tables in `rotary`."""
-        cos, sin = self.rope(latents)
+        cos, sin = self._rope[key]
         self.num_video = x.shape[1]
         if self.sequence is not None:
             x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)

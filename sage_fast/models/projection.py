@@ -234,18 +234,19 @@ def project(
     low = None if adapter is None else adapter.low(rows)
     if adapter is not None and adapter.is_behind(rows):
         _linear_into(rows, adapter.widened(layers), bias, result)
-    elif adapter is not None and low is not None:
-        _linear_into(low, adapter.b, bias, result)
-        if weight is not None:
-            _add_product(result, rows, weight.t())
-        else:
-            for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
-                _add_product(column, rows, layer.weight.t())
-    elif weight is not None:
-        _linear_into(rows, weight, bias, result)
     else:
-        for layer, column in zip(layers, result.split(sizes, dim=1), strict=True):
-            _linear_into(rows, layer.weight, layer.bias, column)
+        if weight is not None:
+            parts = [(weight, bias, result)]
+        else:
+            columns = result.split(sizes, dim=1)
+            parts = [(layer.weight, layer.bias, column) for layer, column in zip(layers, columns, strict=True)]
+        if adapter is not None and low is not None:
+            _linear_into(low, adapter.b, bias, result)
+        for matrix, own_bias, column in parts:
+            if low is None:
+                _linear_into(rows, matrix, own_bias, column)
+            else:
+                _add_product(column, rows, matrix.t())
     return result.view(*x.shape[:-1], -1) if out is None else result, low
 
 
@@ -289,32 +290,6 @@ class Gradients:
             self.values[position] = value
 
 
-def project_backward(
-    grads: Sequence[Tensor],
-    x: Tensor | None,
-    layers: Sequence[Projection],
-    gradients: Gradients,
-    adapter: Adapter | None = None,
-    *,
-    low: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Gradient of the layers' input; those of their tensors go into `gradients`.
-
-    Args:
-        grads: (R, M) rows of every layer, the gradient of its output.
-        x: (R, K) rows, or (R, K + T) as `project` took them; None where `gradients` wants none that needs them.
-        low: x A^T, (R, T), where it is known.
-        out: (R, K) rows for the result, which otherwise may be a slice of wider rows.
-
-    Returns:
-        (R, K) rows.
-    """
-    result, low_grad = input_backward(grads, layers, adapter, x, out=out)
-    weights_backward(grads, x, layers, gradients, adapter, low_grad=low_grad, low=low)
-    return result
-
-
 def input_backward(
     grads: Sequence[Tensor],
     layers: Sequence[Projection],
@@ -323,7 +298,13 @@ def input_backward(
     *,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of the layers' input alone, and with an adapter of x A^T (R, T); arguments as in `project_backward`."""
+    """Gradient of the layers' input, (R, K) rows, and with an adapter of x A^T (R, T).
+
+    Args:
+        grads: (R, M) rows of every layer, the gradient of its output.
+        x: (R, K) rows, or (R, K + T) as `project` took them; None where no gradient is wanted that needs them.
+        out: (R, K) rows for the result, which otherwise may be a slice of wider rows.
+    """
     weights = [layer.weight for layer in layers]
     if adapter is None:
         return _sum_of_products(grads, weights, out), None
@@ -360,10 +341,12 @@ def weights_backward(
     low_grad: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
-    """Gradients of the layers' tensors alone; arguments as in `project_backward`.
+    """Gradients of the layers' tensors, into `gradients`; `grads` and `x` as in `input_backward`.
 
-    `weight_gradient` (M, K) of a single layer is given where the caller has it already; `low_grad` (R, T), the gradient
-    of x A^T, comes from `input_backward`.
+    Args:
+        weight_gradient: (M, K) of a single layer, where the caller has it already.
+        low_grad: (R, T), the gradient of x A^T, from `input_backward`.
+        low: x A^T, (R, T), where it is known.
     """
     for grad, layer in zip(grads, layers, strict=True):
         if gradients.wanted[layer.first]:
@@ -379,23 +362,22 @@ def weights_backward(
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
         master, rows = adapter.updates[0][3].a, x[:, : adapter.a.shape[1]]
-        whole = master.ndim == 2
-        first = matrix_product(low_grad.t(), rows, master.dtype) if whole else _by_video(low_grad, rows, master)
+        first = _factor_gradient(low_grad, rows, master)
         for _, position, columns, _ in adapter.updates:
             gradients.put(position, first[..., columns, :])
     low = adapter.low(x) if low is None else low
     for i, position, columns, update in adapter.updates:
         if gradients.wanted[position + 1]:
-            grad, rows, master = grads[i], low[:, columns], update.b
-            whole = master.ndim == 2
-            second = matrix_product(grad.t(), rows, master.dtype) if whole else _by_video(grad, rows, master)
+            second = _factor_gradient(grads[i], low[:, columns], update.b)
             gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
 
 
-def _by_video(grad: Tensor, rows: Tensor, copies: Tensor) -> Tensor:
-    """grad^T rows of each video by itself, (B, ...), for the copies of a low-rank master."""
-    grad, rows = (tensor.unflatten(0, (len(copies), -1)) for tensor in (grad, rows))
-    return matrix_product(grad.mT, rows, copies.dtype)
+def _factor_gradient(grad: Tensor, rows: Tensor, master: Tensor) -> Tensor:
+    """grad^T rows for a low-rank master; where it has a copy for each video, of each by itself, (B, ...)."""
+    if master.ndim == 2:
+        return matrix_product(grad.t(), rows, master.dtype)
+    grad, rows = (tensor.unflatten(0, (len(master), -1)) for tensor in (grad, rows))
+    return matrix_product(grad.mT, rows, master.dtype)
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -429,13 +411,12 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 @torch.no_grad()
-def stack_weights(layers: Iterable[nn.Linear]) -> None:
+def stack_weights(layers: Sequence[nn.Linear]) -> None:
     """Make the weights adjacent in memory, and the biases too, so that one matrix product serves all layers.
 
     The parameters and their names stay; only their storage is shared. Layers that differ in dtype, device or input
     width, have no bias, or have not been read yet (`without_memory`), are left alone.
     """
-    layers = list(layers)
     for name in ("weight", "bias"):
         parameters = [getattr(layer, name) for layer in layers]
         first = parameters[0]

@@ -42,6 +42,10 @@ ROUND_SECONDS = 5.0
 class CachedPromptEncoder(ABC):
     """A `PromptEncoder` that encodes prompts, or finds them in its cache."""
 
+    root: Path
+    """Folder of the model, in diffusers' layout."""
+    parts: Sequence[str] = ("text_encoder", "tokenizer")
+    """Folders in it of the encoders and tokenizers."""
     cache: Path
     """Folder of the encoded prompts; created when missing."""
     device: torch.device | str = "cpu"
@@ -55,11 +59,6 @@ class CachedPromptEncoder(ABC):
     usual: ClassVar[tuple[str, str]]
     """Name of the model, and the words of the captions that it is used with."""
     _identity: str | None = field(default=None, init=False)
-
-    @property
-    @abstractmethod
-    def folders(self) -> Sequence[Path]:
-        """Folders of the encoders and tokenizers."""
 
     @abstractmethod
     def _encode(self, texts: Sequence[Any]) -> Generator[tuple[int, ...], None, None]:
@@ -167,7 +166,7 @@ class CachedPromptEncoder(ABC):
         """
         if self._identity is None:
             kinds = (".json", ".jinja", ".txt", ".safetensors", ".bin")
-            files = [[path for path in folder.iterdir() if path.suffix in kinds] for folder in self.folders]
+            files = [[file for file in (self.root / part).iterdir() if file.suffix in kinds] for part in self.parts]
             self._identity = json.dumps([CACHE_VERSION, self.template, *map(fingerprint, files)])
         asked = f"{self._identity}\n{text_of(text)}"
         if not isinstance(text, str):
@@ -210,9 +209,12 @@ class CachedPromptEncoder(ABC):
             metadata = {"prompt": text_of(text), "checksum": _checksum(tensors), "tokens": json.dumps(count)}
             save_file(tensors, partial, metadata=metadata)
 
-    def _load(self, model_class: Any, folder: Path) -> Any:
-        """A transformers model in its files' type, read straight to the device. ValueError when weights are missing."""
-        verbosity = transformers_logging.get_verbosity()
+    def _load(self, model_class: Any, part: str) -> Any:
+        """A transformers model of a folder, in its files' type, read straight to the device.
+
+        ValueError when weights are missing.
+        """
+        folder, verbosity = self.root / part, transformers_logging.get_verbosity()
         # Missing weights are reported below.
         transformers_logging.set_verbosity_error()
         try:

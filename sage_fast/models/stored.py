@@ -40,13 +40,17 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
 
 
-def check_fit(folder: Path, **wrong: Collection[Any]) -> None:
-    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
-    for kind, names in wrong.items():
+def check_fit(folder: Path, described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
+    """ValueError unless the weights of a folder are those that its configuration describes, by name and shape."""
+    for kind, names in {
+        "missing": described.keys() - stored.keys(),
+        "unexpected": stored.keys() - described.keys(),
+        "mismatched": {name for name in described.keys() & stored.keys() if described[name] != stored[name]},
+    }.items():
         if names:
             raise ValueError(
                 f"The weights in {folder} do not fit its config.json: {len(names)} {kind} keys, among them "
-                f"{min(map(str, names))}. Download the folder again."
+                f"{min(names)}. Download the folder again."
             )
 
 
@@ -58,7 +62,12 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __init__(self, folder: Path) -> None:
         self._opened: dict[Path, Any] = {}
-        self._files = {name: file for file in weight_files(folder) for name in self._open(file).keys()}  # noqa: SIM118
+        self._files: dict[str, Path] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        for path in weight_files(folder):
+            file = self._open(path)
+            for name in file.keys():  # noqa: SIM118  no mapping
+                self._files[name], self.shapes[name] = path, torch.Size(file.get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._open(self._files[name]).get_tensor(name)
@@ -68,10 +77,6 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._files)
-
-    def shape(self, name: str) -> torch.Size:
-        """Of one weight, which is not read."""
-        return torch.Size(self._open(self._files[name]).get_slice(name).get_shape())
 
     @torch.no_grad()
     def read_into(self, transformer: nn.Module, device: torch.device | None = None) -> None:
@@ -136,13 +141,8 @@ def open_transformer(
         small = kind.from_config({**config, "num_layers": 1})
         for name in buffers:
             setattr(transformer, name, getattr(small, name))
-    weights, shapes = StoredWeights(folder), {name: p.shape for name, p in transformer.state_dict().items()}
-    check_fit(
-        folder,
-        missing=shapes.keys() - weights.keys(),
-        unexpected=weights.keys() - shapes.keys(),
-        mismatched={name for name in shapes.keys() & weights.keys() if weights.shape(name) != shapes[name]},
-    )
+    weights = StoredWeights(folder)
+    check_fit(folder, {name: value.shape for name, value in transformer.state_dict().items()}, weights.shapes)
     without_memory(transformer, dtype, kind._keep_in_fp32_modules or ())
     return transformer.eval(), weights
 

@@ -27,15 +27,10 @@ def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) ->
 
     Letters, digits and symbols of any script stay, in the composed form of Unicode, and no name is too long for a disk.
     """
-    kept = [c if _is_kept(c) else "-" for c in unicodedata.normalize("NFC", prompt.lower())]
+    composed = unicodedata.normalize("NFC", prompt.lower())
+    kept = [c if unicodedata.category(c).startswith(("L", "M", "N", "So")) else "-" for c in composed]
     words = re.sub("-+", "-", "".join(kept))[:60].encode()[:MAX_WORD_BYTES].decode(errors="ignore").strip("-")
     return f"{index:02d}-{words or 'prompt'}{f'-{member}' if count > 1 else ''}.mp4"
-
-
-def _is_kept(character: str) -> bool:
-    if ord(character) < 128:
-        return character.isalnum()
-    return unicodedata.category(character)[0] in "LMN" or unicodedata.category(character) == "So"
 
 
 def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.models.attention.libraries import LIBRARIES, Backend, Use, dtype_names, lse_dtype
+from sage_fast.models.attention.libraries import LIBRARIES, Backend, Use, dtype_names, empty_gradients
 
 __all__ = ["BACKENDS", "Backend", "attention", "backend_report", "resolve_backend"]
 
@@ -84,28 +84,23 @@ def resolve_backend(
         ConfigError: an unknown name, or a backend that cannot run there; says why and what to do.
     """
     use = Use(torch.device(device), dtype, head_dim, deterministic)
-    if name == "auto":
-        return _fastest(use)
-    if name not in LIBRARIES:
-        raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
-    _require_runnable(name, *use)
-    return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
-
-
-def _fastest(use: Use) -> Backend:
-    device, dtype = use.device, use.dtype
+    if name != "auto":
+        if name not in LIBRARIES:
+            raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
+        _require_runnable(name, *use)
+        return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
     passed_over: list[str] = []
-    for name in _candidates(device, dtype):
-        reason = LIBRARIES[name].unavailable(use)
+    for candidate in _candidates(use.device, dtype):
+        reason = LIBRARIES[candidate].unavailable(use)
         if reason is None:
-            if (str(device), name) not in _logged:
-                _logged.add((str(device), name))
+            if (str(device), candidate) not in _logged:
+                _logged.add((str(device), candidate))
                 why = f" ({'; '.join(passed_over)})" if passed_over else ""
                 # The reference stores every score; on a real video that is where memory ends.
-                costly = name == "reference" and dtype != torch.float64
-                logger.log(logging.WARNING if costly else logging.INFO, "Attention on %s: %s%s", device, name, why)
-            return name
-        passed_over.append(f"not {name}: {reason}")
+                costly = candidate == "reference" and dtype != torch.float64
+                logger.log(logging.WARNING if costly else logging.INFO, "Attention on %s: %s%s", device, candidate, why)
+            return candidate
+        passed_over.append(f"not {candidate}: {reason}")
     raise ConfigError(f"No attention backend can run on {device} in {dtype_names((dtype,))}: {'; '.join(passed_over)}.")
 
 
@@ -166,14 +161,11 @@ _attention_backward = torch.library.custom_op("sage_fast::attention_backward", c
 @_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool) -> tuple[Tensor, Tensor]:
     batch, tokens, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=lse_dtype(q.dtype))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty((batch, heads, tokens), dtype=wide)
 
 
-@_attention_backward.register_fake
-def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, backend: str, deterministic: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+_attention_backward.register_fake(lambda grad_out, q, k, v, *others: empty_gradients(q, k, v))
 
 
 def _setup_context(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
@@ -195,15 +187,11 @@ def _forward_flops(q_shape: torch.Size, k_shape: torch.Size, *args: object, out_
     return 4 * batch * heads * queries * k_shape[1] * dim
 
 
-def _backward_flops(
-    grad_shape: torch.Size, q_shape: torch.Size, k_shape: torch.Size, *args: object, out_shape: object = None
-) -> int:
-    """Five products: the scores again, and the four of the formula above; torch counts the same."""
-    return 5 * _forward_flops(q_shape, k_shape) // 2
-
-
 register_flop_formula(torch.ops.sage_fast.attention)(_forward_flops)
-register_flop_formula(torch.ops.sage_fast.attention_backward)(_backward_flops)
+# Five products: the scores again, and the four of the formula above; torch counts the same.
+register_flop_formula(torch.ops.sage_fast.attention_backward)(
+    lambda grad_shape, *shapes, out_shape=None: 5 * _forward_flops(*shapes) // 2
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, deterministic: bool = False) -> tuple[Tensor, Tensor]:

@@ -42,11 +42,6 @@ class Use(NamedTuple):
     deterministic: bool = False
 
 
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of the lse for inputs of a type."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
     """For messages: "bfloat16, float16"."""
     return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -61,7 +56,7 @@ def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.transpose(1, 2) for tensor in tensors)
 
 
-def _empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
     """Contiguous buffers; `empty_like` would copy the strides of a view."""
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -155,7 +150,7 @@ class Reference(Library):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The formulas of `attention.py`."""
-        wide = lse_dtype(q.dtype)
+        wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) * _scale(q)
         lse = scores.logsumexp(-1)
         out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.to(wide))
@@ -200,21 +195,21 @@ class Sdpa(Library):
             return "bfloat16 needs a GPU of compute capability 8.x or newer"
         return super().unavailable(use)
 
-    @staticmethod
-    def _on_cpu(q: Tensor) -> bool:
-        return q.device.type == "cpu"
-
-    @staticmethod
-    def _is_flash(q: Tensor) -> bool:
-        return q.dtype in HALF and torch.cuda.get_device_capability(q.device)[0] >= 8
+    def kernel(self, q: Tensor) -> Literal["cpu", "flash", "efficient"]:
+        """The one that takes such a query."""
+        if q.device.type == "cpu":
+            return "cpu"
+        newer = q.dtype in HALF and torch.cuda.get_device_capability(q.device)[0] >= 8
+        return "flash" if newer else "efficient"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in `Library`."""
         aten = torch.ops.aten
         query, key, value = _heads_first(q, k, v)
-        if self._on_cpu(q):
+        kernel = self.kernel(q)
+        if kernel == "cpu":
             out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=_scale(q))
-        elif self._is_flash(q):
+        elif kernel == "flash":
             out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, scale=_scale(q))
         else:
             out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, scale=_scale(q))
@@ -227,12 +222,13 @@ class Sdpa(Library):
         """As in `Library`."""
         aten = torch.ops.aten
         grad, query, key, value, result = _heads_first(grad_out, q, k, v, out)
-        if self._on_cpu(q):
+        kernel = self.kernel(q)
+        if kernel == "cpu":
             # One thread owns one (batch, head), so the order of its sums never changes.
             dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad, query, key, value, result, lse, 0.0, False, scale=_scale(q)
             )
-        elif self._is_flash(q):
+        elif kernel == "flash":
             seed, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
             lengths = (None, None, q.shape[1], k.shape[1])
             with _deterministic_algorithms(deterministic):
@@ -314,7 +310,7 @@ class Flash2(Library):
         """As in `Library`."""
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
-        dq, dk, dv = _empty_gradients(q, k, v)
+        dq, dk, dv = empty_gradients(q, k, v)
         options = {"softmax_scale": _scale(q), "deterministic": deterministic, **_FLASH2_DENSE}
         _flash_attn_backward(grad_out, q, k, v, out, lse, dq, dk, dv, **options)
         return dq, dk, dv
@@ -377,7 +373,7 @@ class Flash3(Library):
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
     ) -> Gradients:
         """As in `Library`."""
-        dq, dk, dv = _empty_gradients(q, k, v)
+        dq, dk, dv = empty_gradients(q, k, v)
         # From cu_seqlens_q to max_seqlen_k: ragged lengths.
         absent = (None,) * 6
         self._interface()._flash_attn_backward(

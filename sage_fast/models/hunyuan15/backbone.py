@@ -96,23 +96,6 @@ def dead_modules(transformer: HunyuanVideo15Transformer3DModel) -> tuple[str, ..
     )
 
 
-def fuse(
-    transformer: HunyuanVideo15Transformer3DModel,
-    model: ModelConfig,
-    computes_in: tuple[torch.device, torch.dtype] | None = None,
-) -> Acceleration:
-    """See `ModelFamily.fuse`."""
-    return accelerate(
-        transformer,
-        attention=model.attention,
-        kernels=model.kernels,
-        checkpointing=model.settled_checkpointing,
-        deterministic=model.deterministic,
-        adaln=model.adaln,
-        computes_in=computes_in,
-    )
-
-
 NAMES = {
     "norm1.linear": ("img_mod.linear", "img_mod.lin"),
     "attn.to_q": ("img_attn_q", "img_attn.qkv"),
@@ -130,41 +113,6 @@ NAMES = {
     "ff_context.net.2": ("txt_mlp.fc2", "txt_mlp.2"),
 }
 """See `ModelFamily`."""
-
-
-def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
-    """A transformer with random weights; `unread_modules` and `reads_pictures` of its config are for `dead_modules`."""
-    own = {"unread_modules": (), "reads_pictures": False}
-    known = {k: v for k, v in config.items() if k not in own and not k.startswith("_")}
-    transformer = HunyuanVideo15Transformer3DModel(**known)
-    for name, default in own.items():
-        setattr(transformer, name, config.get(name, default))
-    return transformer
-
-
-def always_read(transformer: HunyuanVideo15Transformer3DModel) -> None:
-    """See `ModelFamily.always_read`: these are the weights behind glyph tokens."""
-    if not any(p.requires_grad for p in transformer.context_embedder_2.parameters()):
-        return
-
-    def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
-        if not torch.is_grad_enabled():
-            return None
-        unread = [p for p in transformer.context_embedder_2.parameters() if p.requires_grad]
-        return output + sum(p.flatten()[:0].sum() for p in unread)
-
-    transformer.context_embedder.register_forward_hook(add_nothing)
-
-
-def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
-    """See `ModelFamily.empty_prompt`; of the tokens of a model that reads pictures, `IMAGE_TOKENS` are of one."""
-    empty, pictures = partial(torch.empty, dtype=dtype, device="meta"), image_tokens(config)
-    return PromptEmbeds(
-        text=empty(tokens - pictures, config["text_embed_dim"]),
-        glyph=empty(0, config["text_embed_2_dim"]),
-        image=empty(pictures, config["image_embed_dim"]) if pictures else None,
-        frame=empty(config["out_channels"], 1, 1, 1) if pictures else None,
-    )
 
 
 def image_tokens(config: Mapping[str, Any]) -> int:
@@ -247,13 +195,61 @@ class HunyuanTransformer(ModelFamily):
         ),
         "peft": Client("peft, vLLM-Omni"),
     }
-    build = staticmethod(build)
     velocity = staticmethod(velocity)
-    fuse = staticmethod(fuse)
     dead_modules = staticmethod(dead_modules)
     adaln_layers = staticmethod(all_adaln_layers)
-    always_read = staticmethod(always_read)
-    empty_prompt = staticmethod(empty_prompt)
+
+    @staticmethod
+    def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
+        """See `ModelFamily.build`; `unread_modules` and `reads_pictures` of the config are for `dead_modules`."""
+        own = {"unread_modules": (), "reads_pictures": False}
+        known = {k: v for k, v in config.items() if k not in own and not k.startswith("_")}
+        transformer = HunyuanVideo15Transformer3DModel(**known)
+        for name, default in own.items():
+            setattr(transformer, name, config.get(name, default))
+        return transformer
+
+    @staticmethod
+    def fuse(
+        transformer: HunyuanVideo15Transformer3DModel,
+        model: ModelConfig,
+        computes_in: tuple[torch.device, torch.dtype] | None = None,
+    ) -> Acceleration:
+        """See `ModelFamily.fuse`."""
+        return accelerate(
+            transformer,
+            attention=model.attention,
+            kernels=model.kernels,
+            checkpointing=model.settled_checkpointing,
+            deterministic=model.deterministic,
+            adaln=model.adaln,
+            computes_in=computes_in,
+        )
+
+    @staticmethod
+    def always_read(transformer: HunyuanVideo15Transformer3DModel) -> None:
+        """See `ModelFamily.always_read`: these are the weights behind glyph tokens."""
+        if not any(p.requires_grad for p in transformer.context_embedder_2.parameters()):
+            return
+
+        def add_nothing(module: nn.Module, arguments: Any, output: Tensor) -> Tensor | None:
+            if not torch.is_grad_enabled():
+                return None
+            unread = [p for p in transformer.context_embedder_2.parameters() if p.requires_grad]
+            return output + sum(p.flatten()[:0].sum() for p in unread)
+
+        transformer.context_embedder.register_forward_hook(add_nothing)
+
+    @staticmethod
+    def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+        """See `ModelFamily.empty_prompt`; of the tokens of a model that reads pictures, `IMAGE_TOKENS` are of one."""
+        empty, pictures = partial(torch.empty, dtype=dtype, device="meta"), image_tokens(config)
+        return PromptEmbeds(
+            text=empty(tokens - pictures, config["text_embed_dim"]),
+            glyph=empty(0, config["text_embed_2_dim"]),
+            image=empty(pictures, config["image_embed_dim"]) if pictures else None,
+            frame=empty(config["out_channels"], 1, 1, 1) if pictures else None,
+        )
 
     @staticmethod
     def time_embedding(transformer: Any) -> list[nn.Module]:

@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from sage_fast.kernels import without_graph
 from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary
-from sage_fast.models.projection import Gradients, Projection, read_adapters
+from sage_fast.models.projection import Gradients, read_adapters
 
 
 class Streams(NamedTuple):
@@ -74,61 +74,24 @@ class Modulation(NamedTuple):
     gate_mlp: Tensor
 
 
-class StreamInput(NamedTuple):
-    """Input of a block from one stream: tokens x (B, tokens, D) and modulation (B, 6 D)."""
-
-    x: Tensor
-    modulation: Tensor
-
-
-def block_forward(
-    settings: BlockSettings,
-    streams: Streams,
-    flat: Sequence[Tensor],
-    video: StreamInput,
-    text: StreamInput,
-    rotary: Rotary,
-) -> tuple[Tensor, Tensor]:
+def block_forward(settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor) -> tuple[Tensor, Tensor]:
     """Run one block; with autograd where a gradient is wanted.
 
     Args:
         settings: how.
-        streams, flat: the weights, from `read_block`.
-        video: N tokens, or this rank's share of them.
-        text: L >= 1 tokens.
+        streams: the weights, from `read_block`.
         rotary: tables of the video tokens.
+        tensors: tokens x and modulation (B, 6 D) of the video, N tokens or this rank's share of them; the same of the
+            text, L >= 1 tokens; and the weights as `read_block` lists them.
 
     Returns:
         Video (B, N, D) and text (B, L, D) after the block; in the last block the text as it came in.
     """
-    tensors = (*video, *text, *flat)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         out, text_out = _BlockFunction.apply(settings, streams, rotary, *tensors)
-        return out, text.x if text_out is None else text_out
+        return out, tensors[2] if text_out is None else text_out
     with torch.no_grad():
-        return _Block(settings, streams, flat, video, text, rotary).forward()
-
-
-class _Joint:
-    """Rows of the joint sequence, (B, N + L, width), written stream by stream.
-
-    With one sample the rows of a stream are contiguous, so a matrix product writes them in place. With more they are
-    copied.
-    """
-
-    def __init__(self, like: Tensor, num_tokens: int, width: int) -> None:
-        self.buffer = like.new_empty(like.shape[0], num_tokens, width)
-
-    def rows(self, tokens: slice) -> Tensor:
-        """Rows (B * tokens, width) of a stream to fill and then hand to `put`."""
-        target = self.buffer[:, tokens]
-        return target[0] if len(target) == 1 else target.new_empty(target.shape[0] * target.shape[1], target.shape[2])
-
-    def put(self, tokens: slice, rows: Tensor) -> None:
-        """Take the filled rows."""
-        target = self.buffer[:, tokens]
-        if len(target) > 1:
-            target.copy_(rows.view(target.shape))
+        return _Block(settings, streams, rotary, *tensors).forward()
 
 
 @dataclass
@@ -168,42 +131,32 @@ class _Block:
     out: Tensor | None = None
     lse: Tensor | None = None
 
-    def __init__(
-        self,
-        settings: BlockSettings,
-        streams: Streams,
-        flat: Sequence[Tensor],
-        video: StreamInput,
-        text: StreamInput,
-        rotary: Rotary,
-    ) -> None:
-        self.settings, self.rotary, self.weights = settings, rotary, streams
-        self.kernels = without_graph(settings.kernels, video.x.device)
-        self.num_video = video.x.shape[1]
-        self.num_tokens = self.num_video + text.x.shape[1]
+    def __init__(self, settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor) -> None:
+        x, modulation, text, text_modulation, *flat = tensors
+        self.settings, self.rotary = settings, rotary
+        self.kernels = without_graph(settings.kernels, x.device)
+        self.num_video = x.shape[1]
+        self.num_tokens = self.num_video + text.shape[1]
         self.head_dim = rotary.cos.shape[1]
         video_q, text_q = streams.video.norms, streams.text.norms
         self.norms = video_q, video_q + 1, text_q, text_q + 1
         self.norm_weights = flat[video_q], flat[video_q + 1], flat[text_q], flat[text_q + 1]
 
         groups = [weights.groups for weights in streams]
-        adapters = iter(read_adapters([layers for group in groups for layers in group.values()], video.x.dtype))
-
-        def begin(layers: dict[str, list[Projection]], given: StreamInput, tokens: slice) -> _Pass:
+        adapters = iter(read_adapters([layers for group in groups for layers in group.values()], x.dtype))
+        inputs = (x, modulation, slice(0, self.num_video)), (text, text_modulation, slice(self.num_video, None))
+        self.streams: list[_Pass] = []
+        for layers, (given, vectors, tokens) in zip(groups, inputs, strict=True):
             mine = dict(zip(layers, adapters, strict=False))
-            modulation = Modulation(*given.modulation.chunk(6, dim=1))
-            return _Pass(self.kernels, layers, mine, modulation, given.x, tokens)
-
-        self.video = begin(groups[0], video, slice(0, self.num_video))
-        self.text = begin(groups[1], text, slice(self.num_video, self.num_tokens))
-        self.streams = self.video, self.text
+            self.streams.append(_Pass(self.kernels, layers, mine, Modulation(*vectors.chunk(6, dim=1)), given, tokens))
+        self.video, self.text = self.streams
         self.live = [stream for stream in self.streams if stream.live]
 
     # ---------------------------------------------------------------------------------------------------- forward
 
     def forward(self) -> tuple[Tensor, Tensor]:
         """Both streams after the block (the text as it came in where nothing reads its output)."""
-        self.attend(*self.rotate(*self.project_inputs()))
+        self.out, self.lse = self.settings.attention.forward(*self.rotate(*self.project_inputs()), self.num_video)
         if self.settings.checkpointing in ("selective", "full"):
             self.qkv = None  # memory for the feed-forward
         out, text_out = (self.feed_forward(stream) if stream.live else stream.x for stream in self.streams)
@@ -239,10 +192,10 @@ class _Block:
             if self.video.x.shape[0] == 1:
                 # Both streams' products write into one tensor, so that attention's v is a slice and not a copy. Where
                 # the text has no queries, its third of the columns stays unwritten: that product is avoided.
-                joint = _Joint(normed[0], self.num_tokens, 3 * width)
+                joint = normed[0].new_empty(1, self.num_tokens, 3 * width)
                 for y, stream in zip(normed, self.streams, strict=True):
-                    stream.project("qkv", y, joint.rows(stream.tokens)[:, (3 - len(stream.layers["qkv"])) * width :])
-                self.qkv = (joint.buffer,)
+                    stream.project("qkv", y, joint[0, stream.tokens, (3 - len(stream.layers["qkv"])) * width :])
+                self.qkv = (joint,)
             else:
                 self.qkv = tuple(s.project("qkv", y) for y, s in zip(normed, self.streams, strict=True))
         if len(self.qkv) == 1:
@@ -263,12 +216,6 @@ class _Block:
         q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights, *self.rotary, EPS)
         return q if self.text.live else q[:, : self.num_video], k, v.view(*v.shape[:2], -1, self.head_dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention's result and its log-sum-exp."""
-        if self.out is None or self.lse is None:  # in a backward: by "full" alone, the others have saved both
-            self.out, self.lse = self.settings.attention.forward(q, k, v, self.num_video)
-        return self.out, self.lse
-
     def attention_of(self, stream: _Pass) -> Tensor:
         """Attention's result for one stream, (B, tokens, D)."""
         assert self.out is not None
@@ -284,24 +231,23 @@ class _Block:
     # ---------------------------------------------------------------------------------------------------- saving
 
     def saved(self) -> list[Tensor]:
-        """Tensors that the forward leaves for the backward, apart from the weights and the modulation."""
-        inputs = [stream.x for stream in self.streams]
+        """Tensors that the forward leaves for the backward, apart from what it was given."""
         if self.settings.checkpointing == "full":
-            return inputs
+            return []
         assert self.out is not None and self.lse is not None
         if self.settings.checkpointing == "selective":
-            return [*inputs, self.out, self.lse]
+            return [self.out, self.lse]
         assert self.qkv is not None
         attended = [stream.attended for stream in self.live if stream.attended is not None]
         hidden = [stream.hidden for stream in self.live if stream.hidden is not None]
-        return [*inputs, self.out, self.lse, *attended, *hidden, *self.qkv]
+        return [self.out, self.lse, *attended, *hidden, *self.qkv]
 
     def restore(self, saved: Sequence[Tensor]) -> None:
-        """Take back what `saved` returned, after the inputs."""
+        """Take back what `saved` returned."""
+        if saved:
+            self.out, self.lse = saved[:2]
         if len(saved) > 2:
-            self.out, self.lse = saved[2:4]
-        if len(saved) > 4:
-            rest = iter(saved[4:])
+            rest = iter(saved[2:])
             for stream in self.live:
                 stream.attended = next(rest)
             if self.settings.checkpointing == "none":
@@ -333,7 +279,7 @@ class _Block:
             # Only dW_qkv reads y again. Without it, the feed-forward's backward has the memory.
             normed = normed if trains_qkv else None
             rotated = self.rotate(*projected)
-            self.attend(*rotated)
+            self.out, self.lse = self.settings.attention.forward(*rotated, self.num_video)
         # First through what comes after attention. It needs no q, k, v, so "selective" recomputes them only afterwards:
         # memory peaks in the backward of the feed-forward.
         out_grad = self.residuals_backward(gradients, modulation)
@@ -352,16 +298,21 @@ class _Block:
     def residuals_backward(self, gradients: Gradients, modulation: bool) -> Tensor:
         """From x2 to attention's result: dL/do, (B, tokens, H, head dim); leaves dL/dx1 in the live streams' `grad`."""
         num_tokens = self.num_tokens if self.text.live else self.num_video
-        joint = _Joint(self.video.x, num_tokens, self.video.x.shape[2])
+        joint = self.video.x.new_empty(len(self.video.x), num_tokens, self.video.x.shape[2])
         for stream in self.live:
             (layer,) = stream.layers["out"]
             branch_grad = self.residual_backward(stream, gradients, modulation)
             # The product with o^T is left out where W_o and its adapter are frozen.
             attended = self.attention_of(stream) if gradients.wants(layer) else None
-            out = joint.rows(stream.tokens)
-            joint.put(stream.tokens, stream.project_backward("out", [branch_grad], attended, gradients, out))
+            target = joint[:, stream.tokens]
+            # The rows of one sample are contiguous, so the product writes them in place; of more they are copied.
+            rows = stream.project_backward(
+                "out", [branch_grad], attended, gradients, target[0] if len(target) == 1 else None
+            )
+            if len(target) > 1:
+                target.copy_(rows)
             stream.attended = None  # memory for q, k, v; a hidden layer that is there is the graph's
-        return joint.buffer.view(*joint.buffer.shape[:2], -1, self.head_dim)
+        return joint.view(*joint.shape[:2], -1, self.head_dim)
 
     def residual_backward(self, stream: _Pass, gradients: Gradients, modulation: bool) -> Tensor:
         """One live stream from x2 to o W_o, whose gradient is returned; dL/dx1 replaces dL/dx2 in `grad`."""
@@ -403,8 +354,8 @@ class _Block:
         """
         q, k, v = rotated
         # Attention's result and lse are saved, but by "full", which has recomputed them: no product is repeated here.
-        out, lse = self.attend(q, k, v)
-        dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, out, lse, self.num_video)
+        assert self.out is not None and self.lse is not None
+        dq, dk, dv = self.settings.attention.backward(out_grad, q, k, v, self.out, self.lse, self.num_video)
         if not self.text.live:
             # The kernel takes as many queries as keys; queries that do not exist have a gradient of zero.
             padded = torch.zeros_like(dk)
@@ -452,23 +403,18 @@ class _BlockFunction(torch.autograd.Function):
     def forward(
         ctx: Any, settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        x, modulation, text, text_modulation, *flat = tensors
-        block = _Block(settings, streams, flat, StreamInput(x, modulation), StreamInput(text, text_modulation), rotary)
+        block = _Block(settings, streams, rotary, *tensors)
         out, text_out = block.forward()
-        ctx.settings, ctx.streams, ctx.rotary = settings, streams, rotary
-        saved = block.saved()
-        ctx.num_saved = len(saved)
-        ctx.save_for_backward(*saved, modulation, text_modulation, *flat)
+        ctx.settings, ctx.streams, ctx.rotary, ctx.count = settings, streams, rotary, len(tensors)
+        ctx.save_for_backward(*tensors, *block.saved())
         return out, text_out if block.text.live else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        saved, (modulation, text_modulation, *flat) = tensors[: ctx.num_saved], tensors[ctx.num_saved :]
-        streams = Streams(*(stream.rebuilt(flat) for stream in ctx.streams))
-        video, text = StreamInput(saved[0], modulation), StreamInput(saved[1], text_modulation)
-        block = _Block(ctx.settings, streams, flat, video, text, ctx.rotary)
+        tensors, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        streams = Streams(*(stream.rebuilt(tensors[4:]) for stream in ctx.streams))
+        block = _Block(ctx.settings, streams, ctx.rotary, *tensors)
         block.restore(saved)
         _, _, _, wants_x, wants_modulation, wants_text, wants_text_modulation, *wanted = ctx.needs_input_grad
         gradients = Gradients(wanted)

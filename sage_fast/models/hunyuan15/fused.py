@@ -17,7 +17,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, L text tokens, D wi
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,17 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.kernels import Choice, Kernels
+from sage_fast.kernels import Choice
 from sage_fast.models.fused import BlockwiseForward
-from sage_fast.models.hunyuan15.block import StreamInput, block_forward, read_block
+from sage_fast.models.hunyuan15.block import block_forward, read_block
 from sage_fast.models.transformer import MAX_LEVELS, Checkpointing
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
 
 AdaLN = Literal["auto", "weights", "table", "offload"]
-
-_WEAK_CACHES = ("_masks", "_images")
 
 
 class ModulationTable:
@@ -48,8 +46,8 @@ class ModulationTable:
     the GPU.
 
     A row is computed from its timestep alone, whichever batch asks for it first, so it has the same bits in every run.
-    Rows are dropped when the weights change in place or are replaced. A change through `.data` goes unnoticed: call
-    `forget` after one.
+    Rows are dropped when the weights change in place or are replaced. A change through `.data` goes unnoticed: empty
+    `rows` after one.
 
     Args:
         transformer: the model, of K blocks.
@@ -61,12 +59,12 @@ class ModulationTable:
         self.embed = embed
         self.layers: list[Any] = all_adaln_layers(transformer)
         self.offload = offload
-        self._rows: dict[float, Tensor] = {}
+        self.rows: dict[float, Tensor] = {}
         self._version: tuple[Any, ...] | None = None
         self.watched = [transformer.time_embed, *self.layers]
         if offload:
             for layer in self.layers:
-                _move(layer, torch.device("cpu"))
+                layer.to("cpu")
 
     @torch.no_grad()
     def lookup(self, timesteps: Sequence[float], device: torch.device) -> Tensor:
@@ -78,25 +76,20 @@ class ModulationTable:
         """
         watched = (p for module in self.watched for p in module.parameters())
         version = (device, *((id(p), p.data_ptr(), p._version) for p in watched))
-        if version != self._version or len(self._rows) > MAX_LEVELS:
-            self._rows, self._version = {}, version
+        if version != self._version or len(self.rows) > MAX_LEVELS:
+            self.rows, self._version = {}, version
         for timestep in timesteps:
-            if timestep not in self._rows:
+            if timestep not in self.rows:
                 # Rows computed in inference mode, while generating, must serve training as well.
                 with torch.inference_mode(False):
                     embedded = self.embed(torch.tensor([timestep], dtype=torch.float32).to(device, non_blocking=True))
-                    self._rows[timestep] = torch.stack([_apply(layer, embedded)[0] for layer in self.layers])
-        return torch.stack([self._rows[timestep] for timestep in timesteps], dim=1)
-
-    def forget(self) -> None:
-        """Drop all rows."""
-        self._rows = {}
-
-    def restore(self, device: torch.device) -> None:
-        """Bring offloaded weights back to the device."""
-        if self.offload:
-            for layer in self.layers:
-                _move(layer, device)
+                    row = []
+                    for layer in self.layers:
+                        weight = layer.weight.to(device, non_blocking=True)
+                        bias = None if layer.bias is None else layer.bias.to(device, non_blocking=True)
+                        row.append(F.linear(embedded, weight, bias)[0])
+                    self.rows[timestep] = torch.stack(row)
+        return torch.stack([self.rows[timestep] for timestep in timesteps], dim=1)
 
 
 def all_adaln_layers(transformer: nn.Module) -> list[nn.Module]:
@@ -119,14 +112,68 @@ def can_tabulate(transformer: nn.Module) -> bool:
     )
 
 
-def _apply(layer: nn.Linear, row: Tensor) -> Tensor:
-    bias = None if layer.bias is None else layer.bias.to(row.device, non_blocking=True)
-    return F.linear(row, layer.weight.to(row.device, non_blocking=True), bias)
+def _fused_block(
+    self: Any,
+    x: Tensor,
+    text: Tensor,
+    activated: Tensor,
+    modulation: Tensor | None,
+    text_modulation: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
+    acceleration: Acceleration = self._acceleration
+    if modulation is None or text_modulation is None:
+        modulation, text_modulation = self.norm1.linear(activated), self.norm1_context.linear(activated)
+    streams, flat = read_block(self, last=self is acceleration.blocks[-1])
+    settings = acceleration.settings(x.device, x.dtype)
+    return block_forward(settings, streams, acceleration.rotary, x, modulation, text, text_modulation, *flat)
 
 
-def _move(layer: nn.Module, device: torch.device) -> None:
-    for parameter in layer.parameters():
-        parameter.data = parameter.data.to(device)
+def _fused_forward(
+    self: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    encoder_attention_mask: Tensor | None = None,
+    timestep_r: Tensor | None = None,
+    encoder_hidden_states_2: Tensor | None = None,
+    encoder_attention_mask_2: Tensor | None = None,
+    image_embeds: Tensor | None = None,
+    attention_kwargs: dict[str, Any] | None = None,
+    return_dict: bool = True,
+    *,
+    prompts: Sequence[PromptEmbeds] | None = None,
+) -> Any:
+    """Forward of an accelerated transformer: diffusers' arguments, or `prompts` instead of the conditions."""
+    acceleration: Acceleration = self._acceleration
+    if timestep_r is not None:
+        raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")
+    if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
+        raise ValueError(
+            f"timestep is {timestep.dtype}; rounding it makes it another noise level. Pass float32; with FSDP2, use "
+            "MixedPrecisionPolicy(cast_forward_inputs=False)."
+        )
+    if prompts is None:
+        if encoder_hidden_states is None or encoder_attention_mask is None:
+            raise ValueError("Give encoder_hidden_states and encoder_attention_mask, or prompts.")
+        prompts = acceleration.unpad(
+            encoder_hidden_states,
+            encoder_attention_mask,
+            encoder_hidden_states_2,
+            encoder_attention_mask_2,
+            image_embeds,
+        )
+    scale = (attention_kwargs or {}).get("scale", 1.0)
+    if scale != 1.0:
+        from diffusers.utils import scale_lora_layers, unscale_lora_layers
+
+        scale_lora_layers(self, scale)
+    try:
+        sample = acceleration.forward(hidden_states, timestep, prompts)
+    finally:
+        if scale != 1.0:
+            unscale_lora_layers(self, scale)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -138,13 +185,19 @@ class Acceleration(BlockwiseForward):
 
     computes: ClassVar = {"qk_norm": "rms_norm", "patch_size": 1, "patch_size_t": 1}
 
+    forwards = (_fused_forward, _fused_block)
+    adjacent = (
+        ("attn.to_q", "attn.to_k", "attn.to_v"),
+        ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    )
+
     adaln: AdaLN
 
+    table: ModulationTable | None = field(default=None, init=False)
+    _found: WeakTensorKeyDictionary | None = field(default=None, init=False)
+    """What was read of masks and pictures."""
+
     def __post_init__(self) -> None:
-        self.blocks = list(self.transformer.transformer_blocks)
-        self.table: ModulationTable | None = None
-        self._masks = WeakTensorKeyDictionary()
-        self._images = WeakTensorKeyDictionary()
         if self.adaln in ("table", "offload") and not can_tabulate(self.transformer):
             raise ValueError(
                 f"adaln is {self.adaln!r}, but the weights of the modulation (time_embed, norm1.linear, "
@@ -154,18 +207,12 @@ class Acceleration(BlockwiseForward):
         if self.adaln == "offload":
             self.table = ModulationTable(self.transformer, self.embed_time, offload=True)
 
-    @property
-    def forwards(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return _fused_forward, _fused_block
-
-    @staticmethod
-    def stackable(block: Any) -> list[list[Any]]:
-        attn = block.attn
-        return [[attn.to_q, attn.to_k, attn.to_v], [attn.add_q_proj, attn.add_k_proj, attn.add_v_proj]]
-
-    def restore(self) -> None:
-        if self.table is not None:
-            self.table.restore(self.transformer.device)
+    def undo(self) -> None:
+        super().undo()
+        if self.table is not None and self.table.offload:
+            for layer in self.table.layers:
+                layer.to(self.transformer.device)
+            self.table = None
 
     # --------------------------------------------------------------------------------------------------- forward
 
@@ -206,12 +253,17 @@ class Acceleration(BlockwiseForward):
         timestep = timestep.to(device, torch.float32, non_blocking=True)
         activated = self.embed_time(timestep)
         text = self.embed_text(prompts, timestep, dtype)
-        x = self.enter(self.embed_latents(latents.to(dtype)), latents)
+        weight = weight.flatten(1)[:, : latents.shape[1]]  # missing condition channels are zero
+        embedded = F.linear(latents.to(dtype).flatten(2).transpose(1, 2), weight, transformer.x_embedder.proj.bias)
+        x = self.enter(embedded, latents)
         table = self.modulation(known, timestep)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations)
-        tokens = self.leave(self.project_out(x, activated))
+        norm = transformer.norm_out
+        scale, shift = norm.linear(activated).chunk(2, dim=1)
+        kernels = self.settings(x.device, x.dtype).kernels
+        tokens = self.leave(transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps)))
         return tokens.transpose(1, 2).unflatten(2, latents.shape[2:])
 
     def embed_time(self, timestep: Tensor) -> Tensor:
@@ -219,12 +271,6 @@ class Acceleration(BlockwiseForward):
         embed: Any = self.transformer.time_embed
         weight = embed.timestep_embedder.linear_1.weight
         return F.silu(embed.timestep_embedder(embed.time_proj(timestep).to(weight.dtype)))
-
-    def embed_latents(self, latents: Tensor) -> Tensor:
-        """(B, C', F, H, W) to video tokens (B, N, D). Missing condition channels are zero."""
-        proj: nn.Conv3d = self.transformer.x_embedder.proj
-        weight = proj.weight.flatten(1)[:, : latents.shape[1]]
-        return F.linear(latents.flatten(2).transpose(1, 2), weight, proj.bias)
 
     def embed_text(self, prompts: Sequence[PromptEmbeds], timestep: Tensor, dtype: torch.dtype) -> Tensor:
         """Text tokens (B, L, D): the picture's, the glyphs', then the language model's, refined with the timestep."""
@@ -239,10 +285,6 @@ class Acceleration(BlockwiseForward):
         if images := [p.image.to(device, dtype) for p in prompts if p.image is not None]:
             parts.insert(0, transformer.image_embedder(torch.stack(images)) + kind[2])
         return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-    def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self.transformer.rope(latents)
-        return cos, sin
 
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
@@ -262,16 +304,7 @@ class Acceleration(BlockwiseForward):
         trace; any other change of the weights is noticed.
         """
         if self.table is not None:
-            self.table.forget()
-
-    def project_out(self, x: Tensor, activated: Tensor) -> Tensor:
-        """Video tokens (B, N, D) to velocities (B, N, C)."""
-        transformer: Any = self.transformer
-        norm = transformer.norm_out
-        scale, shift = norm.linear(activated).chunk(2, dim=1)
-        kernels: Kernels = self.settings(x.device, x.dtype).kernels
-        result: Tensor = transformer.proj_out(kernels.adaln(x, scale, shift, norm.norm.eps))
-        return result
+            self.table.rows = {}
 
     # ------------------------------------------------------------------------------ diffusers' padded conventions
 
@@ -284,7 +317,7 @@ class Acceleration(BlockwiseForward):
         picture's latents stay channels of the padded input.
         """
         images: Sequence[Tensor | None] = [None] * len(text)
-        if image is not None and image.shape[1] and _remembered(self._images, image, lambda: bool(image.any())):
+        if image is not None and image.shape[1] and self._remembered(image, lambda: bool(image.any())):
             images = list(image)
         texts = self._valid(text, mask)
         if glyph is None or glyph_mask is None:
@@ -294,15 +327,22 @@ class Acceleration(BlockwiseForward):
         return [PromptEmbeds(text=t, glyph=g, image=i) for t, g, i in zip(texts, glyphs, images, strict=True)]
 
     def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-        valid = _remembered(self._masks, mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
+        valid = self._remembered(mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
         return [row.index_select(0, index) for row, index in zip(tokens, valid, strict=True)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Content of a copy or a pickle, without the caches, which hold tensors by identity."""
-        return {name: value for name, value in super().__getstate__().items() if name not in _WEAK_CACHES}
+        """Content of a copy or a pickle, without the cache that holds tensors by identity."""
+        return super().__getstate__() | {"_found": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, **{name: WeakTensorKeyDictionary() for name in _WEAK_CACHES})
+    def _remembered(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
+        """Result of `make` for a tensor, made again once the tensor has been changed in place."""
+        if self._found is None:
+            self._found = WeakTensorKeyDictionary()
+        # Tensors made in inference mode do not count their changes.
+        version = None if tensor.is_inference() else tensor._version
+        if tensor not in self._found or version is None or self._found[tensor][0] != version:
+            self._found[tensor] = version, make()
+        return self._found[tensor][1]
 
 
 def accelerate(
@@ -378,77 +418,3 @@ def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:
         f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
         "other models have no fused forward."
     )
-
-
-def _remembered(found: WeakTensorKeyDictionary, tensor: Tensor, make: Callable[[], Any]) -> Any:
-    """Result of `make` for a tensor, made again once the tensor has been changed in place."""
-    # Tensors made in inference mode do not count their changes.
-    version = None if tensor.is_inference() else tensor._version
-    if tensor not in found or version is None or found[tensor][0] != version:
-        found[tensor] = version, make()
-    return found[tensor][1]
-
-
-def _fused_block(
-    self: Any,
-    x: Tensor,
-    text: Tensor,
-    activated: Tensor,
-    modulation: Tensor | None,
-    text_modulation: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
-    acceleration: Acceleration = self._acceleration
-    if modulation is None or text_modulation is None:
-        modulation, text_modulation = self.norm1.linear(activated), self.norm1_context.linear(activated)
-    streams, flat = read_block(self, last=self is acceleration.blocks[-1])
-    settings = acceleration.settings(x.device, x.dtype)
-    video, words = StreamInput(x, modulation), StreamInput(text, text_modulation)
-    return block_forward(settings, streams, flat, video, words, acceleration.rotary)
-
-
-def _fused_forward(
-    self: Any,
-    hidden_states: Tensor,
-    timestep: Tensor,
-    encoder_hidden_states: Tensor | None = None,
-    encoder_attention_mask: Tensor | None = None,
-    timestep_r: Tensor | None = None,
-    encoder_hidden_states_2: Tensor | None = None,
-    encoder_attention_mask_2: Tensor | None = None,
-    image_embeds: Tensor | None = None,
-    attention_kwargs: dict[str, Any] | None = None,
-    return_dict: bool = True,
-    *,
-    prompts: Sequence[PromptEmbeds] | None = None,
-) -> Any:
-    """Forward of an accelerated transformer: diffusers' arguments, or `prompts` instead of the conditions."""
-    acceleration: Acceleration = self._acceleration
-    if timestep_r is not None:
-        raise ValueError("timestep_r belongs to MeanFlow variants, which the fused forward does not compute.")
-    if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"timestep is {timestep.dtype}; rounding it makes it another noise level. Pass float32; with FSDP2, use "
-            "MixedPrecisionPolicy(cast_forward_inputs=False)."
-        )
-    if prompts is None:
-        if encoder_hidden_states is None or encoder_attention_mask is None:
-            raise ValueError("Give encoder_hidden_states and encoder_attention_mask, or prompts.")
-        prompts = acceleration.unpad(
-            encoder_hidden_states,
-            encoder_attention_mask,
-            encoder_hidden_states_2,
-            encoder_attention_mask_2,
-            image_embeds,
-        )
-    scale = (attention_kwargs or {}).get("scale", 1.0)
-    if scale != 1.0:
-        from diffusers.utils import scale_lora_layers, unscale_lora_layers
-
-        scale_lora_layers(self, scale)
-    try:
-        sample = acceleration.forward(hidden_states, timestep, prompts)
-    finally:
-        if scale != 1.0:
-            unscale_lora_layers(self, scale)
-    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.family import Components, Decoding, ModelDescription, WeightFacts
+from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder
 from sage_fast.models.hunyuan15 import (
     DEFAULT_REPOSITORY,
@@ -84,18 +84,15 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
     return (flops + PICTURE_FLOPS, size + PICTURE_BYTES) if picture else (flops, size)
 
 
-def vae_decoding(latent: tuple[int, int, int, int], videos: int, model: ModelConfig, on_gpu: bool) -> Decoding:
-    """Cost of decoding a micro-batch as `VAEDecoder` does it."""
-    return VAEDecoder.empty(model.decode_dtype(on_gpu)).decoding(latent, videos, model.decode_limit_gib)
-
-
 def published_model(**changes: Any) -> ModelDescription:
     """The published HunyuanVideo-1.5, with other values for some fields of the description."""
     fields: dict[str, Any] = {
         "transformer": dict(HUNYUAN_VIDEO_15),
         "text_tokens": TEXT_TOKENS,
         "latent_shape": VAEDecoder.empty().latent_shape,
-        "decoding": vae_decoding,
+        "decoding": lambda latent, videos, model, on_gpu: VAEDecoder.empty(model.decode_dtype(on_gpu)).decoding(
+            latent, videos, model.decode_limit_gib
+        ),
         "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(latent, tiled),
         "forward_work": forward_work,
         "decoder_gb": VAE_GB,
@@ -104,35 +101,6 @@ def published_model(**changes: Any) -> ModelDescription:
     }
     fields |= changes
     return ModelDescription(**fields, modulation=modulation(fields["transformer"]))
-
-
-def describe_local(model: ModelConfig) -> ModelDescription:
-    """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
-    folder = local_folder(model.path) if model.path else None
-    pictures, published, changes = animates_pictures(model.path), HUNYUAN_VIDEO_15, dict[str, Any]()
-    if pictures:
-        published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
-        changes = {
-            "transformer": published,
-            "text_tokens": TEXT_TOKENS + IMAGE_TOKENS,
-            "image_tokens": IMAGE_TOKENS,
-            "encoder_gb": TEXT_ENCODER_GB + VISION_GB,
-            "encoding": partial(encoding, LANGUAGE_MODEL, picture=True),
-        }
-    if folder is None:
-        return published_model(**changes)
-    if size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors")):
-        changes["decoder_gb"] = size / 1e9
-    transformer = stored_config(folder, "transformer", published)
-
-    def latent_shape(num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        _, *sizes = VAEDecoder.empty().latent_shape(num_frames, height, width)
-        return int(transformer["out_channels"]), sizes[0], sizes[1], sizes[2]
-
-    language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
-    changes |= {"transformer": transformer, "latent_shape": latent_shape}
-    changes["encoding"] = partial(encoding, language, picture=pictures)
-    return published_model(**changes)
 
 
 class HunyuanVideo15(HunyuanTransformer):
@@ -144,7 +112,24 @@ class HunyuanVideo15(HunyuanTransformer):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        return describe_local(model)
+        """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
+        folder = local_folder(model.path) if model.path else None
+        pictures, published = animates_pictures(model.path), HUNYUAN_VIDEO_15
+        if pictures:
+            published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
+        transformer = stored_config(folder, "transformer", published)
+        language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
+        changes: dict[str, Any] = {
+            "transformer": transformer,
+            "latent_shape": lambda *size: (transformer["out_channels"], *VAEDecoder.empty().latent_shape(*size)[1:]),
+            "encoding": partial(encoding, language, picture=pictures),
+        }
+        if pictures:
+            changes |= {"text_tokens": TEXT_TOKENS + IMAGE_TOKENS, "image_tokens": IMAGE_TOKENS}
+            changes["encoder_gb"] = TEXT_ENCODER_GB + VISION_GB
+        if folder and (size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors"))):
+            changes["decoder_gb"] = size / 1e9
+        return published_model(**changes)
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY

@@ -22,7 +22,7 @@ from sage_fast.models.hunyuan15 import (
     TEXT_PARTS,
     animates_pictures,
 )
-from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
+from sage_fast.models.hunyuan15.text_encoders import ENCODERS, VISION, HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.snapshot import (
     cache_folder,
@@ -60,11 +60,8 @@ def load_components(model: ModelConfig) -> Components:
         transformer=transformer,
         weights=weights,
         prompt_encoder=HunyuanPromptEncoder(
-            text_encoder=root / "text_encoder",
-            tokenizer=root / "tokenizer",
-            glyph_encoder=root / "text_encoder_2",
-            glyph_tokenizer=root / "tokenizer_2",
-            vision=(root / "image_encoder", root / "feature_extractor", root / "vae") if facts.pictures else None,
+            root=root,
+            parts=ENCODERS + VISION if facts.pictures else ENCODERS,
             cache=cache / "prompts",
             device=device,
         ),
@@ -86,24 +83,19 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
     """
     parts = (*TEXT_PARTS, *PICTURE_PARTS, "scheduler", "guider")
     path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
-    folder, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
-    return folder, _check(folder, repository)
-
-
-def _check(root: Path, repository: str | None) -> WeightFacts:
-    """Facts of a folder in diffusers' layout. ValueError for missing files, and for a model that cannot be trained."""
+    root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
     index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind not in ("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO):
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline or {IMAGE_TO_VIDEO}")
     pictures = kind == IMAGE_TO_VIDEO
     source = repository or likely_repository(root)
-
-    def command(part: str) -> str:
+    require_parts(
+        root,
+        TEXT_PARTS + (PICTURE_PARTS if pictures else ()),
         # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        return fetch_command(source) if repository else fetch_command(source, f"{part}/*", folder=root)
-
-    require_parts(root, TEXT_PARTS + (PICTURE_PARTS if pictures else ()), command)
+        lambda part: fetch_command(source) if repository else fetch_command(source, f"{part}/*", folder=root),
+    )
     config_file = root / "transformer" / "config.json"
     config = read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
@@ -115,12 +107,13 @@ def _check(root: Path, repository: str | None) -> WeightFacts:
         _refuse(config_file, "says task_type i2v, and only model_index.json can tell whether that is so")
     guider = root / "guider" / "guider_config.json"
     distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
-    return WeightFacts(
+    facts = WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
         shift=published_shift(root),
         least_steps=DISTILLED_STEPS if distilled else None,
         pictures=pictures,
     )
+    return root, facts
 
 
 def likely_repository(root: Path) -> str:

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +29,11 @@ logger = logging.getLogger(__name__)
 MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
 """Tokens beyond these are cut off, as in the stock pipeline."""
+
+ENCODERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
+"""Folders of Qwen2.5-VL's text model and of ByT5's encoder, each with its tokenizer."""
+VISION = ("image_encoder", "feature_extractor", "vae")
+"""Folders of SigLIP, of its processor and of the video autoencoder, for image-to-video."""
 
 _QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
 """A quotation as the stock pipeline finds it."""
@@ -52,24 +56,11 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
     unconditional prompt as one space. The encoders compute in the data type that their weights are stored in.
     """
 
-    text_encoder: Path
-    """Folder of Qwen2.5-VL's text model."""
-    tokenizer: Path
-    """Folder of its tokenizer."""
-    glyph_encoder: Path
-    """Folder of ByT5's encoder."""
-    glyph_tokenizer: Path
-    """Folder of its tokenizer."""
-    vision: tuple[Path, Path, Path] | None = None
-    """Folders of SigLIP, of its processor and of the video autoencoder; None for text-to-video."""
+    parts: Sequence[str] = ENCODERS
 
     template = _TEMPLATE
     limits = (MAX_TEXT_TOKENS, MAX_GLYPH_TOKENS)
     usual = ("HunyuanVideo-1.5", "80 to 200")
-
-    @property
-    def folders(self) -> Sequence[Path]:
-        return self.text_encoder, self.tokenizer, self.glyph_encoder, self.glyph_tokenizer, *(self.vision or ())
 
     @torch.no_grad()
     def encode_plainly(self, text: str) -> Tensor:
@@ -97,7 +88,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             return
         encode_glyphs = self._load_glyph_encoder() if any(extract_glyph_texts(text_of(t)) for t in texts) else None
         encode_picture = None if all(isinstance(text, str) for text in texts) else self._load_vision()
-        width = json.loads((self.glyph_encoder / "config.json").read_text(encoding="utf-8"))["d_model"]
+        width = json.loads((self.root / "text_encoder_2" / "config.json").read_text(encoding="utf-8"))["d_model"]
         no_glyphs = torch.zeros(0, width)
         encoder, tokenizer = self._load_text_encoder()
         try:
@@ -135,12 +126,14 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         """
         from transformers import SiglipImageProcessor, SiglipVisionModel
 
-        assert self.vision is not None, "a run without pictures in its model refuses them"
-        encoder, processor, autoencoder = self.vision
-        siglip = self._load(SiglipVisionModel, encoder)
-        vae = load_vae(AutoencoderKLHunyuanVideo15, autoencoder, "float32").to(self.device)
+        assert "image_encoder" in self.parts, "a run without pictures in its model refuses them"
+        siglip = self._load(SiglipVisionModel, "image_encoder")
+        vae = load_vae(AutoencoderKLHunyuanVideo15, self.root / "vae", "float32").to(self.device)
         scaling = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.spatial_compression_ratio, do_resize=False)
-        features, stock = SiglipImageProcessor.from_pretrained(processor), HunyuanVideo15ImageToVideoPipeline
+        features, stock = (
+            SiglipImageProcessor.from_pretrained(self.root / "feature_extractor"),
+            HunyuanVideo15ImageToVideoPipeline,
+        )
 
         @torch.no_grad()
         def encode(asked: Pictured) -> tuple[Tensor, Tensor]:
@@ -160,8 +153,8 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         """Function from a text and its quotations to ByT5's tokens (Lg, 1472) of these, and their number uncut."""
         from transformers import ByT5Tokenizer, T5EncoderModel
 
-        encoder = self._load(T5EncoderModel, self.glyph_encoder)
-        tokenizer = ByT5Tokenizer.from_pretrained(self.glyph_tokenizer)
+        encoder = self._load(T5EncoderModel, "text_encoder_2")
+        tokenizer = ByT5Tokenizer.from_pretrained(self.root / "tokenizer_2")
 
         @torch.no_grad()
         def encode(text: str, quoted: str) -> tuple[Tensor, int]:
@@ -173,11 +166,24 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         return encode
 
     def _load_text_encoder(self) -> tuple[nn.Module, Any]:
+        """Qwen2.5-VL's text model and its tokenizer.
+
+        ValueError unless the tokens that the pipeline crops are exactly those before the prompt.
+        """
         from transformers import AutoTokenizer, Qwen2_5_VLTextModel
 
-        tokenizer = AutoTokenizer.from_pretrained(self.tokenizer, padding_side="right")
-        self._check_template(tokenizer)
-        return self._load(Qwen2_5_VLTextModel, self.text_encoder), tokenizer
+        folder = self.root / "tokenizer"
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+        # Another tokenizer or chat template would silently cut into the prompt, or leave a part of the system message.
+        before = self._conversation(tokenizer).split(_MARKER)[0]
+        count = len(tokenizer(before, add_special_tokens=False).input_ids)
+        if count != _TEMPLATE["crop_start"]:
+            raise ValueError(
+                f"The tokenizer in {folder} puts {count} tokens before the prompt, but HunyuanVideo-1.5 was "
+                f"trained with {_TEMPLATE['crop_start']}: it is not the tokenizer of Qwen2.5-VL-7B-Instruct, or its "
+                "chat template was changed. Take the one that was published with the weights."
+            )
+        return self._load(Qwen2_5_VLTextModel, "text_encoder"), tokenizer
 
     @staticmethod
     def _conversation(tokenizer: Any) -> str:
@@ -188,20 +194,6 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         ]
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
-
-    def _check_template(self, tokenizer: Any) -> None:
-        """ValueError unless the tokens that the pipeline crops are exactly those before the prompt.
-
-        Another tokenizer or chat template would silently cut into the prompt, or leave a part of the system message.
-        """
-        before = self._conversation(tokenizer).split(_MARKER)[0]
-        count = len(tokenizer(before, add_special_tokens=False).input_ids)
-        if count != _TEMPLATE["crop_start"]:
-            raise ValueError(
-                f"The tokenizer in {self.tokenizer} puts {count} tokens before the prompt, but HunyuanVideo-1.5 was "
-                f"trained with {_TEMPLATE['crop_start']}: it is not the tokenizer of Qwen2.5-VL-7B-Instruct, or its "
-                "chat template was changed. Take the one that was published with the weights."
-            )
 
     def _warn_of_unread(self, counts: Mapping[str, tuple[int, ...]]) -> None:
         """Also say which prompts are mostly quotations."""

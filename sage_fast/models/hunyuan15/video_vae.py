@@ -88,11 +88,7 @@ class VAEDecoder(AutoencoderDecoder):
         try:
             return super().decode(latents)
         finally:
-            self.forget_masks()
-
-    def forget_masks(self) -> None:
-        """Free what tiles and samples of a decode share."""
-        self._cached_mask.cache_clear()
+            self._cached_mask.cache_clear()
 
     def decode_plainly(self, latents: Tensor) -> Tensor:
         """See `AutoencoderDecoder`; slow, because the stock class makes its own mask."""
@@ -107,5 +103,5 @@ class VAEDecoder(AutoencoderDecoder):
 
     def counts(self, latents: Tensor, *, tiled: bool = False) -> tuple[int, int]:
         """See `AutoencoderDecoder`; making the mask is among them."""
-        self.forget_masks()
+        self._cached_mask.cache_clear()
         return super().counts(latents, tiled=tiled)

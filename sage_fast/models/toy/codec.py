@@ -11,9 +11,6 @@ from sage_fast.models.toy.renderer import to_uint8
 PATCH_FRAMES, PATCH_HEIGHT, PATCH_WIDTH = 2, 4, 4
 LATENT_CHANNELS = 3 * PATCH_FRAMES * PATCH_HEIGHT * PATCH_WIDTH
 
-PIXEL_MEAN = (0.13, 0.12, 0.13)
-PIXEL_STD = 0.19
-
 
 def _cosine_basis(size: int) -> Tensor:
     """Orthonormal DCT-II matrix, float64 (size, size), one basis vector per row."""
@@ -34,10 +31,13 @@ class PatchCodec:
     With a `mean` of one number videos are grey: encoded by the mean of their colours, in a third of the channels.
     """
 
-    def __init__(self, mean: tuple[float, ...] = PIXEL_MEAN, std: float = PIXEL_STD) -> None:
-        sizes = (PATCH_FRAMES, len(mean), PATCH_HEIGHT, PATCH_WIDTH)
+    mean: tuple[float, ...] = (0.13, 0.12, 0.13)
+    std = 0.19
+
+    def __init__(self) -> None:
+        sizes = (PATCH_FRAMES, len(self.mean), PATCH_HEIGHT, PATCH_WIDTH)
         self._basis = reduce(torch.kron, map(_cosine_basis, sizes)).float()
-        self._mean, self._std = torch.tensor(mean).view(-1, 1, 1), std
+        self._mean = torch.tensor(self.mean).view(-1, 1, 1)
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of a video; ValueError unless the sizes are multiples of 2, 4 and 4."""
@@ -53,7 +53,7 @@ class PatchCodec:
         channels, f, h, w = self.latent_shape(frames, height, width)
         colours = len(self._mean)
         pixels = videos.float() / 255 if colours == 3 else videos.float().mean(2, keepdim=True) / 255
-        pixels = (pixels - self._mean.to(videos.device)) / self._std
+        pixels = (pixels - self._mean.to(videos.device)) / self.std
         blocks = pixels.view(batch, f, PATCH_FRAMES, colours, h, PATCH_HEIGHT, w, PATCH_WIDTH)
         blocks = blocks.permute(0, 1, 4, 6, 2, 3, 5, 7).reshape(batch, f, h, w, channels)
         return (blocks @ self._basis.T.to(videos.device)).permute(0, 4, 1, 2, 3).contiguous()
@@ -66,4 +66,4 @@ class PatchCodec:
         pixels = blocks.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(
             batch, f * PATCH_FRAMES, len(self._mean), h * PATCH_HEIGHT, w * PATCH_WIDTH
         )
-        return to_uint8(pixels * self._std + self._mean.to(latents.device)).cpu().expand(-1, -1, 3, -1, -1)
+        return to_uint8(pixels * self.std + self._mean.to(latents.device)).cpu().expand(-1, -1, 3, -1, -1)

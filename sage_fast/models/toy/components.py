@@ -135,15 +135,12 @@ def load_components(
     """
     directory, config = _open(model, shipped)
     transformer = build_transformer(config)
-    expected = stored_parameters(transformer)
     with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    check_fit(
-        directory,
-        missing=expected.keys() - weights.keys(),
-        unexpected=weights.keys() - expected.keys(),
-        mismatched={name for name in expected.keys() & weights.keys() if expected[name].shape != weights[name].shape},
+    described, stored = (
+        {name: value.shape for name, value in values.items()} for values in (stored_parameters(transformer), weights)
     )
+    check_fit(directory, described, stored)
     transformer.load_state_dict(weights, strict=False)
     return Components(
         transformer=transformer.eval(),

@@ -180,10 +180,11 @@ def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDT
     lead = tracks.shape[:-1]
     x, y, radius = (part.reshape(-1, 1, 1) for part in tracks.unbind(-1))
 
-    def sample_points(size: int) -> Tensor:
-        return ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2) / pixels_per_unit
-
-    inside = _inside(shape, sample_points(width).view(1, 1, -1) - x, sample_points(height).view(1, -1, 1) - y, radius)
+    samples_x, samples_y = (
+        ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2) / pixels_per_unit
+        for size in (width, height)
+    )
+    inside = _inside(shape, samples_x.view(1, 1, -1) - x, samples_y.view(1, -1, 1) - y, radius)
     return torch.nn.functional.avg_pool2d(inside.float(), SUPERSAMPLING).view(*lead, height, width)
 
 

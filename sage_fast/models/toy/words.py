@@ -63,8 +63,7 @@ def letter_places(length: int) -> list[int]:
 class GreyCodec(PatchCodec):
     """Latents (32, 2, 4, 12) of grey videos, from blocks of 2 x 4 x 4 pixels."""
 
-    def __init__(self) -> None:
-        super().__init__(mean=(0.2,), std=0.26)
+    mean, std = (0.2,), 0.26
 
 
 class LetterEncoder(WordEncoder):

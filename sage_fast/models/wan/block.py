@@ -24,7 +24,7 @@ Every stage is computed when it is first asked for, so a backward pass computes 
 Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -76,26 +76,16 @@ class Modulation(NamedTuple):
     shift_text: Tensor
 
 
-def block_forward(
-    settings: BlockSettings,
-    weights: Weights,
-    flat: Sequence[Tensor],
-    x: Tensor,
-    text: Tensor,
-    modulation: Tensor,
-    rotary: Rotary,
-) -> Tensor:
+def block_forward(settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> Tensor:
     """Run one block, (B, N, D); with autograd where a gradient is wanted.
 
     Args:
         settings: how.
-        weights, flat: from `read_block`.
-        x: (B, N, D) video tokens, or this rank's share of them.
-        text: (B, L, D).
-        modulation: (B, 8, D), see `Modulation`.
+        weights: from `read_block`.
         rotary: tables of the video tokens.
+        tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D); modulation (B, 8, D), see
+            `Modulation`; and the weights as `read_block` lists them.
     """
-    tensors = (x, text, modulation, *flat)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         result: Tensor = _BlockFunction.apply(settings, weights, rotary, *tensors)
         return result
@@ -130,6 +120,7 @@ class _Block(BlockPass):
         super().__init__(kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True)))
         self.settings, self.rotary, self.first_norm = settings, rotary, weights.norms
         self.modulation = Modulation(*modulation.unbind(1))
+        self.one = torch.ones_like(self.modulation.gate_msa)
         self.saved = SAVED[settings.checkpointing]
         norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
         self.norms = (norm_q, norm_k), (text_norm_q, text_norm_k)
@@ -196,10 +187,6 @@ class _Block(BlockPass):
     @Stage
     def text_attended(self) -> Tensor:
         return self.project("text_out", self.text_attention[0].flatten(2))
-
-    @Stage
-    def one(self) -> Tensor:
-        return torch.ones_like(self.modulation.gate_msa)
 
     @Stage
     def text_residual(self) -> tuple[Tensor, Tensor]:

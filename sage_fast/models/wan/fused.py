@@ -9,7 +9,6 @@ valid tokens at 480x832x81 that is 0.10 ms a block on an H100, where it saves 0.
 Shapes: B batch, C channels, F frames, H, W, N video tokens, D width.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
@@ -25,33 +24,55 @@ from sage_fast.models.fused import BlockwiseForward
 from sage_fast.models.wan.block import block_forward, read_block
 
 
+def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
+    """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
+    acceleration: WanForward = self._acceleration
+    wide = torch.promote_types(x.dtype, torch.float32)
+    affine = torch.stack([self.norm2.weight.to(wide) - 1, self.norm2.bias.to(wide)])
+    table = self.scale_shift_table + time.to(wide)
+    modulation = torch.cat([table, affine.expand(len(table), 2, -1)], dim=1)
+    weights, flat = read_block(self)
+    settings = acceleration.settings(x.device, x.dtype)
+    return block_forward(settings, weights, acceleration.rotary, x, text, modulation, *flat)
+
+
+def _fused_forward(
+    self: Any,
+    hidden_states: Tensor,
+    timestep: Tensor,
+    encoder_hidden_states: Tensor,
+    encoder_hidden_states_image: Tensor | None = None,
+    return_dict: bool = True,
+    attention_kwargs: dict[str, Any] | None = None,
+) -> Any:
+    """Forward of an accelerated transformer, with diffusers' arguments."""
+    scale = (attention_kwargs or {}).get("scale", 1.0)
+    if encoder_hidden_states_image is not None or timestep.ndim != 1 or scale != 1.0:
+        raise ValueError(
+            "The fused forward of Wan is for text-to-video, with a timestep per sample and adapters at full scale. For "
+            "anything else set model.forward to stock."
+        )
+    with self._acceleration.without_autocast(hidden_states):
+        sample = self._acceleration.forward(hidden_states, timestep, encoder_hidden_states)
+    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class WanForward(BlockwiseForward):
     """See `BlockwiseForward`; made by `accelerate_wan`."""
 
     adaln = "weights"
     computes: ClassVar = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True, "eps": EPS}
-
-    def __post_init__(self) -> None:
-        self.blocks = list(self.transformer.blocks)
-
-    @property
-    def forwards(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        return _fused_forward, _fused_block
-
-    @staticmethod
-    def stackable(block: Any) -> list[list[Any]]:
-        own, text = block.attn1, block.attn2
-        return [[own.to_q, own.to_k, own.to_v], [text.to_k, text.to_v]]
+    forwards = (_fused_forward, _fused_block)
+    adjacent = (("attn1.to_q", "attn1.to_k", "attn1.to_v"), ("attn2.to_k", "attn2.to_v"))
 
     def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        transformer = self.transformer
-        if latents.is_meta:  # a plan counts a rank's tokens as one line, which is longer than the tables
-            tokens = prod(latents.shape[2:]) // prod(transformer.config["patch_size"])
-            table = torch.empty(2, tokens, transformer.config["attention_head_dim"], device="meta")
-            return table[0], table[1]
-        cos, sin = transformer.rope(latents)
-        return cos.flatten(0, 2), sin.flatten(0, 2)
+        if not latents.is_meta:
+            return super().make_rope(latents)
+        # A plan counts a rank's tokens as one line, which is longer than the tables.
+        tokens = prod(latents.shape[2:]) // prod(self.transformer.config["patch_size"])
+        table = torch.empty(2, tokens, self.transformer.config["attention_head_dim"], device="meta")
+        return table[0], table[1]
 
     def forward(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps (B,) and text (B, 512, text width)."""
@@ -85,36 +106,3 @@ def accelerate_wan(
     )
     acceleration.install(*(computes_in or (transformer.device, transformer.patch_embedding.weight.dtype)))
     return acceleration
-
-
-def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
-    """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
-    acceleration: WanForward = self._acceleration
-    wide = torch.promote_types(x.dtype, torch.float32)
-    affine = torch.stack([self.norm2.weight.to(wide) - 1, self.norm2.bias.to(wide)])
-    table = self.scale_shift_table + time.to(wide)
-    modulation = torch.cat([table, affine.expand(len(table), 2, -1)], dim=1)
-    weights, flat = read_block(self)
-    settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(settings, weights, flat, x, text, modulation, acceleration.rotary)
-
-
-def _fused_forward(
-    self: Any,
-    hidden_states: Tensor,
-    timestep: Tensor,
-    encoder_hidden_states: Tensor,
-    encoder_hidden_states_image: Tensor | None = None,
-    return_dict: bool = True,
-    attention_kwargs: dict[str, Any] | None = None,
-) -> Any:
-    """Forward of an accelerated transformer, with diffusers' arguments."""
-    scale = (attention_kwargs or {}).get("scale", 1.0)
-    if encoder_hidden_states_image is not None or timestep.ndim != 1 or scale != 1.0:
-        raise ValueError(
-            "The fused forward of Wan is for text-to-video, with a timestep per sample and adapters at full scale. For "
-            "anything else set model.forward to stock."
-        )
-    with self._acceleration.without_autocast(hidden_states):
-        sample = self._acceleration.forward(hidden_states, timestep, encoder_hidden_states)
-    return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)

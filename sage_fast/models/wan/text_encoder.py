@@ -9,7 +9,6 @@ Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,19 +27,10 @@ class WanPromptEncoder(CachedPromptEncoder):
     The encoder computes in the data type that its weights are stored in.
     """
 
-    text_encoder: Path
-    """Folder of UMT5's encoder."""
-    tokenizer: Path
-    """Folder of its tokenizer."""
-
     template = ("wan", "ftfy", is_ftfy_available())
     limits = (TEXT_TOKENS, 1)
     readers = ("text encoder", "glyph encoder")
     usual = ("Wan 2.1", "80 to 100")
-
-    @property
-    def folders(self) -> Sequence[Path]:
-        return self.text_encoder, self.tokenizer
 
     def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
         if not texts:
@@ -48,7 +38,13 @@ class WanPromptEncoder(CachedPromptEncoder):
         encoder, tokenizer = self._load_encoder()
         try:
             for text in texts:
-                states, length = self._tokens(encoder, tokenizer, text)
+                clean, device = prompt_clean(text), self.device
+                ids = tokenizer(clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS).input_ids.to(
+                    device
+                )
+                with torch.no_grad():
+                    states = encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
+                length = len(tokenizer(clean).input_ids)
                 self._write(text, PromptEmbeds(text=states, glyph=torch.zeros(0, 1)), (length, 0))
                 yield length, 0
         finally:
@@ -58,15 +54,8 @@ class WanPromptEncoder(CachedPromptEncoder):
     def _load_encoder(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, UMT5EncoderModel
 
-        return self._load(UMT5EncoderModel, self.text_encoder), AutoTokenizer.from_pretrained(self.tokenizer)
-
-    @torch.no_grad()
-    def _tokens(self, encoder: Any, tokenizer: Any, text: str) -> tuple[Tensor, int]:
-        """Tokens (L, 4096) of one prompt, and their number uncut."""
-        clean = prompt_clean(text)
-        ids = tokenizer(clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS).input_ids.to(self.device)
-        states: Tensor = encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
-        return states, len(tokenizer(clean).input_ids)
+        tokenizer = AutoTokenizer.from_pretrained(self.root / "tokenizer")
+        return self._load(UMT5EncoderModel, "text_encoder"), tokenizer
 
     @torch.no_grad()
     def encode_plainly(self, text: str) -> Tensor:

@@ -70,18 +70,13 @@ class Wan(WanTransformer):
         transformer, weights = open_transformer(
             WanTransformer3DModel, root / "transformer", getattr(torch, model.dtype), buffers=("rope",)
         )
+        # Its authors decode in float32 on a GPU too, and float16 overflows.
+        vae = load_vae(AutoencoderKLWan, root / "vae", model.decode_dtype(on_gpu=False))
         return Components(
             transformer=transformer,
             weights=weights,
-            prompt_encoder=WanPromptEncoder(
-                text_encoder=root / "text_encoder",
-                tokenizer=root / "tokenizer",
-                cache=cache / "prompts",
-                device=model_device(model),
-            ),
-            video_decoder=WanDecoder(
-                load_vae(AutoencoderKLWan, root / "vae", _decode_dtype(model)), memory_gib=model.decode_limit_gib
-            ),
+            prompt_encoder=WanPromptEncoder(root=root, cache=cache / "prompts", device=model_device(model)),
+            video_decoder=WanDecoder(vae, memory_gib=model.decode_limit_gib),
             **vars(facts),
         )
 
@@ -94,7 +89,7 @@ class Wan(WanTransformer):
             transformer=stored_config(folder, "transformer", WAN_1_3B),
             text_tokens=TEXT_TOKENS,
             latent_shape=decoder().latent_shape,
-            decoding=lambda latent, videos, section, on_gpu: decoder(_decode_dtype(section)).decoding(
+            decoding=lambda latent, videos, section, on_gpu: decoder(section.decode_dtype(on_gpu=False)).decoding(
                 latent, videos, section.decode_limit_gib
             ),
             decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
@@ -117,11 +112,6 @@ class Wan(WanTransformer):
 
     def pipeline_base(self, model: ModelConfig) -> str:
         return model.path or DEFAULT_REPOSITORY
-
-
-def _decode_dtype(model: ModelConfig) -> str:
-    """Its authors decode in float32 on a GPU too, and float16 overflows."""
-    return model.decode_dtype(on_gpu=False)
 
 
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast.models.attention import libraries
-from sage_fast.models.attention.libraries import LIBRARIES
+from sage_fast.models.attention.libraries import LIBRARIES, Sdpa
 from tests.models.attention.attention_cases import TOLERANCE, Inputs, assert_matches_oracle, make_inputs
 
 
@@ -206,7 +206,9 @@ def test_calls_of_torch_on_a_gpu_fit_the_schema(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     inputs = make_inputs("more-keys", dtype, "fused")
     with monkeypatch.context() as patch, AtenOnCuda() as mode:
-        patch.setattr(type(LIBRARIES["sdpa"]), "_on_cpu", staticmethod(lambda q: False))
+        choose = Sdpa.kernel
+        on_gpu = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+        patch.setattr(Sdpa, "kernel", lambda self, q: choose(self, on_gpu))
         results = run_calls(backend, inputs)
         if LIBRARIES[backend].deterministic:
             run_calls(backend, inputs, deterministic=True)

@@ -12,11 +12,11 @@ from sage_fast.models.projection import (
     Projection,
     input_backward,
     project,
-    project_backward,
     read_adapters,
     room_for_low,
     stack_weights,
     stacked,
+    weights_backward,
 )
 
 WIDTH, ROWS = 16, 40
@@ -70,7 +70,8 @@ def test_is_what_the_formula_says(ranks: tuple[tuple[int, ...], ...], bias: bool
         torch.testing.assert_close(given, torch.cat(outputs, dim=1))
         torch.testing.assert_close(low, x @ adapter.a.t())
         gradients = Gradients([True] * len(tensors))
-        given_x = project_backward(grads, rows, layers, gradients, adapter, low=low)
+        given_x, low_grad = input_backward(grads, layers, adapter, rows)
+        weights_backward(grads, rows, layers, gradients, adapter, low_grad=low_grad, low=low)
     torch.testing.assert_close(given_x, expected_x)
     for value, exact in zip(gradients.values, expected, strict=True):
         torch.testing.assert_close(value, exact)
@@ -81,7 +82,9 @@ def test_unwanted_gradients_are_not_computed() -> None:
     (adapter,) = read_adapters([layers], torch.float64)
     gradients = Gradients([False, False, True, False, False, False, False, True])
     grads = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers]
-    project_backward(grads, torch.randn(ROWS, WIDTH, dtype=torch.float64), layers, gradients, adapter)
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    _, low_grad = input_backward(grads, layers, adapter, x)
+    weights_backward(grads, x, layers, gradients, adapter, low_grad=low_grad)
     assert [value is not None for value in gradients.values] == list(gradients.wanted)
 
 

@@ -25,14 +25,7 @@ QUOTING = 'a sign that says "open" and “late”'
 
 
 def encoder_of(checkpoint: Path, cache: Path, **options: Any) -> HunyuanPromptEncoder:
-    return HunyuanPromptEncoder(
-        text_encoder=checkpoint / "text_encoder",
-        tokenizer=checkpoint / "tokenizer",
-        glyph_encoder=checkpoint / "text_encoder_2",
-        glyph_tokenizer=checkpoint / "tokenizer_2",
-        cache=cache,
-        **options,
-    )
+    return HunyuanPromptEncoder(root=checkpoint, cache=cache, **options)
 
 
 @pytest.fixture
@@ -132,7 +125,7 @@ def test_encoders_are_loaded_once_and_released_and_not_needed_for_what_is_cached
 
     monkeypatch.setattr(HunyuanPromptEncoder, "_load", spy)
     first = encoder.encode(["a cat", QUOTING, ""])
-    again = encoder_of(encoder.text_encoder.parent, encoder.cache).encode(["a cat", QUOTING, ""])
+    again = encoder_of(encoder.root, encoder.cache).encode(["a cat", QUOTING, ""])
     assert [reference() for reference in loaded] == [None, None]
     for one, other in zip(first, again, strict=True):
         assert_same(one, other)
@@ -167,7 +160,7 @@ def test_a_damaged_entry_is_encoded_again(
 def test_the_key_depends_on_all_that_matters(
     encoder: HunyuanPromptEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = encoder.text_encoder.parent
+    checkpoint = encoder.root
     key = encoder.path_of("a cat").name
     assert encoder.path_of("a cat ").name != key
     moved = copy_tree(checkpoint, tmp_path / "moved")

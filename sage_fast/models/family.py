@@ -259,23 +259,27 @@ class ModelFamily(ABC):
 
     transformer_class: of its transformers. blocks: attribute of these with the list of their blocks, which are fused,
     sharded and given adapters one by one. lora_targets: linear layers of a block that get an adapter by default.
-    adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table.
+    adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table. time_embedding: names
+    of modules that compute the input of `adaln_layers`.
     in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
     forward runs on tensors without memory, as a plan runs it.
     names: linear layers of a block in diffusers -> in its official class and in ComfyUI, where layers of one name stand
     below each other in the order of the table. official_blocks: the attribute with the blocks there.
     pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
-    the time shift in it. clients: layouts that an adapter is exported in.
+    the time shift in it. licence: name and address of that of its weights, which binds what is trained from them.
+    clients: layouts that an adapter is exported in.
     """
 
     transformer_class: str = ""
     blocks: str = "transformer_blocks"
     lora_targets: tuple[str, ...] = ()
     adaln_targets: tuple[str, ...] = ()
+    time_embedding: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
     plans_stock: bool = False
     names: ClassVar[Mapping[str, tuple[str, str]]] = {}
     official_blocks: str = ""
+    licence: tuple[str, str] | None = None
     pipeline: str = "DiffusionPipeline"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
     clients: ClassVar[Mapping[Layout, Client]] = {"diffusers": Client("diffusers"), "peft": Client("peft")}
@@ -303,10 +307,6 @@ class ModelFamily(ABC):
 
         ValueError, OSError: weights that `load` would refuse, and why.
         """
-        return None
-
-    def licence(self) -> tuple[str, str] | None:
-        """Name and address of the licence of its weights, which binds what is trained from them; None for none."""
         return None
 
     def pipeline_class(self, model: ModelConfig) -> str:
@@ -378,11 +378,6 @@ class ModelFamily(ABC):
     @staticmethod
     def adaln_layers(transformer: Any) -> list[nn.Module]:
         """Layers of all blocks whose output is a function of the noise level alone."""
-        return []
-
-    @staticmethod
-    def time_embedding(transformer: Any) -> list[nn.Module]:
-        """Modules that compute the input of `adaln_layers`."""
         return []
 
     def cast(self, transformer: Any, dtype: torch.dtype) -> None:

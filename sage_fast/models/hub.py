@@ -28,11 +28,6 @@ class Requirement:
     gigabytes: float = 0.0
     licence: str = ""
 
-    @property
-    def absent(self) -> bool:
-        """Tell whether the folder is missing altogether."""
-        return local_folder(self.where) is None
-
 
 def download_folder(requirement: Requirement) -> Path:
     """Where the command of a requirement puts the files: the hub's cache, or the folder that is named."""

@@ -211,10 +211,7 @@ def room_for_low(adapter: Adapter | None, tokens: int) -> int:
 
 
 def project(
-    x: Tensor,
-    layers: Sequence[Projection],
-    adapter: Adapter | None = None,
-    out: Tensor | None = None,
+    x: Tensor, layers: Sequence[Projection], adapter: Adapter | None = None, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Apply layers of one input. No graph is built.
 

@@ -64,7 +64,24 @@ def find_folder(
     """
     folder, repository = Path(path).expanduser(), None
     if not folder.is_dir():
-        folder, repository = _download(path, parts, default, download), path
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+        if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+            raise ValueError(
+                f"model.path is {path!r}, which is no folder here and no repository of the form owner/name. Get the "
+                f"weights with: {fetch_command(default, folder=path)}"
+            )
+        patterns = ["model_index.json", *(f"{part}/*" for part in parts)]
+        try:
+            found = snapshot_download(path, allow_patterns=patterns, local_files_only=not download)
+        except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError) as error:
+            raise ValueError(
+                f"model.path is {path!r}, which is no folder here; as a repository of the Hugging Face hub it is "
+                f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
+                f"{fetch_command(path)}    Without one, set model.path to a folder that holds the weights."
+            ) from error
+        folder, repository = Path(found), path
     if not any((folder / name).is_file() for name in ("model_index.json", "transformer/config.json")):
         raise ValueError(
             f"model.path {path!r} has neither model_index.json nor transformer/config.json: it is not in diffusers' "
@@ -72,29 +89,6 @@ def find_folder(
             f"official layout are converted by diffusers' scripts/{convert}_to_diffusers.py."
         )
     return folder, repository
-
-
-def _download(repository: str, parts: Sequence[str], default: str, download: bool) -> Path:
-    """The local snapshot of a hub repository. ValueError when there is none and it is not or cannot be downloaded."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
-        raise ValueError(
-            f"model.path is {repository!r}, which is no folder here and no repository of the form owner/name. Get the "
-            f"weights with: {fetch_command(default, folder=repository)}"
-        )
-    patterns = [f"{part}/*" for part in parts]
-    try:
-        return Path(
-            snapshot_download(repository, allow_patterns=["model_index.json", *patterns], local_files_only=not download)
-        )
-    except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError) as error:
-        raise ValueError(
-            f"model.path is {repository!r}, which is no folder here; as a repository of the Hugging Face hub it is "
-            f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
-            f"{fetch_command(repository)}    Without one, set model.path to a folder that holds the weights."
-        ) from error
 
 
 def configuration_file(part: str) -> str:

@@ -121,7 +121,7 @@ def shard_weights(transformer: Any, config: RunConfig, model: ModelConfig, world
         layers = family.adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
-        embedding = nn.ModuleList(family.time_embedding(transformer))
+        embedding = nn.ModuleList(transformer.get_submodule(name) for name in family.time_embedding)
         whole |= {p for module in (*embedding.to(device), *layers) for p in module.parameters()}
     for name, buffer in transformer.named_buffers():
         owner, _, last = name.rpartition(".")

@@ -26,7 +26,7 @@ from sage_fast.distributed.failure import version_of
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
-from sage_fast.models.hub import Requirement, download_folder
+from sage_fast.models.hub import Requirement, download_folder, local_folder
 from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
@@ -269,7 +269,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         missing, detail = requirement.missing, requirement.where
         if missing:
             named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            detail += " is not here" if requirement.absent else f" lacks {named}"
+            detail += " is not here" if local_folder(requirement.where) is None else f" lacks {named}"
         detail += f" ({requirement.licence})" if requirement.licence else ""
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"

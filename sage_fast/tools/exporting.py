@@ -268,7 +268,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         found = {"reward": paired["reward"], **paired["scores"]}
         paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
     lora, family = result.format == "lora", model_family(config.model.family)
-    base, licence, diffusers = family.pipeline_base(config.model), family.licence(), metadata.version("diffusers")
+    base, licence, diffusers = family.pipeline_base(config.model), family.licence, metadata.version("diffusers")
     pipeline = family.pipeline_class(config.model)
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,

@@ -18,9 +18,9 @@ from sage_fast.models.toy.components import (
     CONFIG_NAME,
     TRANSFORMER_CONFIG,
     WEIGHTS_NAME,
+    Toy,
     build_transformer,
     is_unused,
-    load_components,
     stored_parameters,
 )
 from sage_fast.models.toy.renderer import all_captions
@@ -29,7 +29,7 @@ TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], st
 
 
 def test_the_shipped_checkpoint_loads():
-    components = load_components(ModelConfig())
+    components = Toy().load(ModelConfig())
     transformer = components.transformer
     assert not transformer.training and transformer.dtype == torch.float32
     assert all(torch.isfinite(value).all() for value in transformer.state_dict().values())
@@ -69,7 +69,7 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
     one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("one", "two"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
     assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
-    components = load_components(ModelConfig(path=str(tmp_path / "one")))
+    components = Toy().load(ModelConfig(path=str(tmp_path / "one")))
     stored = stored_parameters(components.transformer)
     assert all(torch.equal(stored[name], one[name].float()) for name in stored)
 
@@ -95,10 +95,10 @@ def test_wrong_captions_differ_in_one_attribute():
 
 def test_load_errors_name_the_file_and_the_way_out(tmp_path):
     with pytest.raises(ValueError, match=r"has no config.json.*experiments.pretrain"):
-        load_components(ModelConfig(path=str(tmp_path)))
+        Toy().load(ModelConfig(path=str(tmp_path)))
     weights = stored_parameters(build_transformer(TRANSFORMER_CONFIG))
     weights.pop("proj_out.weight")
     save_file(weights, tmp_path / WEIGHTS_NAME)
     (tmp_path / CONFIG_NAME).write_text(json.dumps(TRANSFORMER_CONFIG))
     with pytest.raises(ValueError, match=r"1 missing keys, among them proj_out.weight"):
-        load_components(ModelConfig(path=str(tmp_path)))
+        Toy().load(ModelConfig(path=str(tmp_path)))

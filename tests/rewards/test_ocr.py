@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.sections import RewardConfig, VideoConfig
+from sage_fast.models.hub import local_folder
 from sage_fast.rewards import ocr
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.ocr import OcrReward, quoted_text, similarity
@@ -127,7 +128,7 @@ def test_without_the_extra_the_command_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError, match=r"reward.rewards: 'ocr' cannot be set up.*pip install 'sage-fast\[ocr\]'"):
         CompositeReward.from_config(CONFIG, ['a "dog"'])
     (needed,) = OcrReward.requirements({})
-    assert needed.absent and needed.missing and needed.fetch == "pip install 'sage-fast[ocr]'"
+    assert local_folder(needed.where) is None and needed.missing and needed.fetch == "pip install 'sage-fast[ocr]'"
 
 
 def test_the_prompts_that_ship_quote_words_and_share_none() -> None:

@@ -27,7 +27,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
-from sage_fast.models.toy.components import load_components
+from sage_fast.models.toy.components import Toy
 from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import ADAPTER_FILE, base_digest, train_all, trainable_parameters
@@ -80,7 +80,7 @@ def test_the_readme_of_an_adapter_loads_what_was_trained(
     folder = tmp_path / "exported"
     assert main(["export", str(run.directory), "--output_dir", str(folder)]) == 0
     loaded = probe(run, run_readme(folder))
-    base = probe(run, load_components(run.config.model).transformer)
+    base = probe(run, Toy().load(run.config.model).transformer)
     assert (base - loaded).abs().max() > 1e-2, "the adapter does nothing"
     torch.testing.assert_close(loaded, trained(run), rtol=0, atol=0)
     record = json.loads((folder / "export.json").read_text())
@@ -99,7 +99,7 @@ def test_a_merged_export_is_one_plain_transformer_and_rounds_once(tiny_run: Make
     loaded = run_readme(fine)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}, "README.md would round again"
     torch.testing.assert_close(probe(run, loaded), trained(run).float(), rtol=0.05, atol=0.05)
-    assert (probe(run, load_components(run.config.model).transformer.float()) - probe(run, loaded)).abs().max() > 1e-2
+    assert (probe(run, Toy().load(run.config.model).transformer.float()) - probe(run, loaded)).abs().max() > 1e-2
 
 
 def test_a_full_run_exports_its_transformer_bit_for_bit(tiny_run: MakeRun, tmp_path: Path) -> None:

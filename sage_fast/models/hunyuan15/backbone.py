@@ -173,6 +173,7 @@ class HunyuanTransformer(ModelFamily):
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
     adaln_targets = ("norm1.linear", "norm1_context.linear")
+    time_embedding = ("time_embed",)
     names = NAMES
     official_blocks = "double_blocks"
     pipeline = "HunyuanVideo15Pipeline"
@@ -250,10 +251,6 @@ class HunyuanTransformer(ModelFamily):
             image=empty(pictures, config["image_embed_dim"]) if pictures else None,
             frame=empty(config["out_channels"], 1, 1, 1) if pictures else None,
         )
-
-    @staticmethod
-    def time_embedding(transformer: Any) -> list[nn.Module]:
-        return [transformer.time_embed]
 
     def cast(self, transformer: Any, dtype: torch.dtype) -> None:
         """The stock time embedding casts its sinusoids to the timestep's dtype, so it would need a rounded timestep.

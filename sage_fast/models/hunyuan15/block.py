@@ -320,21 +320,13 @@ class _Block:
         residual, normed = self.add_attention(stream)
         m = stream.modulation
         assert stream.grad is not None
-        normed_grad, gate_grad = stream.feed_forward_backward(
+        y2_grad, gate_grad = stream.feed_forward_backward(
             stream.grad, stream.hidden, normed, m.gate_mlp, gradients, modulation=modulation
         )
         # Without a gradient of the gate the kernel does not read o W_o.
         attended = stream.attended if modulation else None
         stream.grad, attended_grad, dgate, dscale, dshift = self.kernels.gated_residual_adaln_backward(
-            stream.grad,
-            normed_grad,
-            residual,
-            attended,
-            m.gate_msa,
-            m.scale_mlp,
-            residual.dtype,
-            m.shift_mlp.dtype,
-            EPS,
+            stream.grad, y2_grad, residual, attended, m.gate_msa, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
         )
         if modulation:
             assert gate_grad is not None

@@ -112,13 +112,21 @@ def can_tabulate(transformer: nn.Module) -> bool:
     )
 
 
+_READ = WeakTensorKeyDictionary()
+"""What was read of masks and of pictures' tokens, for as long as these tensors live."""
+
+
+def _remembered(tensor: Tensor, make: Callable[[], Any]) -> Any:
+    """Result of `make` for a tensor, made again once the tensor has been changed in place."""
+    # Tensors made in inference mode do not count their changes.
+    version = None if tensor.is_inference() else tensor._version
+    if tensor not in _READ or version is None or _READ[tensor][0] != version:
+        _READ[tensor] = version, make()
+    return _READ[tensor][1]
+
+
 def _fused_block(
-    self: Any,
-    x: Tensor,
-    text: Tensor,
-    activated: Tensor,
-    modulation: Tensor | None,
-    text_modulation: Tensor | None,
+    self: Any, x: Tensor, text: Tensor, activated: Tensor, modulation: Tensor | None, text_modulation: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
     acceleration: Acceleration = self._acceleration
@@ -194,8 +202,6 @@ class Acceleration(BlockwiseForward):
     adaln: AdaLN
 
     table: ModulationTable | None = field(default=None, init=False)
-    _found: WeakTensorKeyDictionary | None = field(default=None, init=False)
-    """What was read of masks and pictures."""
 
     def __post_init__(self) -> None:
         if self.adaln in ("table", "offload") and not can_tabulate(self.transformer):
@@ -317,7 +323,7 @@ class Acceleration(BlockwiseForward):
         picture's latents stay channels of the padded input.
         """
         images: Sequence[Tensor | None] = [None] * len(text)
-        if image is not None and image.shape[1] and self._remembered(image, lambda: bool(image.any())):
+        if image is not None and image.shape[1] and _remembered(image, lambda: bool(image.any())):
             images = list(image)
         texts = self._valid(text, mask)
         if glyph is None or glyph_mask is None:
@@ -327,22 +333,8 @@ class Acceleration(BlockwiseForward):
         return [PromptEmbeds(text=t, glyph=g, image=i) for t, g, i in zip(texts, glyphs, images, strict=True)]
 
     def _valid(self, tokens: Tensor, mask: Tensor) -> list[Tensor]:
-        valid = self._remembered(mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
+        valid = _remembered(mask, lambda: [row.nonzero().flatten() for row in mask.bool()])
         return [row.index_select(0, index) for row, index in zip(tokens, valid, strict=True)]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Content of a copy or a pickle, without the cache that holds tensors by identity."""
-        return super().__getstate__() | {"_found": None}
-
-    def _remembered(self, tensor: Tensor, make: Callable[[], Any]) -> Any:
-        """Result of `make` for a tensor, made again once the tensor has been changed in place."""
-        if self._found is None:
-            self._found = WeakTensorKeyDictionary()
-        # Tensors made in inference mode do not count their changes.
-        version = None if tensor.is_inference() else tensor._version
-        if tensor not in self._found or version is None or self._found[tensor][0] != version:
-            self._found[tensor] = version, make()
-        return self._found[tensor][1]
 
 
 def accelerate(

@@ -8,13 +8,7 @@ from typing import Any
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder
-from sage_fast.models.hunyuan15 import (
-    DEFAULT_REPOSITORY,
-    IMAGE_TO_VIDEO,
-    PICTURE_PARTS,
-    TEXT_PARTS,
-    animates_pictures,
-)
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, PICTURE_PARTS, TEXT_PARTS, animates_pictures
 from sage_fast.models.hunyuan15.backbone import IMAGE_TOKENS, HunyuanTransformer, forward_work, modulation
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.snapshot import requirement, stored_config
@@ -106,6 +100,8 @@ def published_model(**changes: Any) -> ModelDescription:
 class HunyuanVideo15(HunyuanTransformer):
     """See `ModelFamily`. The pipeline and its encoders take seconds to import, so only what needs them does."""
 
+    licence = "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+
     def load(self, model: ModelConfig) -> Components:
         from sage_fast.models.hunyuan15.loading import load_components
 
@@ -147,9 +143,6 @@ class HunyuanVideo15(HunyuanTransformer):
         from sage_fast.models.hunyuan15.loading import find_model
 
         return find_model(model, download=False)[1]
-
-    def licence(self) -> tuple[str, str]:
-        return "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
 
     def pipeline_class(self, model: ModelConfig) -> str:
         return IMAGE_TO_VIDEO if animates_pictures(model.path) else self.pipeline

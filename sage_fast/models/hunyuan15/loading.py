@@ -15,23 +15,10 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15 import (
-    DEFAULT_REPOSITORY,
-    IMAGE_TO_VIDEO,
-    PICTURE_PARTS,
-    TEXT_PARTS,
-    animates_pictures,
-)
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, PICTURE_PARTS, TEXT_PARTS, animates_pictures
 from sage_fast.models.hunyuan15.text_encoders import ENCODERS, VISION, HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.snapshot import (
-    cache_folder,
-    find_folder,
-    load_vae,
-    model_device,
-    published_shift,
-    require_parts,
-)
+from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, model_device, published_shift, require_parts
 from sage_fast.models.stored import open_transformer, read_json
 
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"

@@ -56,12 +56,7 @@ class VAEDecoder(AutoencoderDecoder):
                 module.weight.data = module.weight.data.to(memory_format=memory_format)
 
     def _mask(
-        self,
-        n_frame: int,
-        n_hw: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        batch_size: int | None = None,
+        self, n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None
     ) -> Tensor:
         """Stands in for the class's method. (1, N, N), its shape for one sample, broadcasts over any batch."""
         return self._cached_mask(n_frame, n_hw, dtype, device)[None]

@@ -115,40 +115,6 @@ def _open(model: ModelConfig, shipped: Path) -> tuple[Path, dict[str, Any]]:
     return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
 
 
-def load_components(
-    model: ModelConfig,
-    shipped: Path = ASSETS,
-    encoder: WordEncoder | None = None,
-    codec: PatchCodec | None = None,
-) -> Components:
-    """Load a toy model from plain files; nothing is downloaded.
-
-    Args:
-        model: its `path` is a folder with `config.json` and `weights.safetensors`, as
-            `python -m experiments.pretrain` writes it; None means the base model that ships with the project.
-        shipped: folder of that one.
-        encoder, codec: of another world.
-
-    Returns the components; the transformer is float32, on the CPU, in evaluation mode.
-
-    ValueError when a file is missing or the weights do not fit the config.
-    """
-    directory, config = _open(model, shipped)
-    transformer = build_transformer(config)
-    with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
-        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
-    described, stored = (
-        {name: value.shape for name, value in values.items()} for values in (stored_parameters(transformer), weights)
-    )
-    check_fit(directory, described, stored)
-    transformer.load_state_dict(weights, strict=False)
-    return Components(
-        transformer=transformer.eval(),
-        prompt_encoder=encoder or WordEncoder(),
-        video_decoder=codec or PatchCodec(),
-    )
-
-
 class Toy(HunyuanTransformer):
     """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
 
@@ -158,7 +124,25 @@ class Toy(HunyuanTransformer):
     codec: type[PatchCodec] = PatchCodec
 
     def load(self, model: ModelConfig) -> Components:
-        return load_components(model, self.shipped, self.encoder(), self.codec())
+        """Load a toy model from plain files; the transformer is float32, on the CPU, in evaluation mode.
+
+        Args:
+            model: its `path` is a folder with `config.json` and `weights.safetensors`, as
+                `python -m experiments.pretrain` writes it; None means the base model that ships with the project.
+
+        ValueError when a file is missing or the weights do not fit the config.
+        """
+        directory, config = _open(model, self.shipped)
+        transformer = build_transformer(config)
+        with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
+            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        described, stored = (
+            {name: value.shape for name, value in values.items()}
+            for values in (stored_parameters(transformer), weights)
+        )
+        check_fit(directory, described, stored)
+        transformer.load_state_dict(weights, strict=False)
+        return Components(transformer=transformer.eval(), prompt_encoder=self.encoder(), video_decoder=self.codec())
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         transformer = _open(model, self.shipped)[1] | {"unread_modules": UNUSED_MODULES}

@@ -258,7 +258,5 @@ class Manifold:
         return (flat - self.table[nearest]).square().mean(1).sqrt().to(videos.device)
 
 
-@lru_cache(maxsize=4)
-def manifold_for(num_frames: int, height: int, width: int) -> Manifold:
-    """The (cached) manifold of one video size."""
-    return Manifold(num_frames, height, width)
+manifold_for = lru_cache(maxsize=4)(Manifold)
+"""The (cached) manifold of one video size."""

@@ -62,6 +62,8 @@ PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
 class Wan(WanTransformer):
     """See `ModelFamily`."""
 
+    licence = "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
+
     def load(self, model: ModelConfig) -> Components:
         from sage_fast.models.wan.text_encoder import WanPromptEncoder
 
@@ -106,9 +108,6 @@ class Wan(WanTransformer):
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
-
-    def licence(self) -> tuple[str, str]:
-        return "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
 
     def pipeline_base(self, model: ModelConfig) -> str:
         return model.path or DEFAULT_REPOSITORY

@@ -343,7 +343,7 @@ def test_modulation_of_frozen_weights_is_a_table(adaln: Any) -> None:
     for a, wanted in zip(arguments, expected, strict=True):
         torch.testing.assert_close(packed(model, *a).detach(), wanted, rtol=1e-12, atol=1e-12)
     assert acceleration.table is not None
-    assert len(acceleration.table._rows) == 2
+    assert len(acceleration.table.rows) == 2
 
 
 def test_a_table_of_trained_weights_is_refused() -> None:

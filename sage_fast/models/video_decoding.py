@@ -69,19 +69,16 @@ class AutoencoderDecoder(ABC):
         ValueError unless there are `time` k + 1 frames of a size that is a multiple of `step`; it names the nearest
         allowed ones.
         """
-        if num_frames < 1 or (num_frames - 1) % self.time:
-            below = (num_frames - 1) // self.time * self.time + 1
-            near = " or ".join(str(n) for n in (below, below + self.time) if n > 0)
-            raise ValueError(
-                f"video.num_frames is {num_frames}, but this VAE decodes {self.time}k + 1 frames. The nearest: {near}."
-            )
-        for key, size in (("height", height), ("width", width)):
-            if size < self.step or size % self.step:
-                below = size // self.step * self.step
-                near = " or ".join(str(n) for n in (below, below + self.step) if n > 0)
-                raise ValueError(
-                    f"video.{key} is {size}, but this VAE decodes multiples of {self.step} pixels. The nearest: {near}."
-                )
+        frames, pixels = f"{self.time}k + 1 frames", f"multiples of {self.step} pixels"
+        for key, size, first, step, allowed in (
+            ("num_frames", num_frames, 1, self.time, frames),
+            ("height", height, self.step, self.step, pixels),
+            ("width", width, self.step, self.step, pixels),
+        ):
+            if size < first or (size - first) % step:
+                below = (size - first) // step * step + first
+                near = " or ".join(str(n) for n in (below, below + step) if n > 0)
+                raise ValueError(f"video.{key} is {size}, but this VAE decodes {allowed}. The nearest: {near}.")
         return self.channels, (num_frames - 1) // self.time + 1, height // self.space, width // self.space
 
     def together(self, frames: int, height: int, width: int, memory_gib: float | None) -> int:

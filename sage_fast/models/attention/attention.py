@@ -51,16 +51,6 @@ _ORDER: Mapping[int, tuple[Backend, ...]] = {
 }
 
 
-def _candidates(device: torch.device, dtype: torch.dtype) -> tuple[Backend, ...]:
-    """Backends that `auto` tries, best first; the reference ends every order."""
-    if dtype == torch.float64:
-        return ("reference",)
-    if device.type != "cuda":
-        return ("sdpa", "reference")
-    major = torch.cuda.get_device_capability(device)[0]
-    return (*_ORDER[min(max(major, min(_ORDER)), max(_ORDER))], "reference")
-
-
 _logged: set[tuple[str, str]] = set()
 
 
@@ -89,8 +79,12 @@ def resolve_backend(
             raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
         _require_runnable(name, *use)
         return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
+    candidates: tuple[Backend, ...] = () if dtype == torch.float64 else ("sdpa",)
+    if dtype != torch.float64 and use.device.type == "cuda":
+        major = torch.cuda.get_device_capability(use.device)[0]
+        candidates = _ORDER[min(max(major, min(_ORDER)), max(_ORDER))]
     passed_over: list[str] = []
-    for candidate in _candidates(use.device, dtype):
+    for candidate in (*candidates, "reference"):
         reason = LIBRARIES[candidate].unavailable(use)
         if reason is None:
             if (str(device), candidate) not in _logged:

@@ -368,7 +368,16 @@ def accelerate(
     Raises:
         ValueError: a model of another class, an unsupported variant, or options that cannot be satisfied.
     """
-    transformer = _transformer_of(model)
+    transformer = getattr(model, "transformer", None) if isinstance(model, DiffusionPipeline) else model
+    if not isinstance(transformer, HunyuanVideo15Transformer3DModel):
+        given = f"a {type(model).__name__}" + (
+            f" with a {type(transformer).__name__}" if transformer is not model else ""
+        )
+        raise ValueError(
+            "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
+            f"HunyuanVideo15Pipeline, but was given a {type(model).__name__}{inside}. Unwrap a model that torch.compile, PEFT or DDP has "
+            "wrapped; other models have no fused forward."
+        )
     if "_acceleration" in transformer.__dict__:
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")
     if transformer.config["use_meanflow"]:
@@ -397,16 +406,3 @@ def picture_condition(latents: Tensor, prompts: Sequence[PromptEmbeds]) -> Tenso
         condition[:, :channels, :1] = torch.stack(frames)
         condition[:, channels, 0] = 1.0
     return condition
-
-
-def _transformer_of(model: object) -> HunyuanVideo15Transformer3DModel:
-    """The transformer itself, or that of a pipeline. ValueError, which names what fits, for anything else."""
-    found = getattr(model, "transformer", None) if isinstance(model, DiffusionPipeline) else model
-    if isinstance(found, HunyuanVideo15Transformer3DModel):
-        return found
-    given = f"a {type(model).__name__}" + (f" with a {type(found).__name__}" if found is not model else "")
-    raise ValueError(
-        "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
-        f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
-        "other models have no fused forward."
-    )

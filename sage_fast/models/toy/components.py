@@ -76,9 +76,11 @@ class WordEncoder:
 
         ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
         """
-        return [
-            PromptEmbeds(text=self._table[tokenize(text)].clone(), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts
-        ]
+        return [PromptEmbeds(text=self.features(text), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts]
+
+    def features(self, text: str) -> Tensor:
+        """The words of one text, (L, width)."""
+        return self._table[tokenize(text)].clone()
 
 
 def is_unused(name: str) -> bool:

@@ -5,15 +5,13 @@ Its reward is a text reader that nobody here trained, `rewards/ocr.py`. The rend
 """
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import ASSETS, GLYPH_DIM, Toy, WordEncoder
+from sage_fast.models.toy.components import ASSETS, Toy, WordEncoder
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG as SHAPES_CONFIG
-from sage_fast.records import PromptEmbeds
 
 ALPHABET = "ACEHKLNRSTUY"
 """Letters that two text readers tell apart at this size; an O is read as a zero."""
@@ -76,13 +74,8 @@ class LetterEncoder(WordEncoder):
     def __init__(self) -> None:
         self._table = torch.eye(TRANSFORMER_CONFIG["text_embed_dim"])
 
-    def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
-        """One record per text: `text` float32 (L, 32), letters and motion (1 for the empty text). ValueError as
-        `parse_prompt`.
-        """
-        return [PromptEmbeds(text=self._features(text), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts]
-
-    def _features(self, text: str) -> Tensor:
+    def features(self, text: str) -> Tensor:
+        """Letters and motion of one text, float32 (L, 32), L = 1 for the empty text. ValueError as `parse_prompt`."""
         if not text.strip():
             rows = self._table[[VOCABULARY.index(UNCONDITIONAL)]]
         else:

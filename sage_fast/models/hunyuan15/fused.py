@@ -370,13 +370,12 @@ def accelerate(
     """
     transformer = getattr(model, "transformer", None) if isinstance(model, DiffusionPipeline) else model
     if not isinstance(transformer, HunyuanVideo15Transformer3DModel):
-        given = f"a {type(model).__name__}" + (
-            f" with a {type(transformer).__name__}" if transformer is not model else ""
-        )
+        given = f"a {type(model).__name__}"
+        given += f" with a {type(transformer).__name__}" if transformer is not model else ""
         raise ValueError(
             "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
-            f"HunyuanVideo15Pipeline, but was given a {type(model).__name__}{inside}. Unwrap a model that torch.compile, PEFT or DDP has "
-            "wrapped; other models have no fused forward."
+            f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
+            "other models have no fused forward."
         )
     if "_acceleration" in transformer.__dict__:
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")

@@ -239,7 +239,7 @@ def launch_backward(grad_loss, v, v_old, v_anchor, noise_ids, coefficients) -> T
 
 def _reference_forward(v, v_old, v_anchor, noise_ids, gain, advantage, std, scale, *settings) -> tuple[Tensor, ...]:
     columns = StepColumns(gain, gain if std is None else std, gain if scale is None else scale, advantage)
-    chosen = LossSettings(*settings, std is not None, scale is not None)
+    chosen = LossSettings._make((*settings, std is not None, scale is not None))
     terms, coefficients = reference.policy_loss_forward(v, v_old, v_anchor, noise_ids, columns, chosen)
     return terms.loss, torch.stack(terms[1:5], dim=1), terms.clipped, coefficients
 

@@ -374,8 +374,8 @@ def accelerate(
         given += f" with a {type(transformer).__name__}" if transformer is not model else ""
         raise ValueError(
             "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a pipeline with one, such as "
-            f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has wrapped; "
-            "other models have no fused forward."
+            f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that torch.compile, PEFT or DDP has "
+            "wrapped; other models have no fused forward."
         )
     if "_acceleration" in transformer.__dict__:
         raise ValueError("This transformer is accelerated already; call undo() of its Acceleration first.")

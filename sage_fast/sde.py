@@ -128,34 +128,6 @@ class TransitionTable:
         )
 
 
-def _variance(sde_type: str, sigmas: Tensor, eta: float, sage_margin: float) -> Tensor:
-    """Variance V of every step, (T,) float64; may be zero or negative where the sampler is degenerate."""
-    s, n = sigmas[:-1], sigmas[1:]
-    step = s - n
-    if sde_type == "sage_grpo":
-        # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the small difference of the
-        # two logarithms exact near sigma = 0, where log((1 - n) / (1 - s)) loses half of its digits.
-        clamped = s.clamp(max=1 - sage_margin)
-        return eta**2 * (torch.log1p(-n) - torch.log1p(-clamped) - step)
-    if sde_type == "sage_exact":
-        return n.square() * -torch.expm1(2 * _log_kept_noise(sigmas, eta))
-    if sde_type == "dance_grpo":
-        return eta**2 * step
-    if sde_type == "flow_grpo":
-        guarded = torch.where(s == 1, n, s)
-        return eta**2 * step * s / (1 - guarded)
-    if sde_type == "cps":
-        return (n * math.sin(eta * math.pi / 2)) ** 2
-    return torch.zeros_like(step)
-
-
-def _log_kept_noise(sigmas: Tensor, eta: float) -> Tensor:
-    """log rho of `sage_exact`, (T,): which part of the noise that x is made of outlives a step; -inf for none of it."""
-    if eta == 0:
-        return torch.zeros_like(sigmas[1:])
-    return eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff()
-
-
 def transition_table(
     sde_type: str, sigmas: Tensor, eta: float, *, sage_margin: float = SAGE_SIGMA_MARGIN
 ) -> TransitionTable:
@@ -197,11 +169,28 @@ def transition_table(
 
     s, n = sigmas[:-1], sigmas[1:]
     step = s - n
-    variance = _variance(sde_type, sigmas, eta, sage_margin)
+    # V may be zero or negative where the sampler is degenerate. q is what is kept of the noise that x is made of.
+    variance = torch.zeros_like(step)
+    q: Tensor | None = None
+    if sde_type == "sage_grpo":
+        # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the small difference of the
+        # two logarithms exact near sigma = 0, where log((1 - n) / (1 - s)) loses half of its digits.
+        clamped = s.clamp(max=1 - sage_margin)
+        variance = eta**2 * (torch.log1p(-n) - torch.log1p(-clamped) - step)
+    elif sde_type == "sage_exact":
+        # Without noise rho is 1; at sigma = 1, whose logit is infinite, it would be 0 times infinity.
+        log_rho = eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff() if eta else torch.zeros_like(step)
+        variance, q = n.square() * -torch.expm1(2 * log_rho), n * log_rho.exp()
+    elif sde_type == "dance_grpo":
+        variance = eta**2 * step
+    elif sde_type == "flow_grpo":
+        guarded = torch.where(s == 1, n, s)
+        variance = eta**2 * step * s / (1 - guarded)
+    elif sde_type == "cps":
+        variance, q = (n * math.sin(eta * math.pi / 2)) ** 2, n * math.cos(eta * math.pi / 2)
     trainable = variance > 0
     variance = torch.where(trainable, variance, torch.zeros_like(variance))
-    if sde_type in ("cps", "sage_exact"):
-        q = n * (math.cos(eta * math.pi / 2) if sde_type == "cps" else _log_kept_noise(sigmas, eta).exp())
+    if q is not None:
         a = (1 - n) + q
         b = -s * (1 - n) + (1 - s) * q
     else:

@@ -28,7 +28,6 @@ from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder, family_of
-from sage_fast.models.stored import StoredWeights
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
 from sage_fast.optim import norm_is_finite, unusual_movement
@@ -190,24 +189,23 @@ class Trainer:
         """Digest of the weights that the run starts from."""
         config.check_frozen_adaln(family_of(transformer).adaln_targets)
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
-        self.engine = self._make_engine(transformer, components.weights)
+        # It also gives the transformer its weights if it lacks them.
+        keep_gathered = parallelize(transformer, config, self.world, self.device, components.weights)
+        self.engine: Engine
+        if config.distributed.zero_stage is None:
+            trained = trainable_parameters(transformer)
+            self.engine = TorchEngine(trained, config.optimizer, self.world, transformer, keep_gathered)
+        else:
+            from sage_fast.sharding.zero import DeepSpeedEngine
+
+            mode = config.training.mode
+            self.engine = DeepSpeedEngine(transformer, config.optimizer, config.distributed, self.world, mode=mode)
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)
         self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
         self.ema: WeightSnapshot | None = self.engine.snapshot() if config.training.ema_decay else None
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
             logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
-
-    def _make_engine(self, transformer: Any, weights: StoredWeights | None) -> Engine:
-        """The engine of `distributed.zero_stage` over the transformer, which now gets its weights if it lacks them."""
-        config, world = self.config, self.world
-        keep_gathered = parallelize(transformer, config, world, self.device, weights)
-        if config.distributed.zero_stage is not None:
-            from sage_fast.sharding.zero import DeepSpeedEngine
-
-            mode = config.training.mode
-            return DeepSpeedEngine(transformer, config.optimizer, config.distributed, world, mode=mode)
-        return TorchEngine(trainable_parameters(transformer), config.optimizer, world, transformer, keep_gathered)
 
     # ------------------------------------------------------------------------------------------ one iteration
 

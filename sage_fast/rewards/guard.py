@@ -124,7 +124,7 @@ def _write_disabled(names: set[str]) -> None:
 
 
 def _unless_unknown(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Watched:
-    """What the process cannot always say is then left as it is.
+    """State that the process cannot always tell: it is then left as it is.
 
     The working directory may be deleted; torch's old and new settings of precision may contradict each other.
     """

@@ -193,23 +193,21 @@ class RewardServer(ThreadingHTTPServer):
         """The answer to a request; `body` is None for a GET."""
         kind, _, key = path[1:].partition("/")
         if kind == "score":
-            return {"serves": self.serves, **self._result(key, body)}
+            with self._lock:
+                if body is not None and key not in self._results:
+                    self._results[key] = self._thread.submit(self._score, body)
+                    for old in list(self._results)[:-MOST_KEPT]:
+                        del self._results[old]
+                future = self._results.get(key)
+            try:
+                result = future.result(ANSWER_AFTER) if future else {"state": "unknown"}
+            except NotYet:
+                result = {"state": "scoring"}
+            return {"serves": self.serves, **result}
         if kind == "prompts" and body is not None:
             for reward in self.rewards.values():
                 getattr(reward, "check_prompts", lambda prompts: None)(json.loads(body))
         return {"serves": self.serves, "rewards": self.served}
-
-    def _result(self, key: str, body: bytearray | None) -> dict[str, Any]:
-        with self._lock:
-            if body is not None and key not in self._results:
-                self._results[key] = self._thread.submit(self._score, body)
-                for old in list(self._results)[:-MOST_KEPT]:
-                    del self._results[old]
-            future = self._results.get(key)
-        try:
-            return future.result(ANSWER_AFTER) if future else {"state": "unknown"}
-        except NotYet:
-            return {"state": "scoring"}
 
     def _score(self, body: bytearray) -> dict[str, Any]:
         scores: dict[str, Any] = {}

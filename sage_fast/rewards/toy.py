@@ -90,7 +90,7 @@ def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> T
 
 @lru_cache(maxsize=4)
 def _tables(num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """What videos are measured against, all float32.
+    """Tables that videos are measured against, all float32.
 
     The K distinct clean frames (K, 3*H*W) minus background; their energy (K,): squared norms; features of every legal
     video (M, F*7).

@@ -95,6 +95,7 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
         ({"training": 3}, "training is 3, but it must hold keys such as training.num_updates"),
         ({"training": {"num_updates": 0}}, "training.num_updates is 0"),
         ({"allow_changes": "seeds"}, "allow_changes: unknown key 'seeds'. Did you mean seed?"),
+        ({"allow_changes": "seed, rollout.etas"}, "allow_changes: unknown key 'rollout.etas'. Did you mean"),
     ],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
@@ -126,7 +127,7 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
             train(config, **given, **many, output_dir=tmp_path / "mine", seed=7)
     for config, options in seen:
         assert config.data.prompts == ["a red circle"]
-        assert options == {"callbacks": [one], "allow_changes": ["seed", "rollout.eta"]}
+        assert options == {"callbacks": [one], "allow_changes": ["seed, rollout.eta"]}
         assert (config.training.num_updates, config.rollout.sde_window.size, config.seed) == (6, 2, 7)
         assert config.output_dir == str(tmp_path / "mine")
     assert [config.rollout.eta for config, _ in seen] == [0.3, 0.5, 0.5, 0.3], "what is not named stays"

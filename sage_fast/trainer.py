@@ -190,7 +190,16 @@ class Trainer:
         config.check_frozen_adaln(family_of(transformer).adaln_targets)
         make_trainable(transformer, config.training.mode, config.lora, config.seed)
         # It also gives the transformer its weights if it lacks them.
-        keep_gathered = parallelize(transformer, config, self.world, self.device, components.weights)
+        keep_gathered = parallelize(
+            transformer,
+            config.distributed,
+            config.model,
+            config.training,
+            self.world,
+            self.device,
+            components.weights,
+            kl_position_fraction=config.objective.kl_position_fraction,
+        )
         self.engine: Engine
         if config.distributed.zero_stage is None:
             trained = trainable_parameters(transformer)

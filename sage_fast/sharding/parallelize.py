@@ -24,8 +24,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import EvaluationConfig, ModelConfig, OptimizerConfig, RolloutConfig
+from sage_fast.config.sections import (
+    DistributedConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from sage_fast.distributed.engine import Engine, Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
@@ -44,16 +50,25 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 
 
 def parallelize(
-    transformer: Any, config: RunConfig, world: World, device: torch.device, weights: StoredWeights | None = None
+    transformer: Any,
+    distributed: DistributedConfig,
+    model: ModelConfig,
+    training: TrainingConfig,
+    world: World,
+    device: torch.device,
+    weights: StoredWeights | None = None,
+    *,
+    kl_position_fraction: float = 1.0,
 ) -> KeepGathered:
     """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
 
     Args:
         transformer: in CPU memory; afterwards on `device`, or sharded there.
-        config: of the run.
+        distributed, model, training: sections of the run's configuration.
         world: the ranks.
         device: this rank's.
         weights: what the transformer has not been given yet.
+        kl_position_fraction: of the run's objective.
 
     Returns:
         How long sharded weights stay gathered; `never` where none are.
@@ -61,10 +76,9 @@ def parallelize(
     Raises:
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
-    distributed, model, family = config.distributed, config.model, family_of(transformer)
-    full, zero = config.training.mode == "full", distributed.zero_stage is not None
-    _check_settings(config, world)
-    keep_gathered = _resolve_keep_gathered(transformer, config, world, device)
+    full, zero, family = training.mode == "full", distributed.zero_stage is not None, family_of(transformer)
+    _check_settings(distributed, model, training, world)
+    keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     shards = full or (world.dp_shard * world.sp > 1 and keep_gathered != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
@@ -75,7 +89,7 @@ def parallelize(
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
-        _check_steps_agree(config)
+        _check_steps_agree(distributed, training, kl_position_fraction)
     if not sharded:
         if weights is not None:
             weights.read_into(transformer, device)
@@ -102,15 +116,23 @@ def parallelize(
     # because it moves the weights.
     if not sharded:
         return "never"
-    shard_weights(transformer, config, model, world, device)
+    shard_weights(transformer, distributed, model, world, device, mode=training.mode)
     if weights is not None:
         weights.read_into(transformer)
     return keep_gathered
 
 
-def shard_weights(transformer: Any, config: RunConfig, model: ModelConfig, world: World, device: torch.device) -> None:
+def shard_weights(
+    transformer: Any,
+    distributed: DistributedConfig,
+    model: ModelConfig,
+    world: World,
+    device: torch.device,
+    *,
+    mode: Literal["lora", "full"],
+) -> None:
     """FSDP2 on every block, and on the rest of the transformer as one more unit."""
-    distributed, full, family = config.distributed, config.training.mode == "full", family_of(transformer)
+    full, family = mode == "full", family_of(transformer)
     # Not sharded: adapters, the weights behind a modulation table, and those that stay float32 beside 16-bit ones,
     # since a unit has one type.
     named = () if full else transformer.named_parameters()
@@ -257,23 +279,23 @@ class TorchEngine(Engine):
 
 
 def _resolve_keep_gathered(
-    transformer: nn.Module, config: RunConfig, world: World, device: torch.device
+    transformer: nn.Module, distributed: DistributedConfig, mode: str, world: World, device: torch.device
 ) -> KeepGathered:
     """Settle `distributed.keep_gathered` for these devices: the same on every rank, the smallest GPU decides."""
-    if config.distributed.keep_gathered != "auto":
-        return config.distributed.keep_gathered
-    if config.distributed.cpu_offload:
+    if distributed.keep_gathered != "auto":
+        return distributed.keep_gathered
+    if distributed.cpu_offload:
         return "never"
-    if config.training.mode == "full":
+    if mode == "full":
         return "rollout"
     size = sum(p.numel() * p.element_size() for p in transformer.parameters())
     room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
     return "rollout" if world.any(size > room) else "always"
 
 
-def _check_settings(config: RunConfig, world: World) -> None:
+def _check_settings(section: DistributedConfig, model: ModelConfig, training: TrainingConfig, world: World) -> None:
     """ConfigError for FSDP2 settings that have no effect or exclude each other."""
-    section, mode = config.distributed, config.training.mode
+    mode = training.mode
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
         raise ConfigError(
             f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
@@ -285,7 +307,7 @@ def _check_settings(config: RunConfig, world: World) -> None:
             f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
             "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
         )
-    if section.param_dtype != "float32" and config.model.forward == "stock":
+    if section.param_dtype != "float32" and model.forward == "stock":
         raise ConfigError(
             f"distributed.param_dtype is {section.param_dtype}, but model.forward stock feeds float32 inputs to "
             "weights that are gathered in that dtype. Set model.forward to fused, or param_dtype to float32."
@@ -303,14 +325,13 @@ def _check_settings(config: RunConfig, world: World) -> None:
         )
 
 
-def _check_steps_agree(config: RunConfig) -> None:
+def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, kl_position_fraction: float) -> None:
     """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
 
     They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
     """
-    distributed, training = config.distributed, config.training
     shares = {
-        "objective.kl_position_fraction": config.objective.kl_position_fraction,
+        "objective.kl_position_fraction": kl_position_fraction,
         "training.timestep_fraction": training.timestep_fraction,
     }
     given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]

@@ -33,7 +33,15 @@ TWO_SHARDS: Any = World(size=2, dp_shard=2, mesh="mesh", fsdp_mesh="mesh")  # ty
 
 
 def spread(transformer: HunyuanVideo15Transformer3DModel, config: RunConfig, world: World) -> KeepGathered:
-    return parallelize(transformer, config, world, torch.device("cpu"))
+    return parallelize(
+        transformer,
+        config.distributed,
+        config.model,
+        config.training,
+        world,
+        torch.device("cpu"),
+        kl_position_fraction=config.objective.kl_position_fraction,
+    )
 
 
 SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1"]

@@ -38,10 +38,9 @@ class WanPromptEncoder(CachedPromptEncoder):
         encoder, tokenizer = self._load_encoder()
         try:
             for text in texts:
-                clean, device = prompt_clean(text), self.device
-                ids = tokenizer(clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS).input_ids.to(
-                    device
-                )
+                clean = prompt_clean(text)
+                cut = tokenizer(clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS)
+                ids = cut.input_ids.to(self.device)
                 with torch.no_grad():
                     states = encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
                 length = len(tokenizer(clean).input_ids)

@@ -100,7 +100,7 @@ def test_the_kernels_compute_it() -> None:
         handle = fuse(model, kernels=kernels, attention="reference", checkpointing="selective")
         generator = torch.Generator().manual_seed(1)
         x, text, time = (torch.randn(1, n, 24, generator=generator, requires_grad=True) for n in (4, 3, 6))
-        handle.rotary = Rotary(*handle.rope(torch.empty(1, 4, 1, 4, 4)))  # type: ignore[attr-defined]
+        handle.rotary = Rotary(*handle.make_rope(torch.empty(1, 4, 1, 4, 4)))  # type: ignore[attr-defined]
         output = model.blocks[0](x, text, time)
         output.square().sum().backward()
         inputs = {"x": x.grad, "text": text.grad, "time": time.grad}

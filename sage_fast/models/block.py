@@ -159,7 +159,9 @@ class BlockPass:
 def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of gate (1, D) and W_2 (D, 4 D) of one sample, from dx (N, D) and h (N, 4 D); see the file's head."""
     product = matrix_product(grad.t(), activated, layer.weight.dtype)
+    # rowsum(W_2 * product) as one small product for each row, without W_2 * product in memory.
     gate_grad = torch.bmm(product[:, None], layer.weight[:, :, None]).flatten()
     if layer.bias is not None:
         gate_grad = gate_grad + layer.bias * grad.sum(0)
+    # In place: with its gate on every row the product is dW_2.
     return gate_grad[None].to(gate.dtype), product.mul_(gate[0, :, None])

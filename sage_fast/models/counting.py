@@ -88,6 +88,7 @@ def _form(value: Any, tensors: list[Tensor], storages: dict[int, int]) -> Any:
     """All that results without memory depend on: shapes, and which arguments share memory. Collects the tensors."""
     if isinstance(value, Tensor):
         tensors.append(value)
+        # Numbered as they appear: addresses differ from call to call, what is shared does not.
         shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
         return value.device, value.dtype, value.shape, value.stride(), value.storage_offset(), shared
     if isinstance(value, tuple | list):
@@ -100,6 +101,7 @@ def _observed(func: Any, args: Any, kwargs: dict[str, Any], result: Any, argumen
     flops = formula(*args, **kwargs, out_val=result) if formula else 0
     several = isinstance(result, tuple | list)
     results = [_way(part, arguments) for part in (result if several else [result])]
+    # One result that cannot be made again, and the operator runs every time.
     found = [way for way in results if way is not None]
     traffic = moved(func, args, kwargs, result).total
     return Known(flops, traffic, found if len(found) == len(results) else None, several)
@@ -114,8 +116,10 @@ def _way(part: Any, arguments: list[Tensor]) -> Result | None:
         if part is argument:
             return Result(place)
         if storage._cdata == argument.untyped_storage()._cdata:
+            # `as_strided` keeps the type, so a view in another one is not made this way.
             view = Result(place, part.shape, part.stride(), int(part.storage_offset()))
             return view if part.dtype == argument.dtype else None
+    # Shape and strides make a result again only where it fills its memory from end to end.
     made = Result(None, part.shape, part.stride(), 0, part.dtype)
     whole = not part.storage_offset() and storage.nbytes() == made.of([]).untyped_storage().nbytes()
     return made if whole else None

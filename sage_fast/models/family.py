@@ -356,6 +356,7 @@ class ModelFamily(ABC):
         """
         if model.forward == "fused":
             return cls.fuse(transformer, model, computes_in)
+        # diffusers' own checkpointing has no other kind.
         if model.checkpointing == "full":
             transformer.enable_gradient_checkpointing()
         return None
@@ -420,6 +421,7 @@ class ModelFamily(ABC):
             name = f"{cls.official_blocks}.{number}.{official}"
             if layout == "musubi":
                 name = f"lora_unet_{name.replace('.', '_')}"
+                # alpha = rank is a scale of 1.
                 rank = torch.tensor(float(len(down)))
                 adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
                 continue
@@ -456,6 +458,7 @@ def model_family(name: str) -> ModelFamily:
     found = resolve(name, MODEL_FAMILIES, "model.family")
     if isinstance(found, type) and issubclass(found, ModelFamily):
         family = found()
+        # `family_of` finds it here by the class of its transformer.
         _OUTSIDE.setdefault(family.transformer_class, family)
         return family
     if not callable(found) or isinstance(found, type):
@@ -529,6 +532,7 @@ def open_components(model: ModelConfig) -> Components:
         return family.load(model)
     try:
         components = family.load(model)
+    # Such an error says by itself what to do. Any other is one of the user's code, which needs a traceback.
     except (ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:

@@ -30,6 +30,7 @@ class LocalAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
         """As in `JointAttention`."""
+        # On meta the op gives shapes and counts FLOPs. Elsewhere the dispatcher would only cost time.
         run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
         return run(q, k, v, self.backend, self.deterministic)
 
@@ -126,6 +127,7 @@ class BlockwiseForward(FusedForward):
         """
         if self.transformer.__dict__.get("_acceleration") is not self:
             return
+        # All are checked before any is restored, so a refusal leaves the whole as it was.
         for module in (self.transformer, *self.blocks):
             if getattr(module.__dict__.get("forward"), "func", None) not in self.forwards:
                 raise ValueError(
@@ -142,6 +144,7 @@ class BlockwiseForward(FusedForward):
         for block in self.blocks:
             for names in self.adjacent:
                 layers: list[Any] = [block.get_submodule(name) for name in names]
+                # peft's wrapper has the weight in its base layer.
                 yield [getattr(layer, "base_layer", layer) for layer in layers]
 
     def __enter__(self) -> Self:
@@ -159,6 +162,7 @@ class BlockwiseForward(FusedForward):
         """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their tables in `rotary`."""
         key = (*latents.shape[2:], latents.device)
         if key not in self._rope:
+            # Tables made in inference mode, while generating, must serve training as well.
             with torch.inference_mode(False), torch.no_grad():
                 self._rope[key] = self.make_rope(latents)
         cos, sin = self._rope[key]

@@ -84,8 +84,10 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
             "acceleration (model.forward stock) for this model."
         )
     base = module.base_layer
+    # As peft's forward does: an update that is merged would act although it is disabled.
     if module.disable_adapters and module.merged:
         module.unmerge()
+    # A merged update is in the weight already.
     if module.disable_adapters or module.merged:
         return Projection(*_parameters(base), (), first)
     updates = []
@@ -173,6 +175,7 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
     updates: list[tuple[int, int, slice, LowRank]] = []
     column = 0
     for i, layer in enumerate(layers):
+        # The order of `Projection.tensors`: weight, bias, then a and b of every update.
         position = layer.first + 1 + (layer.bias is not None)
         for update in layer.low_rank:
             end = column + update.a.shape[-2]
@@ -180,12 +183,14 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
             column = end
             position += 2
     n, (outputs, rank) = len(layers), second[0].shape
+    # The usual case: one update of the same shape for every layer.
     if every is not None and all(len(layer.low_rank) == 1 and layer.weight.shape[0] == outputs for layer in layers):
         b = every
         if n > 1:  # one kernel, where block_diag takes one for every factor
             b = (every.view(n, outputs, 1, rank) * _identity(n, a.dtype, a.device)).view(len(every), n * rank)
     else:
         rest = iter(second)
+        # A layer without updates has rows in b, but no columns.
         blocks = [[a.new_empty(len(layer.weight), 0), *islice(rest, len(layer.low_rank))] for layer in layers]
         b = torch.block_diag(*(torch.cat(block, dim=1) for block in blocks))
     return Adapter(a, b, updates)
@@ -194,6 +199,7 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
 @cache
 def _identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(n, 1, n, 1)."""
+    # Cached in inference mode, while generating, it must serve training as well.
     with torch.inference_mode(False):
         return torch.eye(n, dtype=dtype, device=device).view(n, 1, n, 1)
 
@@ -237,6 +243,7 @@ def project(
         else:
             columns = result.split(sizes, dim=1)
             parts = [(layer.weight, layer.bias, column) for layer, column in zip(layers, columns, strict=True)]
+        # Narrow: the thin product writes, and brings the bias; the large ones add to it.
         if adapter is not None and low is not None:
             _linear_into(low, adapter.b, bias, result)
         for matrix, own_bias, column in parts:
@@ -308,12 +315,14 @@ def input_backward(
     sizes = [weight.shape[0] for weight in weights]
     if x is not None and adapter.is_behind(x):
         rank, width = adapter.a.shape
+        # Rows are padded as those of x are, so that each begins aligned.
         both = x.new_empty(len(x), row_length(width, rank))[:, : width + rank]
         _sum_of_products(grads, adapter.widened(layers).split_with_sizes(sizes), both)
         result, low_grad = both.split_with_sizes([width, rank], 1)
         return _add_product(result, low_grad, adapter.a), low_grad
     low_grad = grads[0].new_empty(grads[0].shape[0], adapter.a.shape[0])
     factors = adapter.b.split_with_sizes(sizes)
+    # Block by block: b is zero outside them.
     for i, _, columns, _ in adapter.updates:
         torch.mm(grads[i], factors[i][:, columns], out=low_grad[:, columns])
     return _sum_of_products([low_grad, *grads], [adapter.a, *weights], out), low_grad
@@ -351,13 +360,16 @@ def weights_backward(
                 assert x is not None
                 weight_gradient = matrix_product(grad.t(), x[:, : layer.weight.shape[1]], layer.weight.dtype)
             gradients.put(layer.first, weight_gradient)
+            # The one that was given is of a single layer.
             weight_gradient = None
         if layer.bias is not None and gradients.wanted[layer.first + 1]:
+            # The sum is not rounded to 16 bits on its way to a float32 bias.
             wide = torch.promote_types(grad.dtype, torch.float32)
             gradients.put(layer.first + 1, grad.sum(0, dtype=wide).to(layer.bias.dtype))
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
+        # The layers share their input, so one product has the gradients of all first factors below each other.
         master, rows = adapter.updates[0][3].a, x[:, : adapter.a.shape[1]]
         first = _factor_gradient(low_grad, rows, master)
         for _, position, columns, _ in adapter.updates:
@@ -392,6 +404,7 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     first = tensors[0]
     if len(tensors) == 1:
         return first
+    # The storage itself and not its address, which says nothing on the meta device.
     storage, offset = first.untyped_storage()._cdata, first.storage_offset()
     for tensor in tensors:
         if (
@@ -417,6 +430,7 @@ def stack_weights(layers: Sequence[nn.Linear]) -> None:
     for name in ("weight", "bias"):
         parameters = [getattr(layer, name) for layer in layers]
         first = parameters[0]
+        # A DTensor's memory is FSDP's to lay out; a weight whose stride is 0 has none yet.
         if any(
             p is None
             or type(p.data) is not Tensor

@@ -92,14 +92,17 @@ class CachedPromptEncoder(ABC):
             logger.warning("The median prompt has %d words; %s is used with captions of %s.", median, *self.usual)
         share = range(place, len(unique), count)
         counts: dict[int, tuple[int, ...]] = {}
+        # Mapped and not read: the counts are wanted here, and `encode` compares the checksum.
         for number in share:
             if (found := self._read(unique[number], checked=False)) is not None:
                 counts[number] = found[1]
+        # Collective, as are the rounds and the gather behind them: a rank that lacks nothing takes part.
         absent = world.gather([number for number in share if number not in counts])
         todo = sorted(number for rank in ranks for number in absent[rank])
         if todo and place == 0:
             known = len(unique) - len(todo)
             logger.info("Encoding %d prompts on %s; %d are in the cache %s.", len(todo), self.device, known, self.cache)
+        # Dealt out once more: all missing texts may have been in the share of one rank.
         own = todo[place::count]
         encoded = self._encode_in_rounds([unique[number] for number in own], sum(map(len, absent)), world, progress)
         counts |= dict(zip(own, encoded, strict=True))
@@ -116,9 +119,11 @@ class CachedPromptEncoder(ABC):
         """Encode this rank's share of the `total` texts, and return their numbers of tokens. Collective."""
         counts: list[tuple[int, ...]] = []
         with (
+            # Closing runs the generator's `finally`, which frees the encoders, after an error too.
             closing(self._encode(own)) as encoded,
             tqdm(total=total, desc="prompts", unit="prompt", disable=None if total and world.is_main else True) as bar,
         ):
+            # Ranks that are done go round with the others: the gather is collective.
             while left := sum(world.gather(len(own) - len(counts))):
                 progress(total - left, total)
                 bar.update(total - left - bar.n)
@@ -135,6 +140,7 @@ class CachedPromptEncoder(ABC):
         """
         found = [self._read(text) for text in texts]
         if any(read is None for read in found):
+            # By this rank alone: the others may lack nothing.
             self.prepare(texts)
             found = [self._read(text) for text in texts]
         return [read[0] for read in found if read is not None]
@@ -165,6 +171,7 @@ class CachedPromptEncoder(ABC):
         With a picture also of the picture's content and of the size that it is cropped to.
         """
         if self._identity is None:
+            # Files that an encoder or a tokenizer is read from; any other would change the keys for nothing.
             kinds = (".json", ".jinja", ".txt", ".safetensors", ".bin")
             files = [[file for file in (self.root / part).iterdir() if file.suffix in kinds] for part in self.parts]
             self._identity = json.dumps([CACHE_VERSION, self.template, *map(fingerprint, files)])
@@ -232,6 +239,7 @@ class CachedPromptEncoder(ABC):
 
     def _release(self) -> None:
         """Give the memory of encoders that are no longer referenced back to the device."""
+        # Encoders that only a cycle of references holds are freed too.
         gc.collect()
         if torch.device(self.device).type == "cuda":
             torch.cuda.empty_cache()

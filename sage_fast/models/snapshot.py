@@ -109,6 +109,7 @@ def require_parts(root: Path, parts: Sequence[str], command: Callable[[str], str
                 raise ValueError(f"{file} is missing. Get it with: {command(part)}")
         for file in weights:
             try:
+                # Opening compares the size of the file with the one that its header tells.
                 with safe_open(file, framework="pt"):
                     pass
             except SafetensorError as error:
@@ -147,6 +148,7 @@ def published_shift(root: Path) -> float | None:
     """The timestep shift that the folder's scheduler has; None where nothing says."""
     file = root / "scheduler" / "scheduler_config.json"
     stored = read_json(file) if file.is_file() else {}
+    # UniPC's scheduler calls it flow_shift.
     shift = stored.get("flow_shift", stored.get("shift"))
     return None if shift is None else float(shift)
 

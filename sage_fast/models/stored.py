@@ -96,6 +96,7 @@ class StoredWeights(Mapping[str, Tensor]):
         for qualified, parameter in transformer.named_parameters():
             if ".lora_" in qualified:
                 continue
+            # peft's wrapper puts a layer's own weights one level deeper.
             name = qualified.replace(".base_layer", "")
             part = self._open(self._files[name]).get_slice(name)
             if isinstance(parameter, DTensor):
@@ -103,6 +104,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 shape, start = compute_local_shape_and_global_offset(
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
+                # Only the slice that is asked for is read from the file.
                 part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
             else:
                 allocate([parameter], device or parameter.device)
@@ -159,6 +161,7 @@ def without_memory(transformer: nn.Module, dtype: torch.dtype, in_float32: Colle
         for name, parameter in module.named_parameters(recurse=False):
             kept = in_parts(f"{prefix}.{name}", in_float32)
             zero = torch.zeros((), dtype=torch.float32 if kept else dtype)
+            # Strides of 0: the shape of the weight, and the memory of one number.
             setattr(module, name, nn.Parameter(zero.expand(parameter.shape)))
 
 

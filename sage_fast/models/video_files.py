@@ -29,6 +29,7 @@ def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) ->
     """
     composed = unicodedata.normalize("NFC", prompt.lower())
     kept = [c if unicodedata.category(c).startswith(("L", "M", "N", "So")) else "-" for c in composed]
+    # Bytes are counted, not letters; a letter that the cut goes through is dropped.
     words = re.sub("-+", "-", "".join(kept))[:60].encode()[:MAX_WORD_BYTES].decode(errors="ignore").strip("-")
     return f"{index:02d}-{words or 'prompt'}{f'-{member}' if count > 1 else ''}.mp4"
 
@@ -60,7 +61,9 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
     frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
 
     with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+        # The index comes first, so that a browser plays before it has the whole file.
         container.options["movflags"] = "+faststart"
+        # As a fraction of small numbers: a float such as 29.97 is one of huge ones.
         stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(10_000))
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
@@ -77,6 +80,7 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
             # One thread here too: by itself the conversion starts one per core for every frame.
             frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709", threads=1)
             container.mux(stream.encode(frame))
+        # Without a frame the encoder gives those that it has held back.
         container.mux(stream.encode())
 
 

@@ -100,6 +100,7 @@ def adapter_files(path: Path) -> list[Path]:
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'adapter.safetensors')."
         )
     beside = file.with_name(PEFT_CONFIG)
+    # diffusers' own file has peft's description in its metadata.
     return [file, beside] if file.name != ADAPTER_FILE and beside.is_file() else [file]
 
 
@@ -164,6 +165,7 @@ def _peft_fields(beside: Sequence[Path], metadata: Mapping[str, str]) -> dict[st
     fields = json.loads(text or "{}")
     if not isinstance(fields, dict):
         raise ValueError(f"its {place} is {type(fields).__name__}, and not an object.")
+    # diffusers puts the part that an adapter is for before every field.
     fields = {name.removeprefix("transformer."): value for name, value in fields.items()}
     for name, value in fields.items():
         usual = NEUTRAL_VALUES.get(name, r"null|false|\[\]|\{\}")
@@ -216,6 +218,7 @@ def _scale(
             if int(said) != rank:
                 raise ValueError(f"its description says rank {said} for {layer!r}, whose lora_A has {rank} rows.")
             top = float(alphas.get(get_pattern_key(alphas, layer), fields["lora_alpha"]))
+            # rsLoRA divides by the root of the rank.
             scale = top / (rank**0.5 if fields.get("use_rslora") else rank)
             if stated is not None and stated != scale:
                 raise ValueError(f"it says two scales of {layer!r}: {stated:g} by its alpha, {scale:g} by peft.")
@@ -257,6 +260,8 @@ def use_adapter(transformer: Any, path: Path) -> None:
                 f"and the model's has {layer.in_features} and {layer.out_features}."
             )
     most = max(len(pair.a) for pair in pairs.values())
+    # peft compares a key with the end of a layer's name; `^` makes it the whole. With alpha = rank everywhere the
+    # scale is 1: the pair's own is multiplied into lora_B.
     ranks: dict[str, Any] = {f"^{re.escape(n)}": len(pair.a) for n, pair in pairs.items() if len(pair.a) < most}
     transformer.add_adapter(
         PeftLoraConfig(r=most, lora_alpha=most, target_modules=[*pairs], rank_pattern=ranks, alpha_pattern=ranks)
@@ -290,6 +295,7 @@ def load_adapter(transformer: Any, path: Path) -> None:
         pairs = read_adapter(path, family.layers_named)
     except ValueError as error:
         raise ValueError(f"model.adapter: {error}") from error
+    # An adapter from elsewhere may have pairs that change nothing here; this run's has none for these layers.
     dead = family.dead_modules(transformer)
     for name, pair in ((name, pair) for name, pair in pairs.items() if not is_dead(name, dead)):
         values |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * (pair.scale / scale)}
@@ -321,6 +327,7 @@ def load_model(model: ModelConfig, lora: LoraConfig, *, read: bool = True) -> Co
     """
     components = open_components(model)
     transformer = components.transformer
+    # Before the adapter is added, whose weights stay float32.
     family_of(transformer).cast(transformer, getattr(torch, model.dtype))
     if model.adapter is not None:
         make_trainable(transformer, "lora", lora, seed=0)  # every value is replaced

@@ -120,4 +120,5 @@ class GuidedPolicy:
         return model_velocity(self.transformer, latents, sigma, [self.uncond.beside(prompt) for prompt in prompts])
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
+        # One expression for rollout and update: another order of its operations has other last bits.
         return uncond + self.guidance_scale * (conditional - uncond)

@@ -76,6 +76,7 @@ def add_lora(
         init_lora_weights=True,
     )
     with torch.random.fork_rng(devices=[]):
+        # `torch.manual_seed` would seed the GPUs too, whose generators are not restored here.
         torch.default_generator.manual_seed(seed)  # adapters are made on the CPU
         transformer.add_adapter(config)
     for parameter in transformer.parameters():
@@ -116,6 +117,7 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
         if ".lora_" in name:
             continue
         name = name.replace(".base_layer", "")
+        # In the model's type: weights that are still on disk, in another one, have the same digest.
         flat = (parameter if weights is None else weights[name]).detach().flatten()
         ends = torch.cat([flat[:8], flat[-8:]]).to(parameter.dtype).double().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {ends.tolist()}".encode())
@@ -124,6 +126,7 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
 
 def described(config: PeftLoraConfig) -> str:
     """peft's description of an adapter as JSON."""
+    # JSON has no sets, and their order differs from process to process.
     fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     return json.dumps(fields, indent=2, sort_keys=True)
 
@@ -137,6 +140,7 @@ def copy_lora(transformer: Any, folder: Path) -> Callable[[], None]:
     """
     ((name, config),) = transformer.peft_config.items()
     weights = get_peft_model_state_dict(transformer, adapter_name=name)
+    # A copy also of what is on the CPU, where training goes on before it is written.
     copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in weights.items()}
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: described(config)}
 

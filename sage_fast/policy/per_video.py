@@ -41,6 +41,7 @@ class PerVideo:
         leaves = [weight.detach().expand(videos, *weight.shape).requires_grad_() for weight in self.weights]
         for layer, leaf in zip(self.layers, leaves, strict=True):
             # The fused forward reads the weight, a stock one calls the layer.
+            # Into the dictionary: the attribute takes a Parameter alone.
             layer._parameters["weight"], layer.forward = leaf, partial(_Linear.apply, leaf)
         try:
             yield leaves

@@ -33,9 +33,11 @@ def use_weights(
         # Not `make_trainable`, which wants float32 masters.
         dead = family_of(transformer).dead_modules(transformer)
         parameters = {name: p for name, p in transformer.named_parameters() if not is_dead(name, dead)}
+    # Shapes come from the checkpoint's index, before any tensor is read.
     saved = weights.meta if isinstance(weights, SavedTensors) else weights
     check_same_shapes(shapes_of(parameters), shapes_of(saved), "weights")
     for name, parameter in parameters.items():
+        # A look-up in a checkpoint reads one tensor, so it is never whole in memory.
         parameter.copy_(weights[name])
     transformer.requires_grad_(False)
 

@@ -81,6 +81,7 @@ def resolve_backend(
         return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
     candidates: tuple[Backend, ...] = () if dtype == torch.float64 else ("sdpa",)
     if dtype != torch.float64 and use.device.type == "cuda":
+        # A GPU older or newer than the table takes the order of its nearest end.
         major = torch.cuda.get_device_capability(use.device)[0]
         candidates = _ORDER[min(max(major, min(_ORDER)), max(_ORDER))]
     passed_over: list[str] = []

@@ -161,6 +161,7 @@ class Reference(Library):
     ) -> Gradients:
         """The formulas of `attention.py`."""
         dtype = q.dtype
+        # The lse is float32, or float64 for float64: the type to compute in.
         grad_out, q, k, v, out = (tensor.to(lse.dtype) for tensor in (grad_out, q, k, v, out))
         p = (torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q) - lse[..., None]).exp()
         delta = torch.einsum("bqhd,bqhd->bhq", grad_out, out)

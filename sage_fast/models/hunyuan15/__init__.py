@@ -19,6 +19,7 @@ are of one shape, and published text-to-video ones have task_type i2v in their c
 def animates_pictures(path: str | None) -> bool:
     """Tell whether a folder of weights is of image-to-video, or a repository that is not here, by its name."""
     folder = local_folder(path) if path else None
+    # Nothing is here to read yet, and published repositories have t2v or i2v in their names.
     if path is None or folder is None:
         return path is not None and "i2v" in path
     with suppress(OSError, ValueError):  # missing or damaged: the loader's checks name it

@@ -48,6 +48,7 @@ def velocity(
             timestep = timestep.to(latents.device, non_blocking=True)
         packed: Tensor = call(hidden_states=latents, timestep=timestep, prompts=prompts, return_dict=False)[0]
         return packed.to(velocity_dtype(transformer))
+    # diffusers' own forward takes one padded batch, with the masks of its valid tokens.
     dtype = transformer.dtype
     sigma = sigma.to(latents.device)
     images = [p.image.to(dtype) for p in prompts if p.image is not None]
@@ -129,13 +130,18 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
     n, length = video_tokens, text_tokens
+    # In D^2: queries, keys, values and output are four products, the feed-forward is two of width mlp_ratio D.
     per_token = 4 + 2 * config["mlp_ratio"]
+    # The second term is the modulation, one product for each stream.
     block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
+    # 256 sinusoids to D, then D to D.
     time = 2 * (256 * d + d * d)
     text, images = config["text_embed_dim"], image_tokens(config)
     length -= images  # the refiner is for text alone
+    # The refiner has its own embedding of the time and of the text's mean, then projects all text tokens.
     refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
     refiner += config["num_refiner_layers"] * (2 * length * 12 * d * d + 2 * 2 * d * d)
+    # First and last layer of the video's tokens, and the last modulation, of scale and shift alone.
     ends = 2 * n * d * (config["in_channels"] + config["out_channels"]) + 2 * 2 * d * d
     if images:
         ends += 2 * images * config["image_embed_dim"] * (config["image_embed_dim"] + d)
@@ -237,8 +243,10 @@ class HunyuanTransformer(ModelFamily):
             if not torch.is_grad_enabled():
                 return None
             unread = [p for p in transformer.context_embedder_2.parameters() if p.requires_grad]
+            # Sums of no elements: exactly zero whatever the weights hold, with a gradient of zero.
             return output + sum(p.flatten()[:0].sum() for p in unread)
 
+        # Every forward calls the embedder of the text, whatever its prompts are.
         transformer.context_embedder.register_forward_hook(add_nothing)
 
     @staticmethod

@@ -147,6 +147,7 @@ class _Block:
         inputs = (x, modulation, slice(0, self.num_video)), (text, text_modulation, slice(self.num_video, None))
         self.streams: list[_Pass] = []
         for layers, (given, vectors, tokens) in zip(groups, inputs, strict=True):
+            # One iterator for both streams: `zip` asks for a name first, and so takes no adapter too many.
             mine = dict(zip(layers, adapters, strict=False))
             self.streams.append(_Pass(self.kernels, layers, mine, Modulation(*vectors.chunk(6, dim=1)), given, tokens))
         self.video, self.text = self.streams
@@ -202,6 +203,7 @@ class _Block:
             (both,) = self.qkv
             text = both[:, self.num_video :, (3 - len(self.text.layers["qkv"])) * width :]
             return both[:, : self.num_video], text, both[..., 2 * width :]
+        # Of several samples the joint values are a copy: a sample's video and text are not neighbours in memory.
         video, text = self.qkv
         return video, text, torch.cat([video[..., -width:], text[..., -width:]], dim=1)
 
@@ -209,11 +211,13 @@ class _Block:
         """q, k, q_text, k_text as (B, tokens, H, D) views. Where the text has no queries its keys stand in."""
         q, k, _ = video.view(*video.shape[:2], 3, -1, self.head_dim).unbind(2)
         text_heads = text.view(*text.shape[:2], len(self.text.layers["qkv"]), -1, self.head_dim)
+        # Of q, k, v and of k, v alike the key is the last but one; the first is the query, or the key in its place.
         return q, k, text_heads[:, :, 0], text_heads[:, :, -2]
 
     def rotate(self, video: Tensor, text: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v (B, tokens, H, D) as attention takes them."""
         q, k = self.kernels.qk_norm_rope(*self.raw_heads(video, text), *self.norm_weights, *self.rotary, EPS)
+        # In the last block the text's rows of q are those of the key that stood in.
         return q if self.text.live else q[:, : self.num_video], k, v.view(*v.shape[:2], -1, self.head_dim)
 
     def attention_of(self, stream: _Pass) -> Tensor:
@@ -238,6 +242,7 @@ class _Block:
         if self.settings.checkpointing == "selective":
             return [self.out, self.lse]
         assert self.qkv is not None
+        # `restore` takes them back in this order.
         attended = [stream.attended for stream in self.live if stream.attended is not None]
         hidden = [stream.hidden for stream in self.live if stream.hidden is not None]
         return [self.out, self.lse, *attended, *hidden, *self.qkv]
@@ -297,6 +302,7 @@ class _Block:
 
     def residuals_backward(self, gradients: Gradients, modulation: bool) -> Tensor:
         """From x2 to attention's result: dL/do, (B, tokens, H, head dim); leaves dL/dx1 in the live streams' `grad`."""
+        # Attention of the last block has results for the video alone.
         num_tokens = self.num_tokens if self.text.live else self.num_video
         joint = self.video.x.new_empty(len(self.video.x), num_tokens, self.video.x.shape[2])
         for stream in self.live:

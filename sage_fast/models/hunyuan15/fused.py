@@ -74,6 +74,7 @@ class ModulationTable:
             timesteps: B numbers.
             device: where the forward runs.
         """
+        # A change in place counts up `_version`; a weight that was replaced has another id or address.
         watched = (p for module in self.watched for p in module.parameters())
         version = (device, *((id(p), p.data_ptr(), p._version) for p in watched))
         if version != self._version or len(self.rows) > MAX_LEVELS:
@@ -85,6 +86,7 @@ class ModulationTable:
                     embedded = self.embed(torch.tensor([timestep], dtype=torch.float32).to(device, non_blocking=True))
                     row = []
                     for layer in self.layers:
+                        # Weights that are offloaded come over for this product alone; the layer keeps them on the CPU.
                         weight = layer.weight.to(device, non_blocking=True)
                         bias = None if layer.bias is None else layer.bias.to(device, non_blocking=True)
                         row.append(F.linear(embedded, weight, bias)[0])
@@ -105,6 +107,7 @@ def can_tabulate(transformer: nn.Module) -> bool:
     """
     modules: Any = transformer
     layers = all_adaln_layers(transformer)
+    # peft's wrapper is not a Linear. A DTensor is FSDP2's part of a weight, and `ds_id` marks one that ZeRO-3 shards.
     return all(isinstance(layer, nn.Linear) for layer in layers) and all(
         type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
         for module in (modules.time_embed, *layers)
@@ -172,6 +175,7 @@ def _fused_forward(
             image_embeds,
         )
     scale = (attention_kwargs or {}).get("scale", 1.0)
+    # As in diffusers' forward, the scale of the adapters holds for this call.
     if scale != 1.0:
         from diffusers.utils import scale_lora_layers, unscale_lora_layers
 
@@ -210,6 +214,7 @@ class Acceleration(BlockwiseForward):
                 "norm1_context.linear) are trained, sharded, or carry an adapter, so a table cannot replace them. "
                 "Freeze them first, or choose auto."
             )
+        # Offloading moves the weights now; a plain table is made by the first forward that asks for it.
         if self.adaln == "offload":
             self.table = ModulationTable(self.transformer, self.embed_time, offload=True)
 
@@ -233,6 +238,7 @@ class Acceleration(BlockwiseForward):
         Returns:
             (B, C, F, H, W) in the weights' dtype.
         """
+        # Only records have a frame; diffusers' padded input has these channels already.
         if prompts[0].frame is not None:
             latents = torch.cat([latents, picture_condition(latents, prompts)], dim=1)
         groups: dict[tuple[int, int, int], list[int]] = {}
@@ -243,6 +249,7 @@ class Acceleration(BlockwiseForward):
                 return self._dense(latents, timestep, prompts)
             parts = [self._dense(latents[rows], timestep[rows], [prompts[r] for r in rows]) for rows in groups.values()]
         rows = [row for group in groups.values() for row in group]
+        # The inverse permutation: from the order of the groups back to that of the batch.
         return torch.cat(parts)[sorted(range(len(rows)), key=rows.__getitem__)]
 
     def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
@@ -255,11 +262,13 @@ class Acceleration(BlockwiseForward):
                 "layers without calling these, so offloading that moves weights layer by layer (sequential, or "
                 "leaf_level) does not work with it. Use enable_model_cpu_offload, or undo the acceleration."
             )
+        # Read before the copy: `tolist` of a tensor on the GPU would wait for all work before it.
         known = timestep.tolist() if timestep.device.type == "cpu" else None
         timestep = timestep.to(device, torch.float32, non_blocking=True)
         activated = self.embed_time(timestep)
         text = self.embed_text(prompts, timestep, dtype)
         weight = weight.flatten(1)[:, : latents.shape[1]]  # missing condition channels are zero
+        # A patch is one latent (`computes`), so the embedder's convolution is a product over channels.
         embedded = F.linear(latents.to(dtype).flatten(2).transpose(1, 2), weight, transformer.x_embedder.proj.bias)
         x = self.enter(embedded, latents)
         table = self.modulation(known, timestep)
@@ -283,6 +292,7 @@ class Acceleration(BlockwiseForward):
         transformer: Any = self.transformer
         device = timestep.device
         texts = torch.stack([p.text.to(device, dtype) for p in prompts])
+        # Rows: 0 is text, 1 glyphs, 2 a picture. The mask is None, as the texts of a dense batch are equally long.
         kind = transformer.cond_type_embed.weight
         parts = [transformer.context_embedder(texts, timestep, None) + kind[0]]
         if len(prompts[0].glyph):
@@ -294,6 +304,7 @@ class Acceleration(BlockwiseForward):
 
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
+        # `auto` takes the table only where the levels are known without waiting for the GPU.
         if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
             return None
         if not can_tabulate(self.transformer):

@@ -71,7 +71,9 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
     width, layers = language["hidden_size"], language["num_hidden_layers"]
     tokens = TOKENS_PER_WORD * words + END_TOKENS
     length = TEMPLATE_TOKENS + tokens
+    # Several heads of queries share one of keys and values, so these are narrower.
     keys = width * language["num_key_value_heads"] / language["num_attention_heads"]
+    # Of a layer: queries and output, keys and values; and the three matrices of its gated feed-forward.
     weights = 2 * width * (width + keys) + 3 * width * language["intermediate_size"]
     flops = 2 * layers * (weights * length + width * length**2)
     size = tokens * width * (4 if language.get("dtype") == "float32" else 2)

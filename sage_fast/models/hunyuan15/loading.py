@@ -93,6 +93,7 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
     if not index and config.get("task_type") == "i2v":
         _refuse(config_file, "says task_type i2v, and only model_index.json can tell whether that is so")
     guider = root / "guider" / "guider_config.json"
+    # A guider whose scale is 1 belongs to weights that guidance is distilled into.
     distilled = guider.is_file() and read_json(guider).get("guidance_scale") == 1.0
     facts = WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
@@ -106,6 +107,7 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
 def likely_repository(root: Path) -> str:
     """The repository that a damaged or incomplete local folder most likely came from."""
     config = root / "transformer" / "config.json"
+    # `target_size` is 640 in the transformers for 480p, and 960 in those for 720p.
     large = config.is_file() and read_json(config).get("target_size") == 960
     name = DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
     return name.replace("t2v", "i2v") if animates_pictures(str(root)) else name

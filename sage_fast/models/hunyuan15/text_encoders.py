@@ -38,6 +38,7 @@ VISION = ("image_encoder", "feature_extractor", "vae")
 _QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
 """A quotation as the stock pipeline finds it."""
 
+# Stands for the prompt where a conversation is split; no template has such characters.
 _MARKER = "\x00prompt\x00"
 
 _TEMPLATE = {
@@ -80,6 +81,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             states: Tensor = layers[-1 - _TEMPLATE["num_hidden_layers_to_skip"]][0, prefix.shape[1] :].cpu()
             return states[:MAX_TEXT_TOKENS]
         finally:
+            # The name goes first: `_release` frees what nothing references.
             del encoder
             self._release()
 
@@ -94,6 +96,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         try:
             for asked in texts:
                 text = text_of(asked)
+                # Counted first, because the pipeline pads to a fixed length: with this one nothing is padded.
                 messages = format_text_input([text], _TEMPLATE["system_message"])
                 (ids,) = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True).input_ids
                 length = len(ids) - _TEMPLATE["crop_start"]

@@ -16,6 +16,7 @@ def _cosine_basis(size: int) -> Tensor:
     """Orthonormal DCT-II matrix, float64 (size, size), one basis vector per row."""
     index = torch.arange(size, dtype=torch.float64)
     basis = torch.cos(math.pi / size * (index[None] + 0.5) * index[:, None]) * math.sqrt(2 / size)
+    # The constant vector is longer than the others by this.
     basis[0] /= math.sqrt(2)
     return basis
 
@@ -55,6 +56,7 @@ class PatchCodec:
         pixels = videos.float() / 255 if colours == 3 else videos.float().mean(2, keepdim=True) / 255
         pixels = (pixels - self._mean.to(videos.device)) / self.std
         blocks = pixels.view(batch, f, PATCH_FRAMES, colours, h, PATCH_HEIGHT, w, PATCH_WIDTH)
+        # Frames, colours, rows and columns of a block become one axis, in the order of the basis.
         blocks = blocks.permute(0, 1, 4, 6, 2, 3, 5, 7).reshape(batch, f, h, w, channels)
         return (blocks @ self._basis.T.to(videos.device)).permute(0, 4, 1, 2, 3).contiguous()
 
@@ -66,4 +68,5 @@ class PatchCodec:
         pixels = blocks.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(
             batch, f * PATCH_FRAMES, len(self._mean), h * PATCH_HEIGHT, w * PATCH_WIDTH
         )
+        # A grey video gets three equal colours; one with colours stays as it is.
         return to_uint8(pixels * self.std + self._mean.to(latents.device)).cpu().expand(-1, -1, 3, -1, -1)

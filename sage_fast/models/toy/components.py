@@ -143,6 +143,7 @@ class Toy(HunyuanTransformer):
             for values in (stored_parameters(transformer), weights)
         )
         check_fit(directory, described, stored)
+        # Not strict, because the unused modules are not stored; `check_fit` has been strict about the others.
         transformer.load_state_dict(weights, strict=False)
         return Components(transformer=transformer.eval(), prompt_encoder=self.encoder(), video_decoder=self.codec())
 

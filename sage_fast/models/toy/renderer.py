@@ -33,8 +33,10 @@ BACKGROUND = (0.06, 0.06, 0.08)
 NUM_FRAMES, HEIGHT, WIDTH = 8, 16, 16
 
 UNITS_PER_SIDE = 16
+# In units: the radius of an object, and its way from the first frame to the last.
 RADIUS = 3.0
 TRAVEL = 7.0
+# Of the radius, in the first and in the last frame.
 CLOSER_SCALE = (0.55, 1.35)
 SUPERSAMPLING = 8
 
@@ -180,6 +182,7 @@ def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDT
     lead = tracks.shape[:-1]
     x, y, radius = (part.reshape(-1, 1, 1) for part in tracks.unbind(-1))
 
+    # Places of the samples from the middle of the frame, in units.
     samples_x, samples_y = (
         ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2) / pixels_per_unit
         for size in (width, height)
@@ -244,6 +247,7 @@ class Manifold:
 
     def squared_distances(self, flat: Tensor) -> Tensor:
         """Squared distances, float32 (B, M), of flattened videos to the legal ones, to about 1e-4."""
+        # |a - b|^2 = |a|^2 - 2 a b + |b|^2, which rounding can make slightly negative.
         parts = [part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy for part in flat.split(256)]
         return torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
 

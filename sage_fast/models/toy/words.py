@@ -80,6 +80,7 @@ class LetterEncoder(WordEncoder):
             rows = self._table[[VOCABULARY.index(UNCONDITIONAL)]]
         else:
             word, motion = parse_prompt(text)
+            # Vectors of places lie behind those of the vocabulary; the motion has no place.
             at = self._table[[len(VOCABULARY) + PLACES.index(place) for place in letter_places(len(word))]]
             rows = self._table[[VOCABULARY.index(name) for name in (*word, motion)]]
             rows = rows + torch.cat([at, torch.zeros_like(rows[:1])])

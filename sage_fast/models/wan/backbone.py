@@ -79,6 +79,7 @@ class WanTransformer(ModelFamily):
     def velocity(
         transformer: WanTransformer3DModel, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
     ) -> Tensor:
+        # The type of the products: a 16-bit model keeps other weights in float32.
         dtype = transformer.patch_embedding.weight.dtype
         text = latents.new_zeros(len(prompts), TEXT_TOKENS, prompts[0].text.shape[1], dtype=dtype)
         for row, prompt in zip(text, prompts, strict=True):
@@ -94,6 +95,7 @@ class WanTransformer(ModelFamily):
     @staticmethod
     def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
         text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
+        # There is no glyph encoder, so any width of no tokens will do.
         return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
 
 
@@ -108,6 +110,7 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
     d, f, n = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"], video_tokens
     block = 2 * n * (6 * d * d + 2 * d * f) + 2 * TEXT_TOKENS * 2 * d * d
     ends = 2 * n * d * math.prod(config["patch_size"]) * (config["in_channels"] + config["out_channels"])
+    # The text's projection of two layers; the time's embedding of two, and its projection to six vectors.
     ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (config["freq_dim"] * d + 7 * d * d)
     attention = 4 * n * (n + TEXT_TOKENS) * d
     return Work(linear=config["num_layers"] * block + ends, attention=config["num_layers"] * attention)

@@ -106,6 +106,7 @@ class Stage(Generic[T]):
         self.compute = compute
 
     def __get__(self, block: "_Block", owner: type) -> T:
+        # Python looks into the instance before a descriptor without `__set__`, so the next read does not come here.
         value = block.__dict__[self.compute.__name__] = self.compute(block)
         return value
 
@@ -120,6 +121,7 @@ class _Block(BlockPass):
         super().__init__(kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True)))
         self.settings, self.rotary, self.first_norm = settings, rotary, weights.norms
         self.modulation = Modulation(*modulation.unbind(1))
+        # The branch of the text has no gate, and the kernel wants one.
         self.one = torch.ones_like(self.modulation.gate_msa)
         self.saved = SAVED[settings.checkpointing]
         norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
@@ -200,6 +202,7 @@ class _Block(BlockPass):
 
     def forward(self) -> Tensor:
         """x3."""
+        # Reading a stage computes it. Each is freed after its last reader, unless the backward has it saved.
         _ = self.attention
         self.forget("y", "qkv", "rotated")
         _ = self.residual
@@ -226,15 +229,18 @@ class _Block(BlockPass):
             inputs: whether that of x is; where neither is, it stays that of x1.
         """
         m, kernels, found = self.modulation, self.kernels, dict[str, Tensor]()
+        # From the end: the feed-forward, from x3 to y3.
         y3_grad, gate_grad = self.feed_forward_backward(
             grad, self.hidden, self.text_residual[1], m.gate_mlp, gradients, modulation=modulation
         )
         self.forget("hidden")
+        # Without gradients of the modulation the kernel does not read o2 W_o2.
         residual, attended = self.text_residual[0], self.text_attended if modulation else None
         grad, branch, _, found["scale_mlp"], found["shift_mlp"] = kernels.gated_residual_adaln_backward(
             grad, y3_grad, residual, attended, self.one, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
         )
         self.forget("text_residual", "text_attended")
+        # Attention to the text: from x2 to y2 and to the text's own tokens.
         out, lse = self.text_attention
         out_grad = self.project_backward("text_out", [branch], out.flatten(2), gradients).view(out.shape)
         (raw_q,), (raw_k, v) = self.heads(self.text_q), self.heads(self.text_kv)
@@ -250,13 +256,16 @@ class _Block(BlockPass):
                 grad, y2_grad, residual, attended, m.gate_msa, m.scale_text, residual.dtype, m.shift_text.dtype, EPS
             )
         )
+        # Local names hold these tensors too: with them `forget` would free nothing.
         del residual, normed, y2_grad, y3_grad, attended
         self.forget("residual", "attended")
+        # The video's own attention: from x1 to x.
         out, lse = self.attention
         out_grad = self.project_backward("out", [branch], out.flatten(2), gradients).view(out.shape)
         raw_q, raw_k, v = self.heads(self.qkv)
         dq, dk, dv = self.settings.attention.backward(out_grad, *self.rotated, v, out, lse, self.x.shape[1])
         dq, dk = self.norm_backward(0, dq, dk, raw_q, raw_k, self.rotary, gradients)
+        # y is elementwise and never saved. Only gradients of weights read it.
         y = self.y if gradients.wants(*self.layers["qkv"]) else None
         y_grad = self.project_backward("qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients)
         if inputs or modulation:
@@ -272,6 +281,7 @@ class _Block(BlockPass):
         self, index: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
     ) -> tuple[Tensor, Tensor]:
         """Gradients of raw queries and keys: of the video's own attention (0), or of that to the text (1)."""
+        # In the flat list norms lie in pairs, of the queries and of the keys.
         position, (cos, sin) = self.first_norm + 2 * index, rotary or (None, None)
         wanted = any(gradients.wanted[position : position + 2])
         dq, dk, *weights = self.kernels.qk_norm_across_heads_backward(
@@ -291,6 +301,7 @@ class _BlockFunction(torch.autograd.Function):
         out = block.forward()
         ctx.settings, ctx.weights, ctx.rotary, ctx.count = settings, weights, rotary, len(tensors)
         ctx.stages = {name: getattr(block, name) for name in block.saved}
+        # Autograd saves a flat list. Of each stage `ctx.stages` keeps the size of its tuple, 0 for a plain tensor.
         kept = [tensor for value in ctx.stages.values() for tensor in (value if type(value) is tuple else (value,))]
         ctx.stages = {name: 2 if type(value) is tuple else 0 for name, value in ctx.stages.items()}
         ctx.save_for_backward(*tensors, *kept)

@@ -27,6 +27,7 @@ from sage_fast.models.wan.block import block_forward, read_block
 def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
     """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
     acceleration: WanForward = self._acceleration
+    # Modulation stays float32 in a 16-bit model, as in diffusers' block.
     wide = torch.promote_types(x.dtype, torch.float32)
     affine = torch.stack([self.norm2.weight.to(wide) - 1, self.norm2.bias.to(wide)])
     table = self.scale_shift_table + time.to(wide)
@@ -79,12 +80,14 @@ class WanForward(BlockwiseForward):
         transformer, patch = self.transformer, self.transformer.config["patch_size"]
         temb, time, text, _ = transformer.condition_embedder(timestep, text, None)
         x = self.enter(transformer.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous(), latents)
+        # (B, 6 D) to the six vectors that every block adds its table to.
         time = time.unflatten(1, (6, -1))
         for block in self.blocks:
             x = block(x, text, time)
         shift, scale = (transformer.scale_shift_table + temb.unsqueeze(1)).unbind(1)
         x = self.leave(transformer.proj_out(self.settings(x.device, x.dtype).kernels.adaln(x, scale, shift, EPS)))
         sizes = [size // p for size, p in zip(latents.shape[2:], patch, strict=True)]
+        # Back to latents: each axis of the grid of tokens comes beside its axis of the patch, and they are joined.
         x = x.unflatten(2, (*patch, -1)).unflatten(1, sizes)
         return x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
 

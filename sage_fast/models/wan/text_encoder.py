@@ -27,6 +27,7 @@ class WanPromptEncoder(CachedPromptEncoder):
     The encoder computes in the data type that its weights are stored in.
     """
 
+    # ftfy changes what the encoder reads, so entries with it and without it must not be taken for each other.
     template = ("wan", "ftfy", is_ftfy_available())
     limits = (TEXT_TOKENS, 1)
     readers = ("text encoder", "glyph encoder")
@@ -43,6 +44,7 @@ class WanPromptEncoder(CachedPromptEncoder):
                 ids = cut.input_ids.to(self.device)
                 with torch.no_grad():
                     states = encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
+                # Uncut, so that `prepare` can tell what the encoder does not see.
                 length = len(tokenizer(clean).input_ids)
                 self._write(text, PromptEmbeds(text=states, glyph=torch.zeros(0, 1)), (length, 0))
                 yield length, 0
@@ -65,6 +67,7 @@ class WanPromptEncoder(CachedPromptEncoder):
         try:
             plain = WanPipeline(tokenizer=tokenizer, text_encoder=encoder, vae=None, scheduler=None)
             (states,) = plain._get_t5_prompt_embeds(text, max_sequence_length=TEXT_TOKENS, device=self.device)
+            # The method fills up with zeros to 512 again.
             cut = tokenizer(prompt_clean(text), truncation=True, max_length=TEXT_TOKENS)
             return states[: len(cut.input_ids)].cpu()
         finally:

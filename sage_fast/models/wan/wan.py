@@ -85,6 +85,7 @@ class Wan(WanTransformer):
     def describe(self, model: ModelConfig) -> ModelDescription:
         folder = local_folder(model.path or DEFAULT_REPOSITORY)
         autoencoder = stored_config(folder, "vae", {})
+        # `empty` is cached by its arguments, and a list has no hash.
         hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in autoencoder.items())
         decoder = partial(WanDecoder.empty, config=tuple(hashable))
         return ModelDescription(
@@ -120,6 +121,7 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
     kind, command = index.get("_class_name"), fetch_command(repository or DEFAULT_REPOSITORY)
+    # A pipeline's file has [null, null] for a part that it lacks.
     for wrong, why in (
         (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
         ((index.get("transformer_2") or [None])[0] is not None, "has two experts (Wan 2.2 A14B)"),
@@ -138,5 +140,6 @@ def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
     """FLOPs of the text encoder for a prompt of so many words, and bytes of its tokens in bfloat16."""
     width, inner = config["d_model"], config["d_kv"] * config["num_heads"]
     tokens = min(4 / 3 * words + 1, TEXT_TOKENS)
+    # Of a layer: queries, keys, values and output; and the three matrices of its gated feed-forward.
     weights = 4 * width * inner + 3 * width * config["d_ff"]
     return 2 * config["num_layers"] * (weights * tokens + 2 * inner * tokens**2), 2 * tokens * width

@@ -78,7 +78,7 @@ def test_the_smallest_gpu_decides_whether_frozen_weights_stay(
     caplog.set_level("INFO")
     for elsewhere, keep in ((True, "rollout"), (False, "always")):
         monkeypatch.setattr(World, "any", lambda self, flag, elsewhere=elsewhere: flag or elsewhere)
-        arguments = (tiny_transformer(), tiny_run(), TWO_SHARDS, torch.device("cpu"))
+        arguments = (tiny_transformer(), tiny_run().distributed, "lora", TWO_SHARDS, torch.device("cpu"))
         assert _resolve_keep_gathered(*arguments) == keep
     transformer = tiny_transformer()
     assert spread(transformer, tiny_run(), TWO_SHARDS) == "never" and "distributed.dp_shard 2" in caplog.text

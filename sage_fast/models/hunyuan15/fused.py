@@ -116,7 +116,7 @@ def can_tabulate(transformer: nn.Module) -> bool:
 
 
 _READ = WeakTensorKeyDictionary()
-"""What was read of masks and of pictures' tokens, for as long as these tensors live."""
+"""Masks and tokens of pictures -> what was read of them, for as long as these tensors live."""
 
 
 def _remembered(tensor: Tensor, make: Callable[[], Any]) -> Any:

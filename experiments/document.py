@@ -35,7 +35,7 @@ def render(findings: Findings) -> str:
         ends = "; ".join(arm for arm, rate in rates.items() if rate in (SLOWEST, FASTEST))
         caption = experiment.caption + (f" At an end of the search: {ends}." if ends else "")
         lines = [f"## {experiment.title}\n\n{picture}{caption}\n"]
-        lines += ["| claim | the paper | here | difference | verdict |", "|---|---|---|---|---|"]
+        lines += ["| claim | paper | here | difference | verdict |", "|---|---|---|---|---|"]
         parts.append("\n".join([*lines, *(_row(judged) for judged in judge(experiment.claims, findings)), ""]))
     if left:
         # Core-hours of trainings of the network, at the mean seconds of an update of those that have been made.
@@ -77,13 +77,14 @@ def _summary(findings: Findings) -> str:
         judged = judge(experiment.claims, findings)
         paper = Counter(judgement.verdict for judgement in judged if judgement.claim.source)
         own = Counter(judgement.verdict for judgement in judged if not judgement.claim.source)
-        counts = [f"{paper[name]} + {own[name]}" if paper[name] + own[name] else "" for name in VERDICTS]
+        counts = [f"{paper[name]}+{own[name]}" if paper[name] + own[name] else "" for name in VERDICTS]
         anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
         planned, done = len(experiment.seeds), len({*experiment.seeds} & {*findings.seeds(experiment.key)})
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
-        name = f"[{experiment.title}](#{anchor})" if _has_section(experiment, measured) else experiment.title
+        short = experiment.title.partition(":")[0]
+        name = f"[{short}](#{anchor})" if _has_section(experiment, measured) else short
         lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
     return "\n".join([*lines, ""])
 

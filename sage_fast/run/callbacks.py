@@ -126,6 +126,7 @@ class Callbacks:
 
     def tell(self, event: str, record: object) -> None:
         """Call the method of this name, such as `on_update`, of every callback."""
+        # A copy, because one that fails is removed on the way.
         for callback in list(self._active):
             name = f"{type(callback).__name__}.{event}"
             try:

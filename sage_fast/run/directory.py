@@ -106,6 +106,7 @@ class RunDirectory(os.PathLike[str]):
             raise ConfigError(f"{self} has no metrics.jsonl: the run has not begun yet.")
         merged: dict[int, dict[str, Any]] = {}
         for row in read_metrics(self.metrics):
+            # Training and evaluation may each have a record of an update; where both have a key, the later one counts.
             merged.setdefault(row["update"], {}).update(row)
         return [merged[update] for update in sorted(merged)]
 
@@ -128,6 +129,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         RunDirectoryError: a line before the last is not a record; the message starts with ``path:line``.
     """
     lines = Path(path).read_bytes().split(b"\n")
+    # Without blank ends the last line is the last record, the only one that a kill can have cut short.
     while lines and not lines[-1].strip():
         lines.pop()
     rows = []

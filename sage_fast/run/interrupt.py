@@ -52,6 +52,7 @@ class GracefulStop:
     def __enter__(self) -> "GracefulStop":
         if self._file is not None:
             self._file.unlink(missing_ok=True)
+        # Looked up before a hang-up, after which isatty knows no terminal any more.
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:

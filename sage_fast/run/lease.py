@@ -23,6 +23,7 @@ def look_at(directory: str | os.PathLike[str]) -> tuple[str, bool]:
     """
     try:
         with RunDirectory(directory).lease.open("rb") as file:
+            # Shared, so that two that look do not take each other for the writer.
             return file.read().decode(errors="replace").strip(), not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
         return "", False
@@ -96,6 +97,7 @@ class Lease:
                 failure = unwritable(self.directory, error)
             except RunDirectoryError as error:
                 failure = error
+        # Every rank waits in this broadcast, so rank 0 must not raise before it.
         failure = self._world.broadcast(failure)
         if failure is not None:
             raise failure
@@ -110,6 +112,7 @@ class Lease:
 
     def _take(self) -> None:
         self.directory.path.mkdir(parents=True, exist_ok=True)
+        # Opened without emptying it: as long as another run holds the lock, the file names that one.
         file = self.path.open("a+b")
         try:
             # `check` finds out where it was deleted meanwhile.

@@ -70,6 +70,7 @@ def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: st
         raise ValueError("a contact sheet needs at least one prompt, and got none")
     columns = min(6, math.ceil(math.sqrt(len(cells)))) if grid else 1
     frames = GRID_FRAMES if grid else STRIP_FRAMES
+    # Pixels from one cell to the next, and of a frame, which has 2 white ones after it; the mark follows the last.
     across = (WIDTH - 2 * MARGIN + GAP) // columns
     side = (across - GAP - MARK_WIDTH) // frames - 2
     texts: list[Text] = []
@@ -83,6 +84,7 @@ def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: st
     for row in range(0, len(cells), columns):
         shown = cells[row : row + columns]
         captions = [_wrapped(cell.caption, across - GAP) for cell in shown]
+        # The videos of a row begin at one height, below the longest of its captions.
         y = top + LINE_HEIGHT * max(map(len, captions))
         for column, (cell, caption) in enumerate(zip(shown, captions, strict=True)):
             x = MARGIN + column * across
@@ -95,6 +97,7 @@ def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: st
                     sign, colour = ("\N{CHECK MARK}", GAIN) if cell.marks[number] else ("\N{BALLOT X}", LOSS)
                     texts.append((x + strip.shape[1] + 4, below + strip.shape[0] / 2, sign, colour, 18))
                 below += strip.shape[0] + 4
+        # Below the lowest strip, because the cells of a row may differ in the height and number of their videos.
         top = max(top_of + strip.shape[0] for _, top_of, strip in places) + GAP
     _write_sheet(path, top, texts, places)
 
@@ -107,6 +110,7 @@ def _write_sheet(path: str | os.PathLike[str], height: int, texts: Sequence[Text
     with rc_context({"font.family": ["DejaVu Sans", *_other_fonts()]}), catch_warnings():
         # A character that no font has is a box; the page of the run and the names of the files have it.
         simplefilter("ignore")
+        # A sheet is laid out from the top; matplotlib counts pixels and shares of a figure from the bottom.
         for x, top, strip in places:
             figure.figimage(strip, xo=x, yo=height - top - strip.shape[0], origin="upper")
         for text_x, middle, text, colour, size in texts:

@@ -69,6 +69,7 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
+            # Not before the first point: only then is it known from which update on a resumed run writes again.
             self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
             for name, tree in self._settings.items():
                 text = json.dumps(tree, indent=1, ensure_ascii=False)
@@ -172,12 +173,15 @@ class MetricsLogger:
         """
         if self._file is None:
             return
+        # All values before any byte: one that is refused leaves the file as it was.
         values = {key: _scalar(key, value) for key, value in record.items()}
         update: Any = values.pop("update")
         row = {"update": update} | dict(sorted(values.items()))
+        # Where the record begins, to cut the file back to where only a part of it fits on the disk.
         start = os.fstat(self._file.fileno()).st_size
         try:
             rest = memoryview((json.dumps(row, allow_nan=False) + "\n").encode())
+            # An unbuffered file may take a part at a time.
             while rest:
                 rest = rest[self._file.write(rest) :]
             os.fsync(self._file.fileno())
@@ -220,6 +224,7 @@ class MetricsLogger:
         written = self.path.read_bytes() if self.path.exists() else b"\n"
         rows = read_metrics(self.path) if self.path.exists() else []
         kept = [row for row in rows if row["update"] <= last]
+        # A last line without its end, whole or not, would run on into the next record.
         if len(kept) < len(rows) or not written.endswith(b"\n"):
             write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))
         return self.path.open("ab", buffering=0)

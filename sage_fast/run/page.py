@@ -126,6 +126,7 @@ def write_run_page(directory: str | os.PathLike[str]) -> None:
 def run_page(run: str | os.PathLike[str]) -> str:
     """The page as HTML. ValueError, OSError where a file of the run cannot be read."""
     directory = RunDirectory(run)
+    # By update: a run that was resumed may log its baseline, of update 0, after later ones.
     rows = sorted(read_metrics(directory.metrics), key=lambda row: row["update"]) if directory.metrics.exists() else []
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
@@ -143,6 +144,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
         refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
         name=name,
         directory=directory.path.resolve().as_posix(),
+        # What the commands on the page begin with, so that they can be pasted.
         program="sage-fast" if shutil.which("sage-fast") else f"{shlex.quote(sys.executable)} -m sage_fast",
         status=status,
         facts=_facts(rows, status, compared),
@@ -174,6 +176,7 @@ def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:
 
 def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list[tuple[str, str]]:
     """The few numbers that are looked at first."""
+    # The last value of every metric, since no row has all of them.
     last = {key: value for row in rows for key, value in row.items() if value is not None}
     facts = []
     if status is not None:
@@ -222,6 +225,7 @@ def _hours(rows: Rows) -> Callable[[float], str]:
         updates.append(row["update"])
         spent = (row.get(f"time/{phase}") for phase in ("iteration", "evaluation", "checkpoint"))
         seconds.append(seconds[-1] + sum(part for part in spent if part))
+    # Ticks also stand between the updates that were logged, and below 0, where no run has been.
     return lambda update: format_seconds(float(np.interp(update, updates, seconds[1:]))) if update >= 0 else ""
 
 
@@ -280,6 +284,7 @@ def _samples(directory: RunDirectory, compared: Compared | None) -> dict[str, An
     if not pairs:
         return None
     groups = [("Samples", pairs)]
+    # Of many pairs those that changed most are shown; where no gain is known, the first ones.
     if len(pairs) > 2 * SHOWN_VIDEOS:
         gains, losses = _extremes(pairs, lambda pair: pair[1] or 0.0, SHOWN_VIDEOS)
         shown = [("Largest gains", gains), ("Largest losses", losses)]

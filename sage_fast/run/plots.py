@@ -94,6 +94,7 @@ def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
     for line in lines:
         if not line.x:
             continue
+        # (3, N): x, y and half width. Neighbours are averaged where there are more than fit.
         points = np.array([line.x, line.y, line.spread or [0.0] * len(line.x)], dtype=np.float64)
         parts = np.array_split(points, min(len(line.x), MAX_POINTS), axis=1)
         x, y, spread = np.stack([part.mean(axis=1) for part in parts], axis=1)
@@ -122,6 +123,7 @@ def line_chart(
         return ""
     figure = _chart_figure(second_axis is not None)
     (axes,) = figure.axes
+    # All charts share this figure: what the last one has drawn goes, and so do its limits.
     for artist in (*axes.lines, *axes.collections):
         artist.remove()
     axes.relim()

@@ -122,6 +122,7 @@ def read_prompts(path: str | os.PathLike[str] | Sequence[Row], key: str = "promp
 @lru_cache(maxsize=8)
 def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     """The prompts of a file; a plan asks for the same ones many times."""
+    # `version` is for the cache alone: a file that has changed since is read again.
     rows: list[tuple[str, str, object, object, object]] = []
     empty, marked = [], []
     for where, text, row in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
@@ -138,6 +139,7 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         _note(path, f"{len(empty)} empty prompts were skipped, the first at {empty[0]}")
     if marked:
         _note(path, f"marks of no width were removed from {len(marked)} prompts, the first at {marked[0]}")
+    # All or none: a column that also holds other values is taken for something else than our index.
     odd = [(where, index) for where, _, index, *_ in rows if index is not None and _whole(index) is None]
     if odd:
         _note(
@@ -205,6 +207,7 @@ def _note_texts(source: str, texts: tuple[str, ...]) -> None:
 
 
 def _note(source: object, text: str) -> None:
+    # Every rank reads the files; one of them tells.
     if rank() == 0:
         logger.warning("%s: %s.", source, text)
 
@@ -235,6 +238,7 @@ def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
                 f"{path}:{start}: {len(cells)} cells, but {len(header)} columns ({', '.join(header)}); "
                 'put a prompt with commas in double quotes: "a cat, running"'
             )
+        # A row may have fewer cells than the header; what it lacks counts as blank.
         row = dict(zip(header, cells, strict=False))
         yield f"{path}:{start}", row.get(key.strip().lower(), ""), row
 
@@ -253,6 +257,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
     """One array, or a value on each line."""
     hint = f'; write one array, or on each line an object with "{key}" or a string in double quotes'
     rows: Iterator[tuple[str, object]]
+    # By the content and not by the name: either ending is found on either form.
     if text.lstrip().startswith("["):
         rows = ((f"{path}:entry {n}", row) for n, row in enumerate(read_json(text, f"{path}:1", hint), start=1))
     else:
@@ -265,6 +270,7 @@ def _read_json(path: Path, text: str, key: str) -> Iterator[_Row]:
         if key not in row:
             found = ", ".join(map(repr, row)) or "no keys at all"
             arrays = [name for name, value in row.items() if isinstance(value, list)]
+            # An object with an array and without any text is the whole data set rather than a row of it.
             alone = arrays and not any(isinstance(value, str) for value in row.values())
             advice = f"; if {arrays[0]!r} holds the prompts, save that array alone" if alone else _OTHER_KEY
             raise ValueError(f"{where}: no key named {key!r}; found {found}{advice}")

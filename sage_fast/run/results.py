@@ -129,17 +129,20 @@ class RunEvaluation:
         if update == 0:
             self.baseline = evaluation
         self.latest = evaluation
+        # On every rank, so that an evaluation that cannot be compared ends all of them.
         metrics = self.metrics(evaluation) | {"time/evaluation": seconds}
         if not self.world.is_main:
             return {}
         evaluation.save(self.directory.evaluation(update))
         if self._sample_rows:
+            # Other ranks have written some of these files: each did so before its scores were gathered.
             cells = [media.Cell(caption=prompt, videos=[read_video(path)]) for prompt, path in self.samples(update)]
             media.contact_sheet(self.directory.sheet(update), cells, f"update {update}")
         return metrics
 
     def samples(self, update: int) -> list[tuple[str, Path]]:
         """The prompts on the contact sheet of an evaluation, and the mp4 of each."""
+        # Every n-th, spread as the samples are; without samples the step would be 0, which is an error.
         rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
         return [(self.trainer.eval_prompts[row].text, self._video_file(update, row)) for row in rows]
 
@@ -152,6 +155,7 @@ class RunEvaluation:
             raise RewardError(f"The evaluation cannot be compared with that of update 0: {error}") from error
         test = paired_test(before.reward, after.reward)
         metrics: dict[str, float] = {"eval/paired_gain": test.mean, "eval/paired_gain_stderr": test.stderr}
+        # Over all prompts that were scored now, while the gain is over those that update 0 has scored too.
         for name, values in evaluation.columns().items():
             key = {REWARD: "reward", OVERALL: "overall"}.get(name, name)
             column = torch.tensor(values, dtype=torch.float64)
@@ -168,6 +172,7 @@ class RunEvaluation:
             rows: the run's metrics. On rank 0 alone.
         """
         updates = sorted({row["update"] for row in rows if "eval/reward_mean" in row} - {0}, reverse=True)
+        # From the newest on, and no further than to the first file that can be used.
         found = ((update, self.load(update)) for update in updates)
         update, evaluation = next(((update, scores) for update, scores in found if scores is not None), (0, None))
         if self.baseline is None or evaluation is None:
@@ -207,6 +212,7 @@ class RunEvaluation:
         )
         cells = []
         for row in self._sample_rows:
+            # A pair has marks only where both of its videos were scored.
             marks = [bool(first[row]), bool(last[row])] if row in first and row in last else []
             try:
                 videos = [read_video(self._video_file(at, row)) for at in (0, update)]

@@ -58,7 +58,7 @@ def find_start(
     _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
-    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0
+    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0  # an empty log is no history
     has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)))
     if resume == "none" and has_run:
         raise ConfigError(
@@ -70,6 +70,7 @@ def find_start(
     checkpoint = find_checkpoint(resume, checkpoints, world)
     if checkpoint is None:
         if has_run:
+            # Rank 0 reads the log, and what it finds wrong is raised on all ranks.
             agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
         return None, has_run, {}
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
@@ -209,8 +210,10 @@ def move_aside(directory: RunDirectory) -> None:
 def abandon_after(checkpoints: Path, update: int) -> None:
     """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
     for folder in list_checkpoints(checkpoints):
+        # The names sort as their updates do: all have the same number of digits.
         if folder.name > checkpoint_name(update):
             aside = folder.with_name(f"abandoned-{folder.name}")
+            # What an earlier return has set aside under this name makes room.
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)

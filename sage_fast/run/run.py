@@ -97,6 +97,7 @@ def build_trainer(
     Raises:
         ConfigError: a part is missing or does not fit.
     """
+    # Before the rewards are imported: custom ones may draw from the global generators from then on.
     seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
@@ -144,6 +145,7 @@ def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Seq
     except RuntimeError as error:
         if not is_communication_error(error):
             raise
+        # torch's messages go on with a stack; what has failed is in the first line.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankFailure(
             f"A collective failed: {first} Another rank has died, failed or hung; its own message or the stacks of its "
@@ -172,6 +174,7 @@ class Run:
         self.checkpoints = self.files.checkpoints
         # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
         self.lease = Lease(self.directory, world)
+        # Compared again once the lease is held: meanwhile, as the model loads, another run may come and go.
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
         state = {"update": 0, "rollouts": 0}
@@ -213,6 +216,7 @@ class Run:
             try:
                 finished = self._train()
                 result = self._conclude(finished)
+                # Within the try, so that the status tells of a failure, though all of the run is saved.
                 self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
                 self.guard.progress()  # the time that a collective has waited is not that of the last words
@@ -242,9 +246,11 @@ class Run:
                 self.progress.begin(resumed)
                 settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
+                # The pace and the gains of the updates that stay: the time left and `worse` go by them.
                 for row in read_metrics(self.files.metrics):
                     if checkpoint is not None and row["update"] <= resumed:
                         self.progress.learn(row)
+            # Left in the reverse order: a checkpoint in progress is completed first, and the log is closed last.
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
             stack.enter_context(self.progress)
@@ -252,11 +258,13 @@ class Run:
                 self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
             )
             self.writer = stack.enter_context(writer)
+            # Until here progress went to the guard alone, since the run did not own its directory yet.
             self.trainer.progress = self._tell
             self.trainer.on_rollout = partial(self.callbacks.tell, "on_rollout")
             self._begin(checkpoint)
             del checkpoint
             finished = self._loop()
+            # The last checkpoint may still be on its way to disk, and callbacks are told of complete ones.
             self.writer.wait()
             self._tell_of_checkpoints()
             return finished
@@ -290,11 +298,17 @@ class Run:
         total, every, saves_every = config.training.num_updates, config.evaluation.every, config.checkpoint.every
         record: dict[str, Any] | None = None
         saved, seconds_saving = trainer.update, 0.0
+        # Collective: a signal may reach one rank alone, and all must leave the loop at the same update.
         while trainer.update < total and not world.any(self._stop_requested):
+            # Before the work of an update, which a directory that was lost or taken over could not keep.
             self.lease.check()
+            # A checkpoint holds the record of its update, so the time that it took is in the next record.
             record = {**trainer.iterate(), "time/checkpoint": seconds_saving}
+            # From the first update on nothing loads or compiles any more, and a hang shows sooner.
             self.guard.use_steady_timeout(config.distributed.timeout_seconds)
+            # What the videos of this rank took; in the whole iteration all ranks wait for the slowest.
             own = sum(record.get(f"time/{phase}", 0.0) for phase in ("rollout", "decode", "reward"))
+            # One exchange for all that the ranks have to tell each other after an update.
             answer = (self._stop_requested, peak_memory_gib(trainer.device), own, platform.node())
             stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
@@ -445,6 +459,7 @@ class Run:
         scored = self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
         evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
         if pending and self.config.evaluation.every and not evaluated:
+            # The update may be logged without its evaluation; it is logged again, with the scores.
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)
         elif record is not None and not self._has_logged(update, record.keys()):
@@ -487,6 +502,7 @@ class Run:
         trainer = self.trainer
         if self.config.training.mode != "lora":
             return None
+        # All ranks enter, because to gather the adapters is collective; rank 0 copies them.
         with trainer.evaluated_weights(), trainer.engine.whole():
             return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
 
@@ -514,4 +530,5 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of the device, or of this process on a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    # Linux counts ru_maxrss in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

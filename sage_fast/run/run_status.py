@@ -168,6 +168,7 @@ class RunProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # This wakes the thread, which otherwise sleeps for up to a minute.
         self._closed.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -197,11 +198,13 @@ class RunProgress:
         if "reward/mean" in record:
             parts.append(f"reward {record['reward/mean']:.4g}")
             if self.status.gain is None:
+                # The reward of a training batch stands in until an evaluation has one.
                 scores = {"reward": record["reward/mean"]}
         if "eval/reward_mean" in record:
             scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
             parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
         self.status = replace(self.status, update=update, slowest=record.get("time/slowest"), **scores)
+        # In a second step, since the time left is counted from the update that was just set.
         self.status = replace(self.status, seconds_left=self.seconds_left())
         if "gain" in scores and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
@@ -234,6 +237,7 @@ class RunProgress:
             write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
             self._failed = False
         except OSError as error:
+            # Said once, until a write has succeeded again.
             if not self._failed:
                 logger.warning("%s is not up to date: %s", self.path, error)
             self._failed = True
@@ -247,6 +251,7 @@ class RunProgress:
     def _print_heartbeats(self) -> None:
         while not self._closed.wait(max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())):
             status = self.status
+            # The run may have printed a line of its own while this thread slept.
             if time.monotonic() < self._last_line + HEARTBEAT_SECONDS or not status.phase:
                 continue
             update = min(status.update + 1, status.num_updates)
@@ -266,6 +271,7 @@ def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
     since = None
     for update in order:
         gain, error = gains[update]
+        # One update that is not worse ends a series, so what is left at the end is the series up to now.
         since = (update if since is None else since) if gain < min(0.0, WORSE * error) else None
     if since is None:
         return None
@@ -352,6 +358,7 @@ def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float
     try:
         with path.open(encoding="utf-8") as file:
             tree, written = json.load(file), path.stat().st_mtime
+        # The status of another version may have other fields.
         known = {key: tree[key] for key in Status.__dataclass_fields__ if key in tree}
         return Status(**known), written
     except FileNotFoundError:

@@ -46,6 +46,7 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
+        # What the umask leaves of a new file's permissions; to ask for the umask itself is to change it.
         mode = stat.S_IMODE(temporary.stat().st_mode)
     except OSError as error:
         raise type(error)(
@@ -57,9 +58,11 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
         yield temporary
         temporary.chmod(mode)  # safetensors renames a file of its own over it, which nobody else may read
         if lasting:
+            # The content before the name: after a loss of power the name must not lead to an empty file.
             sync(temporary)
         os.replace(temporary, path)
         if lasting:
+            # The rename is an entry of the folder, and lasts once that is on disk.
             sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
@@ -95,6 +98,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
     further differ there, while a copy, which has another date, does not.
     """
     digest = hashlib.blake2b(digest_size=16)
+    # By name, because the order in which a folder lists its files depends on the file system.
     for path in sorted(paths, key=lambda p: p.name):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
@@ -237,6 +241,7 @@ for _tag, _pattern in {
     "tag:yaml.org,2002:int": "[-+]?([0-9]+|0x[0-9a-fA-F]+)",
     "tag:yaml.org,2002:float": r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)",
 }.items():
+    # The first pattern that fits decides, so the ambiguous ones stand before the numbers. None: of any first letter.
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), None)
 _Loader.add_constructor("!ambiguous", _Loader.refuse)

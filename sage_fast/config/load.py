@@ -64,6 +64,7 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
 
 def _checked(tree: Tree) -> RunConfig:
     try:
+        # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of Python it would refuse.
         return _adapter().validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
@@ -72,6 +73,7 @@ def _checked(tree: Tree) -> RunConfig:
 def read_tree(files: Sequence[str | Path], overrides: Sequence[str] | Mapping[str, Any]) -> Tree:
     """Sections and keys of files and overrides, laid over one another; their values may still be wrong."""
     given = overrides.items() if isinstance(overrides, Mapping) else _split_words(overrides)
+    # --config among the words is one more file, and so below every override.
     values = [(key, value) for key, value in given if key != "config"]
     tree: Tree = {}
     for file in (*files, *(value for key, value in given if key == "config")):
@@ -103,6 +105,7 @@ def read_config_file(name: str | Path, above: tuple[Path, ...] = ()) -> Tree:
         raise ConfigError(f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}.")
     base = tree.pop("extends", None)
     _check_keys(tree, str(path))
+    # Before the merge: a path is relative to the file that names it.
     tree = _located(tree, path.parent)
     if base is None:
         return tree
@@ -145,8 +148,10 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
     if append:
+        # Where no file has the list, it is the default that grows.
         value = [*tree.get(name, _default(known)), *(value if isinstance(value, list) else [value])]
     elif known == "reward.options" != key:
+        # The name of a reward may have dots in it, so the option is what stands after the last one.
         reward, _, option = key.removeprefix("reward.options.").rpartition(".")
         options = tree.get(name, _default(known))
         value = {**options, reward: {**options.get(reward, {}), option: value}}
@@ -230,6 +235,7 @@ def _default(key: str) -> Any:
 
 def meanings() -> dict[str, str]:
     """Dotted key -> the text below its field."""
+    # pydantic reads the texts below the fields out of the source; Python itself drops them.
     schema = _adapter().json_schema()
     texts = {}
     for key in _fields():

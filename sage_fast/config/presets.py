@@ -43,6 +43,7 @@ def find_shipped(name: str) -> Path:
     """
     root = presets_folder()
     for file in (root / f"{name}.yaml", root / name):
+        # A name with .. in it could lead out of the folder, to a file that does not ship.
         if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):
             return file
     raise ConfigError(f"There is no preset {name!r}.{similar_preset(name)}")

@@ -92,6 +92,7 @@ class RunConfig:
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
+        # Every number, with a range in its type or without; the options of a reward are for the reward to judge.
         for key, value in by_dotted_key(asdict(self), ("reward.options",)).items():
             if isinstance(value, int | float):
                 require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
@@ -119,6 +120,7 @@ class RunConfig:
                 f"{self.rollout.num_generations}, so that no video would be left out. Raise num_generations, or set "
                 "best_and_worst to 0, which trains all videos."
             )
+        # What one objective alone needs or refuses is said by its own class.
         resolve(self.training.update, UPDATES, "training.update").check_config(self)
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
@@ -216,6 +218,7 @@ def check_batch(batch_size: int, dp_degree: int, num_generations: int) -> None:
     """
     total = batch_size * dp_degree
     if total % num_generations:
+        # The next size that fits: of any num_generations sizes in a row one does.
         step = next(
             b for b in range(batch_size, batch_size + num_generations + 1) if b * dp_degree % num_generations == 0
         )

@@ -44,6 +44,7 @@ def marked_keys(config: type, mark: str, prefix: str = "", inherited: str | None
     """Dotted key -> reason, of all keys of a configuration class that carry a mark (`FREE` or `FIXED`)."""
     marked: dict[str, str] = {}
     for f in fields(config):
+        # The mark of a section is that of its keys, unless they have their own.
         reason = f.metadata.get(mark, inherited)
         if isinstance(f.type, type) and is_dataclass(f.type):
             marked |= marked_keys(f.type, mark, f"{prefix}{f.name}.", reason)
@@ -101,6 +102,7 @@ class Section:
             value = getattr(self, f.name)
             for limit in _limits(f.type):
                 for number in value if isinstance(value, list | tuple) else [value]:
+                    # null, and words such as auto, have no range.
                     if isinstance(number, int | float):
                         require(limit.holds(number), f"{self.KEY}.{f.name}", value, str(limit))
 
@@ -639,12 +641,14 @@ class DistributedConfig(Section, key="distributed"):
     def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
         """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""
         replicate, shard, sp = self.dp_replicate, self.dp_shard, self.sp
+        # Where neither is set, adapters are whole on every rank, and full weights are sharded over all of them.
         if replicate is None and shard is None:
             if mode == "lora":
                 shard = 1
             else:
                 replicate = 1
         known = (replicate or 1) * (shard or 1) * sp
+        # The degree that is left open takes the ranks that remain; 0 leads to the error below.
         rest = world_size // known if world_size % known == 0 else 0
         replicate, shard = (rest if degree is None else degree for degree in (replicate, shard))
         if replicate * shard * sp != world_size:

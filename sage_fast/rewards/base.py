@@ -116,6 +116,7 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
     for name in config.rewards:
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         with Guard(name)("while it was asked for its costs"):
+            # Copies of the options, which code of others may change.
             found[name] = costs(copy.deepcopy(config.options.get(name, {})), video) if costs else RewardCosts()
     return found
 
@@ -141,6 +142,7 @@ def resolve_device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        # torch.device itself takes a GPU that is not there; to use it tells.
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device is {name!r}, which torch cannot use here: {error}. Use auto or cpu.") from error
@@ -158,5 +160,6 @@ def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:
 def seed_generators(seed: int) -> None:
     """Seed Python's, NumPy's and torch's generators, CUDA's included. Only custom rewards draw from them."""
     random.seed(seed)
+    # NumPy takes words of 32 bits, and a seed has up to 63.
     np.random.seed([seed % 2**32, seed >> 32])
     torch.manual_seed(seed)

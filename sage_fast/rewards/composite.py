@@ -33,6 +33,7 @@ def _reward_code(
     try:
         with guard(when, keeps=keeps) if guard else nullcontext():
             yield
+    # The user's interruption is no failure of the reward.
     except KeyboardInterrupt:
         raise
     except refusals:
@@ -82,6 +83,7 @@ class CompositeReward:
         for name, reward in rewards.items():
             source = reward.function if isinstance(reward, FunctionReward) else reward
             declared = getattr(source, "LOWER_IS_BETTER", ())
+            # A lone name instead of a tuple would count as its letters.
             declared = (declared,) if isinstance(declared, str) else declared
             if not isinstance(declared, Iterable) or not all(isinstance(score, str) for score in declared):
                 raise ConfigError(
@@ -206,6 +208,7 @@ class CompositeReward:
             RewardError: it raised or tried to exit. RewardServerError: its server is gone.
         """
         guard = self._guards.get(name)
+        # A clone, which is compared afterwards; what goes to a server is a copy already.
         given = videos.clone() if guard else videos
         with _reward_code(name, guard, when, (RewardServerError,)):
             result = self.rewards[name].score(given, list(prompts))
@@ -221,10 +224,12 @@ class CompositeReward:
             failed: (B,) bool, True where a reward failed.
         """
         try:
+            # A server that is gone raises no RewardError: no video is at fault, so that ends the run.
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
             logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
         scores: dict[str, Tensor] = {}
+        # Each counts as failed until it is scored by itself.
         failed = torch.ones(len(samples), dtype=torch.bool)
         for row, sample in enumerate(samples):
             try:
@@ -272,6 +277,7 @@ def gather_scores(
         RewardError: a reward failed on any rank and must stop the run, or videos have different scores. The same on
         every rank.
     """
+    # Errors travel with the scores: a rank that has failed must still take part, or the others would wait for it.
     ranks = world.gather((list(scored), error))
     for rank, (_, failure) in enumerate(ranks):
         if failure is not None:

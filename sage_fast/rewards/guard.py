@@ -170,6 +170,7 @@ WATCHED: dict[str, Watched] = {
     ),
     "the alarm among signals": (
         lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
+        # An alarm that a reward has left is cancelled; by default its signal ends the process.
         lambda armed: armed or signal.alarm(0),
     ),
     "the resource limits": _each(*((partial(resource.getrlimit, n), partial(resource.setrlimit, n)) for n in LIMITS)),
@@ -196,6 +197,7 @@ WATCHED: dict[str, Watched] = {
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
         torch.get_default_device,
+        # To set the CPU would leave a mode in force through which every later call of torch passes.
         lambda device: torch.set_default_device(None if device.type == "cpu" else device),
     ),
     GRAD: (  # the second is left with the guard
@@ -208,6 +210,7 @@ WATCHED: dict[str, Watched] = {
         lambda modes: torch.use_deterministic_algorithms(modes[0], warn_only=modes[1]),
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads),
+    # torch does not tell: where they are flushed, half of the smallest normal number is 0.
     "torch's flushing of denormal numbers": (lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     "torch's autocast": _each(
         *((partial(torch.is_autocast_enabled, d), partial(torch.set_autocast_enabled, d)) for d in ("cpu", "cuda")),
@@ -286,9 +289,11 @@ class Guard:
                             if (after := read()) != before[what]:
                                 restoring.callback(write, before[what])
                                 changed[what] = _difference(before[what], after)
+                                # In every call they would take from the run the signals that stop it.
                                 if keeps and not what.endswith("signals"):
                                     self._own[what] = after
         finally:
+            # Told once all is restored: the logging and the streams are the run's again.
             for what, difference in changed.items():
                 # Libraries add theirs as they are imported.
                 if what != FILTERS or len(sys.modules) == modules:
@@ -331,6 +336,7 @@ def _adopting() -> Iterator[None]:
 def _children() -> set[int]:
     """Ids of the child processes, without the one that cleans up for multiprocessing once this process has ended."""
     try:
+        # Raises where there is no child at all. WNOWAIT leaves exit statuses to those who started the children.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return set()
@@ -348,6 +354,7 @@ def end_processes() -> None:
     with _adopting():
         for number in (signal.SIGTERM, signal.SIGKILL):
             begin, asked = time.monotonic(), set[int]()
+            # Looked up each time: as a parent ends, its children are adopted and turn up here.
             while (left := _children() - others) and time.monotonic() < begin + PATIENCE:
                 for pid in left:
                     with suppress(ProcessLookupError, ChildProcessError):

@@ -91,6 +91,7 @@ class RemoteReward:
                     kind = RewardError if reply.status == 200 else RewardServerError
                     raise kind(f"{answer['error']} (the reward server at {self.url})")
                 return answer
+            # No connection, or an answer that is not whole: asked again. Errors that the server tells are none of these.
             except (OSError, HTTPException, ValueError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if self.child is not None and (status := self.child.poll()) is not None:
@@ -126,6 +127,7 @@ def connect(config: RewardConfig, device: str | None, fps: float | None) -> Remo
     remote = RemoteReward(config.url, os.environ.get(TOKEN))
     for name, options in rewards.items():
         theirs = remote.served.get(name, {}).get("options")
+        # The rate is compared too, because it decides which frames are scored; the device is the server's own affair.
         wanted = {"fps": fps, **options} if "fps" in (theirs or {}) and fps else options
         if theirs is None or any(theirs.get(key) != wanted[key] for key in wanted.keys() - {"device"}):
             raise ConfigError(
@@ -144,10 +146,12 @@ def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # No more threads than this rank uses: the children of all ranks share the cores.
             env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
             start_new_session=True,  # Ctrl-C asks the run to stop after its update, which still needs scores
         )
         assert child.stdin is not None and child.stdout is not None
+        # The token goes by the pipe, because every user of the machine can read the words of a command.
         child.stdin.write(json.dumps({**spec, "token": token}) + "\n")
         child.stdin.flush()
         hello = child.stdout.readline().strip()

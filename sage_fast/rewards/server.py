@@ -97,6 +97,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         raise SetupError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
     takes = parameters(found)
     first = list(takes.values())[:2]
+    # Two parameters at the front that nothing else fills are the videos and the prompts.
     scores_videos = not inspect.isclass(found) and [
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty and p.name not in options
         for p in first
@@ -193,9 +194,11 @@ class RewardServer(ThreadingHTTPServer):
         """The answer to a request; `body` is None for a GET."""
         kind, _, key = path[1:].partition("/")
         if kind == "score":
+            # Two requests of one ID may come at once, and it is scored for the first alone.
             with self._lock:
                 if body is not None and key not in self._results:
                     self._results[key] = self._thread.submit(self._score, body)
+                    # In the order of entry, so the oldest results go.
                     for old in list(self._results)[:-MOST_KEPT]:
                         del self._results[old]
                 future = self._results.get(key)
@@ -216,6 +219,7 @@ class RewardServer(ThreadingHTTPServer):
             for name, reward in self.rewards.items():
                 scoring = name
                 videos, prompts = read_batch(bytearray(body))  # a copy, which the reward may change
+                # As a trainer will read it: what JSON cannot hold is an error of this reward.
                 result = json.loads(to_json(dict(reward.score(videos, prompts))))
                 if twice := sorted(scores.keys() & result.keys()):
                     raise ValueError(f"another reward also returns {twice}")

@@ -59,7 +59,9 @@ def _track_features(flat: Tensor, num_frames: int, height: int, width: int) -> T
     pixels = flat.view(-1, num_frames, 3, height, width)
     contrast = pixels.square().sum(2).sqrt()
     mask = ((contrast - LOW) / (HIGH - LOW)).clamp(0, 1)
+    # Smoothstep, which has no kink at either end.
     mask = mask * mask * (3 - 2 * mask)
+    # Lengths count in sixteenths of the shorter side, as in the renderer; areas in their squares.
     unit = min(height, width) / 16
     x = ((torch.arange(width) + 0.5) - width / 2) / unit
     y = ((torch.arange(height) + 0.5) - height / 2) / unit
@@ -174,6 +176,7 @@ def _visual_quality(flat: Tensor, num_frames: int, height: int, width: int) -> T
     frames = flat.view(-1, 3 * height * width)
     costs = []
     for part in frames.split(512):
+        # |frame - clean|^2 to all K clean frames by one product, a part of the frames at a time.
         squared = part.square().sum(1, keepdim=True) - 2 * part @ table.T + energy
         nearest = (squared / energy).argmin(1)
         clean = table[nearest].view(-1, 3, height * width)
@@ -191,11 +194,13 @@ def _motion_quality(flat: Tensor, num_frames: int, height: int, width: int) -> T
     features = _track_features(flat, num_frames, height, width).flatten(1)
     nearest = table[torch.cdist(features, table).argmin(1)]
     squared = (features - nearest).view(-1, num_frames, features.shape[1] // num_frames).square().sum(2)
+    # x / (1 + x / L^2) is about x for small errors and tends to L^2, which bounds a frame's cost.
     return 1 - (squared / (1 + squared / FRAME_ERROR_LIMIT**2)).mean(1).sqrt()
 
 
 def _text_alignment(distances: Tensor, captions: Sequence[Caption], manifold: Manifold) -> Tensor:
     sizes = (len(COLOURS), len(SHAPES), len(MOTIONS))
+    # Scenes are ordered by colour, shape, motion and start: the number of a row has these four places.
     grid = distances.view(-1, *sizes, len(manifold.scenes) // (sizes[0] * sizes[1] * sizes[2]))
     rows = torch.arange(len(manifold.scenes)).view(grid.shape[1:])
     scores = torch.empty(len(captions))
@@ -215,7 +220,9 @@ def _text_alignment(distances: Tensor, captions: Sequence[Caption], manifold: Ma
             others[axis] = torch.tensor([index for index in range(sizes[axis]) if index != value])
             alternatives = rows[tuple(others)].flatten()
             between = (manifold.table[alternatives] - manifold.table[best]).square().sum(1)
+            # Place on the line between two videos a and b: (|s - a|^2 - |s - b|^2) / |a - b|^2, 1 at b and -1 at a.
             margin = ((distances[sample, alternatives] - distances[sample, best]) / between).min().clamp(-1, 1)
+            # From 0 where the object's energy is not explained at all to 1 from a half of it on.
             presence = (2 * (1 - distances[sample, best] / manifold.energy[best])).clamp(0, 1)
             total += ((1 + margin) / 2 * presence).item()
         scores[sample] = 2 * total / 3 - 1

@@ -156,6 +156,7 @@ def load_videoalign(
             "head that the three tokens share."
         )
     try:
+        # Assigned and not copied, since the parameters have no memory to copy into.
         model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
     except RuntimeError as error:
         raise ValueError(

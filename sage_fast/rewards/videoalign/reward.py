@@ -215,6 +215,7 @@ class VideoAlignReward:
         attention = self.model.visual.blocks[0].attn
         head_width = attention.qkv.in_features // attention.num_heads
         cos, sin = preprocessing.vision_angles(grid, head_width, self.dtype, self.device)
+        # Handed to every block by the hooks of `_rotate_as_published`.
         self._vision_angles = cos.repeat(batch, 1), sin.repeat(batch, 1)
         output = self.model.visual(patches, grid_thw=torch.tensor([grid] * batch, device=self.device))
         # The merged features: transformers 5 returns them beside the unmerged ones, 4 alone.
@@ -229,6 +230,7 @@ class VideoAlignReward:
 
         embeddings = self.model.language_model.embed_tokens(tokens)
         is_video = (tokens == self.video_token)[..., None]
+        # In order: every placeholder takes the next feature, and each video has as many of both.
         embeddings = embeddings.masked_scatter(is_video, features.to(embeddings.dtype))
         # Positions count the tokens, the video's like all others, where Qwen2-VL itself numbers those by frame, row and
         # column. VideoAlign was trained so: its forward passed no position ids, for which transformers 4.45 counted.
@@ -240,6 +242,7 @@ class VideoAlignReward:
             use_cache=False,
         ).last_hidden_state
 
+        # argmax finds the first place; each token has one, since `check_prompts` refuses prompts with any.
         places = torch.stack([(tokens == token).long().argmax(1) for token in self.score_tokens], dim=1)
         at_tokens = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         # In float32: the steps of bfloat16 would make ties within a group.

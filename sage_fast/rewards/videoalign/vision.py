@@ -54,6 +54,7 @@ def frame_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
     """
     rows = max(1, round(height / SIZE_FACTOR))
     columns = max(1, round(width / SIZE_FACTOR))
+    # Sides are rounded down where the frame is too large, and up where it is too small: so the limit holds.
     if rows * columns * SIZE_FACTOR**2 > max_pixels:
         shrink = math.sqrt(height * width / max_pixels)
         rows = max(1, math.floor(height / shrink / SIZE_FACTOR))

@@ -115,6 +115,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
 
         argcomplete.autocomplete(parser)
     options, rest = parser.parse_known_args([_with("-", word) for word in words or ["--help"]])
+    # As they were typed, for the processes that `train --gpus` starts.
     options.words, rest = words, [_with("_", word) for word in rest]
     # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
     options.config, overrides = split_words([*options.config, *rest])
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     if world_size() == 1:
         status = _tell(_run, arguments)
+        # Looked up and not imported: a command without rewards has none of their threads.
         guard = sys.modules.get("sage_fast.rewards.guard")
         if guard is not None and guard.running_threads():
             guard.end_processes()
@@ -170,6 +172,7 @@ def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence
 def _run(arguments: Sequence[str] | None) -> int:
     options, overrides = parse(arguments)
     configure_logging()
+    # Model hubs are asked through it, and it would log every request.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     command = options.command
     if command != "train" and world_size() > 1:

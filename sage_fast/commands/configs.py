@@ -36,6 +36,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             if file.suffix == ".yaml" and "\nextends: " in text:
                 from sage_fast.config.load import dump_tree, read_config_file
 
+                # Its own comment stays on top, and what it extends is written out below.
                 text = text.partition("extends: ")[0] + dump_tree(read_config_file(file))
         case words:
             raise ConfigError(f"configs does not take {' '.join(words)}. Write: sage-fast configs show NAME")

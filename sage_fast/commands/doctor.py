@@ -51,6 +51,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.deep or options.scores:
         if config is None or not options.deep:
             raise ConfigError("--deep needs a configuration, and --scores belongs to --deep.")
+        # To load everything would only end at what is missing, which is on the list already.
         if can_run(checks):
             from sage_fast.tools.acceptance import examine_deeply
 

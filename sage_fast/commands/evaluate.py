@@ -33,6 +33,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.api import evaluate
 
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
+    # The words of the user come last, and so have the last say.
     config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
     report = evaluate(
         config,

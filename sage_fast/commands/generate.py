@@ -62,8 +62,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "prompts or one for each; a prompt file names pictures in its column 'image'."
         )
     pictures = options.image * (len(options.prompt) if len(options.image) == 1 else 1)
+    # Without pictures this is empty, and the texts go on alone.
     texts = enumerate(zip(options.prompt, pictures, strict=False))
     pictured = [Prompt(text=text, index=index, image=file) for index, (text, file) in texts]
+    # Looked up before, to tell afterwards how many videos were kept.
     there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(
         with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),

@@ -91,7 +91,7 @@ class RemoteReward:
                     kind = RewardError if reply.status == 200 else RewardServerError
                     raise kind(f"{answer['error']} (the reward server at {self.url})")
                 return answer
-            # No connection, or an answer that is not whole: asked again. Errors that the server tells are none of these.
+            # No connection, or an answer that is not whole: asked again. The errors that a server tells pass.
             except (OSError, HTTPException, ValueError, TypeError) as error:
                 problem = f"{type(error).__name__}: {error}"
             if self.child is not None and (status := self.child.poll()) is not None:

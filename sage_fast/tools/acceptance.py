@@ -160,6 +160,7 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     sigma = sigma_schedule(NUM_STEPS, config.rollout.shift)[1:2].float()
     with torch.no_grad():
         family = family_of(transformer)
+        # The stock forward first: the fused one takes its place in the modules.
         stock = family.velocity(transformer, latents, sigma, [embeds])
         forward = family.choose_forward(transformer, config.model)
         if forward is None:
@@ -199,12 +200,14 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
         decoded.append((latents, decoder.decode(latents)))
         return decoded[-1][1]
 
+    # In place of the decoder, to keep what goes through it for the comparison below.
     recorder: Any = SimpleNamespace(latent_shape=decoder.latent_shape, decode=decode)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the stock forward's leavings are not the update's
         torch.cuda.reset_peak_memory_stats(device)
     start = time.perf_counter()
     trainer = Trainer(config, replace(components, video_decoder=recorder), rewards, [prompt], [])
+    # The times that the model embeds: what was rounded on the way is none of the sampler's.
     seen: set[float] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, arguments: seen.update(arguments[0].tolist()))
@@ -229,6 +232,7 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
     detail, passes = f"{tuple(videos.shape)}, standard deviation {spread:.0f} of 255", spread > 0
     plain: Callable[[Tensor], Tensor] | None = getattr(decoder, "decode_plainly", None)
     if plain is not None:
+        # A corner of one video, because the stock decoder takes it whole and without tiles.
         corner = latents[:1, :, :2, :8, :8]
         error = float((decoder.decode(corner).float() - plain(corner).float()).abs().mean())
         detail, passes = f"{detail}; {error:.2f} levels from the stock decoder", passes and error < 1

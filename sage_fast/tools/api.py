@@ -156,6 +156,7 @@ def train(
     elif reward_weights is not None:
         raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
     refuse_cpu(config, allow_cpu)
+    # A lone word would be taken for a list of its letters.
     allowed = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
@@ -181,6 +182,7 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     run = RunDirectory(directory)
     if not run.is_run:
         raise ConfigError(f"{run} holds no config.yaml: it is not a run directory.")
+    # The directory may have been moved since it was trained in.
     config = load_config(run.config, {"output_dir": str(run)})
     if not trust_config:
         check_trust(config, run.path, REGISTERED)
@@ -388,6 +390,7 @@ def _with_reward(
         if is_function:
             own[function_score(names[-1])] = 1.0
     if weights is None:
+        # Where all are functions, the weights of the configuration name scores that nothing returns.
         weights = own if len(own) == len(rewards) else {**config.reward.weights, **own}
     options = {name: chosen for name, chosen in config.reward.options.items() if name in names}
     return replace(config, reward=replace(config.reward, rewards=names, options=options, weights=dict(weights)))

@@ -63,6 +63,7 @@ def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         kept = tried_settings(run.settings)
+        # As a text, since values may be lists, which are no keys of a dict.
         identity = repr(sorted(kept.items()))
         groups.setdefault(identity, []).append(run)
         settings[identity] = kept
@@ -208,6 +209,7 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             if not all(column in found for found in means.values()):
                 continue
             effects = [final_difference(arms[0], arm, update, column) for arm in arms[1:]]
+            # One family of tests a column: every arm against the first one.
             adjusted = holm([effect.p for effect in effects])
             differences += [
                 Difference(arm=arm.name, column=column, effect=effect, p=p)

@@ -281,6 +281,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
         facts = family.inspect(config.model)
         if facts is None:
             return
+        # The remedy of what comes next: one handler below reports whatever fails here.
         fix = "--rollout.guidance_scale=1"
         facts.check_guidance(config.rollout.guidance_scale)
         fix = "--forward_process.sampling_guidance=null"
@@ -340,6 +341,7 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         folder = _existing(Path(config.output_dir))
         size = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
         needed[folder] = needed.get(folder, 0.0) + size
+    # Folders of one disk share its room, so their needs are added.
     for disk in {folder.stat().st_dev for folder in needed}:
         folders = [folder for folder in needed if folder.stat().st_dev == disk]
         size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(folders[0]).free

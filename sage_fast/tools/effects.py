@@ -80,16 +80,19 @@ def crossed_effect(rows: Sequence[Sequence[float]]) -> Effect:
     seeds, prompts = values.shape
     mean = values.mean()
     by_seed, by_prompt = values.mean(1), values.mean(0)
+    # Mean squares of a two-way layout with one number a cell, see the top of the file.
     of_prompts = seeds * (by_prompt - mean).square().sum() / (prompts - 1)
     if seeds == 1:
         return _effect(float(mean), math.sqrt(float(of_prompts) / prompts), 1, prompts - 1)
     of_seeds = prompts * (by_seed - mean).square().sum() / (seeds - 1)
     rest = (values - by_seed[:, None] - by_prompt + mean).square().sum() / ((seeds - 1) * (prompts - 1))
+    # (mean square, its sign in the variance, its degrees of freedom) for Satterthwaite's formula.
     squares = [(float(of_seeds), 1, seeds - 1), (float(of_prompts), 1, prompts - 1)]
     both = [*squares, (float(rest), -1, (seeds - 1) * (prompts - 1))]
     # An estimate below that of one factor alone is chance.
     terms = max(both, squares[:1], squares[1:], key=lambda used: sum(sign * square for square, sign, _ in used))
     square = sum(sign * square for square, sign, _ in terms)
+    # Without any scatter the sum is 0; the degrees of freedom then play no part.
     df = square**2 / (sum(s**2 / d for s, _, d in terms) or 1)
     return _effect(float(mean), math.sqrt(square / (seeds * prompts)), seeds, max(df, 1))
 
@@ -108,6 +111,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, i in enumerate(order):
+        # Never below the one before: a hypothesis is not rejected before one with a smaller p.
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
         adjusted[i] = largest
     return adjusted

@@ -107,6 +107,7 @@ def export(
     directory = RunDirectory(source.folder.parent.parent)
     folder = Path(output_dir or directory.exported)
     with tempfile.TemporaryDirectory() as saved:
+        # By way of a file, so that what the checkpoint holds is checked and overridden as any configuration is.
         file = Path(saved) / "checkpoint.yaml"
         file.write_text(json.dumps(source.state["config"], ensure_ascii=False), encoding="utf-8")  # JSON is YAML
         config = load_config(file, overrides)
@@ -148,6 +149,7 @@ def export(
         "base_model": {"family": config.model.family, "path": config.model.path},
         **{key: value for key, value in asdict(result).items() if key != "folder"},
     }
+    # Last, with the names of all files: a later export removes these and no others.
     write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
     return result
 
@@ -158,6 +160,7 @@ def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
     family = model_family(config.model.family)
     for name, pair in pairs.items():
         adapter |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * pair.scale}
+    # The scale is in lora_B, so alpha is the rank: alpha / rank, which other programs multiply by, is 1.
     rank = config.lora.rank
     base = family.pipeline_base(config.model) or config.model.path or config.model.family
     # Without diffusers' own key: it reads the tensors by either prefix, and would take the key's fields by one alone.

@@ -217,5 +217,6 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
                 f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
                 "another --output_dir, or --overwrite to make it again."
             )
+    # Videos of earlier calls stay in the folder, and so do their records.
     write_text(file, json.dumps(known | dict(records), indent=1) + "\n")
     return present

@@ -154,6 +154,7 @@ class PairedEvaluation:
         """Scores of one model: those in the folder if they were made with the same settings."""
         file, videos = self.folder / SCORES[model], self.folder / model
         record, settings = videos / SETTINGS, self._settings(model)
+        # The videos too, since the page plays them.
         complete = all(path.exists() for path in (file, record, *(videos / name for name in self.files)))
         if complete and not self.overwrite:
             try:
@@ -167,6 +168,7 @@ class PairedEvaluation:
         record.unlink(missing_ok=True)
         result = self._evaluate(model)
         result.save(file)
+        # Last: it says that the scores and all videos are there.
         write_text(record, json.dumps(settings, indent=1) + "\n")
         return result
 

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
     """Become a torchrun that starts this command once per GPU."""
-    # `--gpus N` are two words and `--gpus=N` is one. With it, every rank would start processes of its own.
+    # `--gpus N` are two words and `--gpus=N` is one. With either, every rank would start more processes.
     at = next(i for i, word in enumerate(words) if word.startswith("--gpus"))
     rest = [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]

@@ -46,7 +46,7 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary.touch()
-        # What the umask leaves of a new file's permissions; to ask for the umask itself is to change it.
+        # A new file shows what the umask allows; only a call that changes the umask returns it.
         mode = stat.S_IMODE(temporary.stat().st_mode)
     except OSError as error:
         raise type(error)(

@@ -33,7 +33,7 @@ def _reward_code(
     try:
         with guard(when, keeps=keeps) if guard else nullcontext():
             yield
-    # The user's interruption is no failure of the reward.
+    # The user interrupts the run, so the reward has not failed.
     except KeyboardInterrupt:
         raise
     except refusals:

@@ -58,7 +58,7 @@ def find_start(
     _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
-    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0  # an empty log is no history
+    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0  # without a row nothing has begun
     has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)))
     if resume == "none" and has_run:
         raise ConfigError(
@@ -213,7 +213,7 @@ def abandon_after(checkpoints: Path, update: int) -> None:
         # The names sort as their updates do: all have the same number of digits.
         if folder.name > checkpoint_name(update):
             aside = folder.with_name(f"abandoned-{folder.name}")
-            # What an earlier return has set aside under this name makes room.
+            # A return to an earlier update, made before, may have left a folder of that name.
             shutil.rmtree(aside, ignore_errors=True)
             folder.rename(aside)
             logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)

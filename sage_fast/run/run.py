@@ -264,7 +264,7 @@ class Run:
             self._begin(checkpoint)
             del checkpoint
             finished = self._loop()
-            # The last checkpoint may still be on its way to disk, and callbacks are told of complete ones.
+            # The last checkpoint may still be on its way to disk, and callbacks get complete ones alone.
             self.writer.wait()
             self._tell_of_checkpoints()
             return finished

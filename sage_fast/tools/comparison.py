@@ -63,7 +63,7 @@ def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
     settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         kept = tried_settings(run.settings)
-        # As a text, since values may be lists, which are no keys of a dict.
+        # As a text: values may be lists, and a dict takes none for a key.
         identity = repr(sorted(kept.items()))
         groups.setdefault(identity, []).append(run)
         settings[identity] = kept

@@ -172,7 +172,7 @@ def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence
 def _run(arguments: Sequence[str] | None) -> int:
     options, overrides = parse(arguments)
     configure_logging()
-    # Model hubs are asked through it, and it would log every request.
+    # Releases of huggingface_hub that ask through it would have every request logged.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     command = options.command
     if command != "train" and world_size() > 1:

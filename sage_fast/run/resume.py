@@ -210,7 +210,7 @@ def move_aside(directory: RunDirectory) -> None:
 def abandon_after(checkpoints: Path, update: int) -> None:
     """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
     for folder in list_checkpoints(checkpoints):
-        # The names sort as their updates do: all have the same number of digits.
+        # The names sort as their updates do, which all have six digits up to 999,999.
         if folder.name > checkpoint_name(update):
             aside = folder.with_name(f"abandoned-{folder.name}")
             # A return to an earlier update, made before, may have left a folder of that name.

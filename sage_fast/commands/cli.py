@@ -173,7 +173,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     options, overrides = parse(arguments)
     configure_logging()
     # Releases of huggingface_hub that ask through it would have every request logged.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     command = options.command
     if command != "train" and world_size() > 1:
         raise ConfigError(

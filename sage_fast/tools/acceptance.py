@@ -8,6 +8,7 @@ fails, or cannot be run, is a finding with its name; the others are still checke
 import inspect
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -128,8 +129,10 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
             found = reward.call(name, video[None], [row["prompt"]], f"on {row['video'].name}")
             for key, value in row["scores"].items():
                 given = float(found[key][0])
-                if not abs(given - value) <= worst:
-                    worst, at = abs(given - value), f"; {key} of {row['video'].name}: {given:.3f}, not {value:.3f}"
+                difference = abs(given - value)
+                # A NaN in the file stays the worst whatever follows it.
+                if difference > worst or math.isnan(difference):
+                    worst, at = difference, f"; {key} of {row['video'].name}: {given:.3f}, not {value:.3f}"
         detail = f"{len(stored[name])} videos, largest difference {worst:.3f} (limit {SCORE_LIMIT:g}){at}"
         fix = f"is reward.options.{name} that of the public code, and are the weights the same?"
         yield _judged(what, worst <= SCORE_LIMIT, detail, fix)

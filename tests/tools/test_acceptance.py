@@ -19,7 +19,7 @@ from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.video_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
 from sage_fast.rewards.videoalign.reward import VideoAlignReward
-from sage_fast.tools.acceptance import examine_deeply, one_update
+from sage_fast.tools.acceptance import _stored_scores, examine_deeply, one_update
 from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
 from tests.tiny.checkpoints import build_pipeline, copy_tree
 
@@ -101,8 +101,8 @@ def other_reward_options(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def other_positions(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    rope: Any = Acceleration.rope
-    patch.setattr(Acceleration, "rope", lambda self, latents: tuple(part.flip(0) for part in rope(self, latents)))
+    rope: Any = Acceleration.make_rope
+    patch.setattr(Acceleration, "make_rope", lambda self, latents: tuple(part.flip(0) for part in rope(self, latents)))
     return []
 
 
@@ -133,6 +133,18 @@ def test_a_fault_is_found_in_its_part(
     found = {check.name: check.detail for check in checks if check.status == "failed"}
     part, said = FAULTS[fault]
     assert found.keys() == {part} and said in found[part]
+
+
+@pytest.mark.slow
+def test_a_stored_score_that_is_no_number_fails_wherever_it_stands(world: Path, tmp_path: Path) -> None:
+    stored = json.loads((world / "scores.json").read_text())
+    stored["videoalign"][0] |= {"video": str(world / "0.mp4"), "scores": {"VQ": float("nan")}}
+    for row in stored["videoalign"][1:]:
+        row["video"] = str(world / row["video"])
+    (tmp_path / "scores.json").write_text(json.dumps(stored))
+    file, *overrides = words(world, world / "model")
+    (check,) = _stored_scores(load_config(file, overrides), tmp_path / "scores.json")
+    assert check.status == "failed" and "VQ of 0.mp4" in check.detail and len(stored["videoalign"]) > 1
 
 
 @pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("hv15")])

@@ -403,14 +403,15 @@ class _BlockFunction(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         block = _Block(settings, streams, rotary, *tensors)
         out, text_out = block.forward()
-        ctx.settings, ctx.streams, ctx.rotary, ctx.count = settings, streams, rotary, len(tensors)
-        ctx.save_for_backward(*tensors, *block.saved())
+        saved = block.saved()
+        ctx.settings, ctx.streams, ctx.rotary, ctx.count = settings, streams, rotary, len(saved)
+        ctx.save_for_backward(*saved, *tensors)
         return out, text_out if block.text.live else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         streams = Streams(*(stream.rebuilt(tensors[4:]) for stream in ctx.streams))
         block = _Block(ctx.settings, streams, ctx.rotary, *tensors)
         block.restore(saved)

@@ -79,13 +79,13 @@ def resolve_backend(
             raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
         _require_runnable(name, *use)
         return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
-    candidates: tuple[Backend, ...] = () if dtype == torch.float64 else ("sdpa",)
+    candidates: tuple[Backend, ...] = ("reference",) if dtype == torch.float64 else ("sdpa", "reference")
     if dtype != torch.float64 and use.device.type == "cuda":
         # A GPU older or newer than the table takes the order of its nearest end.
         major = torch.cuda.get_device_capability(use.device)[0]
-        candidates = _ORDER[min(max(major, min(_ORDER)), max(_ORDER))]
+        candidates = (*_ORDER[min(max(major, min(_ORDER)), max(_ORDER))], "reference")
     passed_over: list[str] = []
-    for candidate in (*candidates, "reference"):
+    for candidate in candidates:
         reason = LIBRARIES[candidate].unavailable(use)
         if reason is None:
             if (str(device), candidate) not in _logged:

@@ -307,7 +307,7 @@ def _kernels(extension: Any) -> None:
     for name, definition in OPDEFS.items():
         if name.startswith("sage_kernels::"):
             known = inspect.getclosurevars(definition._init_fn).nonlocals
-            definition.register_kernel("cuda")(twin(known["launcher"], known["plain"]))
+            definition.register_kernel("cuda")(twin(known["launcher"], known["in_pytorch"]))
     for name in launchers.__all__:
         setattr(launchers, name, twin(getattr(launchers, name), getattr(reference, name)))
 

@@ -269,8 +269,9 @@ class Acceleration(BlockwiseForward):
         text = self.embed_text(prompts, timestep, dtype)
         weight = weight.flatten(1)[:, : latents.shape[1]]  # missing condition channels are zero
         # A patch is one latent (`computes`), so the embedder's convolution is a product over channels.
-        embedded = F.linear(latents.to(dtype).flatten(2).transpose(1, 2), weight, transformer.x_embedder.proj.bias)
-        x = self.enter(embedded, latents)
+        columns = latents.to(dtype).flatten(2).transpose(1, 2)
+        # Without a name of its own the result of the product does not live through the blocks.
+        x = self.enter(F.linear(columns, weight, transformer.x_embedder.proj.bias), latents)
         table = self.modulation(known, timestep)
         for index, block in enumerate(self.blocks):
             modulations = (None, None) if table is None else (table[2 * index], table[2 * index + 1])

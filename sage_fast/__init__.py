@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 # machine take the very core that the other one needs: a forward of the toy network took four times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# Module -> names of it, imported when one is asked for.
 _HOMES = {
     "sage_fast.config.errors": ("SageError",),
     "sage_fast.config.load": ("load_config",),
@@ -69,6 +70,7 @@ def __getattr__(name: str) -> Any:
             if isinstance(found, FunctionType):
                 from sage_fast.config.errors import speaking_python
 
+                # Kept in the module, so that the next look-up does not come here.
                 found = globals()[name] = speaking_python(found)
             return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

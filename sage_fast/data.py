@@ -38,6 +38,7 @@ class PromptSchedule:
         for number in range(start, start + count):
             epoch, place = divmod(number, len(self.prompts))
             if self.shuffle:
+                # One order is kept, since prompts are taken in sequence.
                 if epoch != self._epoch:
                     order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
                     self._epoch, self._order = epoch, order.tolist()
@@ -58,6 +59,7 @@ def make_groups(
     """
     members = group_members(prompts, num_generations)
     samples = []
+    # A rank's first and last groups may be cut off by its slice.
     for _, numbers in itertools.groupby(range(len(members))[own], lambda number: number // num_generations):
         group = [members[number] for number in numbers]
         embeds = embed(group[0][0])
@@ -134,6 +136,7 @@ def best_and_worst(advantages: Tensor, count: int) -> Tensor:
     """
     if not count:
         return torch.ones_like(advantages, dtype=torch.bool)
+    # The second argsort turns the order of the members into the place of each.
     rank = advantages.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (rank < count) | (rank >= advantages.shape[1] - count)
 

@@ -147,6 +147,7 @@ class PairedTest:
     def standard_errors(self) -> float:
         """Mean difference in units of its standard error."""
         if self.stderr == 0:
+            # All differences are the same number.
             return math.copysign(math.inf, self.mean) if self.mean else 0.0
         return self.mean / self.stderr
 
@@ -249,6 +250,7 @@ def paired_tests(
     before, after = scored_in_both(before, after)
     first, second = before.columns(), after.columns()
     lower = {*before.lower_is_better, *after.lower_is_better}
+    # Reward and overall, which are sums of scores.
     totals = [name for name in first if name not in before.scores]
     return {
         name: paired_test(first[name], second[name], lower_is_better=name in lower, resamples=resamples, seed=seed)
@@ -309,6 +311,7 @@ def evaluate(
         scoring.progress("evaluation", done, len(rounds), describe_batch(batch))
         trajectory = sampler(batch)
         if number < len(batches):
+            # Its first video's number among all, and its place in the ranks' turns.
             sampled.append((number * section.batch_size, done * section.batch_size, trajectory))
         # Ranks that share a video wait until each has one to decode.
         if len(sampled) < world.sp and done + 1 < len(rounds):
@@ -319,11 +322,13 @@ def evaluate(
                     on_video(place, video)
         sampled.clear()
     scores, failed = scoring.gather(len(members))
+    # A prompt that has lost one video is left out: its mean would be of fewer noises.
     failed = failed.view(section.noises, -1).any(0)
     if bool(failed.all()):
         raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
     columns = {name: column.view(section.noises, -1)[:, ~failed] for name, column in scores.items()}
     scores = {name: column.mean(0) for name, column in columns.items()}
+    # x (1 - x) is 0 for 0 and for 1 alone.
     yes_no = [name for name, column in columns.items() if bool((column * (1 - column) == 0).all())]
     return Evaluation(
         prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],

@@ -65,6 +65,7 @@ class NoiseKey:
     @property
     def words(self) -> tuple[int, int]:
         """The two 32-bit words of the Philox key."""
+        # `person`, below, keeps these keys apart from other uses of the hash.
         packed = struct.pack("<4q", self.seed, self.update, self.prompt_index, self.sample_index)
         low, high = struct.unpack("<2I", hashlib.blake2b(packed, digest_size=8, person=b"sage_fast.noise").digest())
         return low, high

@@ -68,6 +68,7 @@ def group_advantages(
     bad = (~torch.isfinite(rewards)).nonzero().tolist()
     if bad:
         raise ValueError(f"rewards are not finite at (prompt, sample) {bad[:8]}; drop those groups or fail the run")
+    # In float64, so that only the rounding of the rewards themselves can pass for a spread.
     rewards = rewards.detach().double()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     group_std = centred.square().mean(dim=1, keepdim=True).sqrt()

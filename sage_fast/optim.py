@@ -95,6 +95,7 @@ def unusual_movement(
     if parameters < LARGE_MODEL or 0.1 <= share <= 10:
         return None
     feared = "the reward may not move" if share < 1 else "the videos may break"
+    # The movement is proportional to the rate. One digit is as much as is known of it.
     rate = float(f"{optimizer.learning_rate / share:.1g}")
     text = (
         f"optimizer.learning_rate is {optimizer.learning_rate:g} with {optimizer.name}: a first update moves weights "
@@ -172,6 +173,7 @@ class OptimizerSet:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     state = optimizer.state[parameter]
+                    # A checkpoint may be made, or loaded, before the first step.
                     if not state:
                         state.update(_fresh_state(optimizer, parameter))
                     result |= {f"{self.names[parameter]}.{key}": value for key, value in state.items()}
@@ -210,9 +212,11 @@ class ShardedMuon(Muon):
                 if not state:
                     state.update(_fresh_state(self, parameter))
                 momentum = state["momentum_buffer"]
+                # As in `Muon.step`: the momentum is a moving average.
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
                 whole = _orthogonalized(_gathered(update.bfloat16()), group)
+                # With no source rank nothing is sent: every rank cuts its part out of the same matrix.
                 own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
                 rate = group["lr"]
                 shard = parameter.to_local()

@@ -231,6 +231,7 @@ def reward_metrics(
         "advantage/abs_mean": float(advantages.advantages.abs().mean()),
         "advantage/zero_spread_groups": int(advantages.zero_spread.sum()),
     }
+    # An ODE has no gain.
     if table.trainable.any():
         gains = table.gain[table.trainable].abs()
         metrics |= {"gain/abs_min": float(gains.min()), "gain/abs_max": float(gains.max())}

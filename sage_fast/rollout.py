@@ -75,6 +75,7 @@ def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
     if prompt.seed is None or seed == usual:
         return seed if prompt.seed is None else prompt.seed
     both = struct.pack("<2q", prompt.seed, seed)
+    # 63 bits, since `NoiseKey` takes signed 64-bit integers.
     return int.from_bytes(hashlib.blake2b(both, digest_size=8, person=b"sage_fast.seeds").digest(), "little") >> 1
 
 
@@ -95,6 +96,7 @@ def initial_latents(
         members: of a group.
     """
     if kind == "shared":
+        # Not 0: a prompt that occurs twice has two groups, each with its own first member.
         keys = [replace(key, sample_index=key.sample_index // members * members) for key in keys]
     elif kind == "fixed":
         keys = [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % members) for key in keys]
@@ -240,6 +242,7 @@ class VideoScoring:
             self.pending.append(thread.submit(self._score, videos, own, numbers))
         else:
             if self.seed is not None:
+                # A function of the first video's number, so a resumed run's rewards draw alike.
                 key = hashlib.sha256(repr((*self.seed, numbers[0])).encode())
                 seed_generators(int.from_bytes(key.digest()[:8], "little"))
             with self.phase("reward"):
@@ -318,6 +321,7 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
             list(full.degenerate),
             rollout.sde_type,
         )
+    # After so many rollouts the window is back where it began.
     cycle = rollout.num_steps if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(cycle))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0

@@ -45,6 +45,7 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
         raise ValueError(f"shift is {shift!r}; it must be a positive finite number (5.0 for 480p, 9.0 for 720p)")
     t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     sigmas = shift * t / (1 + (shift - 1) * t)
+    # Exact, whatever rounding has left of them.
     sigmas[0], sigmas[-1] = 1.0, 0.0
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(
@@ -184,6 +185,7 @@ def transition_table(
     elif sde_type == "dance_grpo":
         variance = eta**2 * step
     elif sde_type == "flow_grpo":
+        # At s = 1 the variance would be infinite: there the next level is taken, as in FlowGRPO's code.
         guarded = torch.where(s == 1, n, s)
         variance = eta**2 * step * s / (1 - guarded)
     elif sde_type == "cps":

@@ -185,6 +185,7 @@ class Trainer:
     def _prepare_model(self, components: Components) -> None:
         """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
         config, transformer = self.config, components.transformer
+        # While the weights are whole: later a rank may hold a part of each.
         self.model_digest = base_digest(transformer, components.weights)
         """Digest of the weights that the run starts from."""
         config.check_frozen_adaln(family_of(transformer).adaln_targets)
@@ -312,6 +313,7 @@ class Trainer:
         config = self.config
         columns, failed = scores_of_all
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
+        # One failed video drops its group, whose mean reward would lack it.
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():
             raise TrainingError(
@@ -319,6 +321,7 @@ class Trainer:
                 "train on. Set reward.on_failure to stop to see the first error."
             )
         components = {name: values.view(groups)[trained_groups] for name, values in columns.items()}
+        # Of the trained groups alone: with the global deviation the others would shift it.
         result = weighted_advantages(components, self.reward.weights, **asdict(config.advantage))
         self._warn_of_no_spread(bool(result.zero_spread.all()))
         advantages = torch.zeros(groups)
@@ -338,6 +341,7 @@ class Trainer:
         )
         trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.best_and_worst)).flatten()
         members = group_members(self._prompts(), groups[1])
+        # Of all ranks' videos, so that each rank knows every order without an exchange.
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
         scored = ScoredRollout(
             trajectories=trajectories,
@@ -377,6 +381,7 @@ class Trainer:
             self.engine.step()
         self.update += 1
         if self.ema is not None and self.config.training.ema_decay:
+            # A short run's average must not stay at the first weights.
             self.ema.average(min(self.config.training.ema_decay, self.update / (9 + self.update)))
         self.objective.moved(self.update)
         visits = len(scored.orders) * len(positions)
@@ -409,6 +414,7 @@ class Trainer:
         start = time.perf_counter()
         with record_function(PHASE_PREFIX + name):
             yield
+        # Kernels run on after their launch, and the next phase would be charged for them.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
@@ -483,6 +489,7 @@ class Trainer:
         self.engine.load_tensors(tensors)
         for group, snapshot in self._snapshots().items():
             snapshot.load_tensors(tensors, group)
+        # The warm-up of the learning rate goes on from here.
         self.engine.updates = int(state["optimizer"]["updates"])
         self.update = int(state["update"])
         self.skipped_updates = int(state.get("skipped_updates", 0))

@@ -89,6 +89,7 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
         DamagedCheckpointError: a file is missing or different. UnreadableCheckpointError: the system refuses to read
         one, or a rank does not see the folder. CheckpointError: there is no such folder, or it has another format.
     """
+    # Rank 0's list, so that the ranks deal out the same files.
     files = world.broadcast(agree(world, lambda: _read_manifest(folder) if world.is_main else {}))
     where = f" as rank {world.rank} sees it" if world.size > 1 else ""
 
@@ -153,6 +154,7 @@ def write_manifest(folder: Path, update: int, files: Files) -> None:
     manifest["sha256"] = _manifest_digest(manifest)
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
     sync(folder / MANIFEST)
+    # A file outlasts a crash of the machine only if the entry in its folder does.
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         sync(path)
 

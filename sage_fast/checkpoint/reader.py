@@ -78,6 +78,7 @@ class Checkpoint:
         wanted = {(group, name): t for group, tensors in targets.items() for name, t in tensors.items()}
 
         def fill() -> None:
+            # All are checked before one is filled.
             for (group, name), target in wanted.items():
                 saved = shapes.get(group, {}).get(name)
                 if saved is None:
@@ -238,12 +239,14 @@ def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
     if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise ValueError(f"it holds a {type(metadata).__name__}")
     for place in metadata.storage_data.values():
+        # It must not lead out of the folder, whose own files alone the manifest covers.
         if not re.fullmatch(r"__\d+_\d+\.distcp", place.relative_path) or place.transform_descriptors:
             raise ValueError(f"{place.relative_path!r} is not a shard")
     described: dict[str, dict[str, Tensor]] = {}
     for key, stored in metadata.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             raise ValueError(f"{key!r} is not a tensor")
+        # A group has no dot, a name may have several.
         group, name = key.split(".", 1)
         described.setdefault(group, {})[name] = torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
     metadata.storage_meta = StorageMeta()  # folder and run in which it was written

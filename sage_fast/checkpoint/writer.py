@@ -132,7 +132,9 @@ class CheckpointWriter:
             CheckpointError: this or the earlier checkpoint could not be written (disk full, no permission) by some
                 rank. All ranks raise it, and older checkpoints are untouched.
         """
+        # Until it is on disk, the last save needs its copies and its plan.
         self.wait()
+        # Text now: the thread must not see what training changes meanwhile.
         state = json.dumps(data.state, indent=1)
         tensors = {f"{group}.{name}": t.detach() for group, named in data.tensors.items() for name, t in named.items()}
         planner = self._plan(tensors)
@@ -235,11 +237,13 @@ class CheckpointWriter:
         for key in sorted(tensors, key=lambda key: (-tensors[key].nbytes, key)):
             tensor, place, holders = tensors[key], self.world.rank, self.world.size
             if isinstance(tensor, DTensor):
+                # Its part is on the ranks along the mesh dimensions that replicate it; `place` numbers them.
                 mesh, place, holders = tensor.device_mesh, 0, 1
                 for dim in (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()):
                     place, holders = place * mesh.size(dim) + mesh.get_local_rank(dim), holders * mesh.size(dim)
             elif not everywhere:
                 place, holders = 0, 1
+            # Each kind has its own holders, so it is dealt by itself.
             kind = getattr(tensor, "placements", None)
             if dealt[kind] % holders == place:
                 own[key] = tensor
@@ -273,6 +277,7 @@ class CheckpointWriter:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             copies[key] = copy.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
+            # The copies are under way, and the caller may change the tensors as soon as this returns.
             torch.cuda.synchronize()
         self._copies = copies
         return copies
@@ -299,11 +304,13 @@ class CheckpointWriter:
                 one_process_is_meant()
             alone = self._group is None
             save(dict(local), storage_writer=storage, planner=planner, process_group=self._group, no_dist=alone)
+            # The planner outlives this save, and would keep its tensors alive.
             planner.state_dict = {}
             if more is not None:
                 more()
             return self._describe_own(update, state)
 
+        # Each rank has described its own files; all come into one manifest.
         parts = self.world.gather(self._agree(update, write), self._group)
         files = {name: entry for part in parts for name, entry in part.items()}
         self._agree(update, lambda: self._publish(update, files))
@@ -329,6 +336,7 @@ class CheckpointWriter:
         write_manifest(partial, update, files)
         if final.exists():  # damaged, or of an attempt that this run has gone back behind
             self._discard(final)
+        # From here on the checkpoint is there.
         partial.replace(final)
         sync(self.root)
         self.published.append(final)

@@ -84,6 +84,7 @@ class WeightSnapshot:
                 here.copy_(there)
                 there.copy_(old)
             else:
+                # Swapped, so that the same call undoes it.
                 parameter.data, self.values[name] = self.values[name], parameter.data
         self._changed()
 
@@ -120,6 +121,7 @@ class Engine(ABC):
     def learning_rate(self) -> float:
         """Rate of the next step."""
         warmup = self.optimizer_config.warmup_updates
+        # Not from 0 on: the first step would move nothing.
         rise = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
         return self.optimizer_config.learning_rate * rise
 

@@ -75,6 +75,7 @@ class HangGuard:
     def progress(self) -> None:
         """Start counting again. Takes microseconds: nothing is sent."""
         if self._armed:
+            # Its thread is not Python's, so it ends even a process that hangs with the GIL held.
             faulthandler.dump_traceback_later(self.seconds + STACKS_AFTER, exit=True)
 
     def use_steady_timeout(self, seconds: float) -> None:
@@ -118,6 +119,7 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
     """
     if not dist.is_initialized():
         return
+    # By UUID, since two processes may know one GPU by different numbers.
     gpu = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
     gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
     dist.all_gather_object(gathered, (own, gpu))
@@ -126,6 +128,7 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
     for name in sorted({name for values in everywhere for name in values}):
         owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
         if len(owners) > 1:
+            # What most ranks have comes first.
             shown = sorted(owners.items(), key=lambda item: -len(item[1]))[:MOST_SHOWN]
             differences.append(f"{name}: " + ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in shown))
     if differences:
@@ -134,6 +137,7 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
             f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}{more}. Start every process with the same files "
             "and overrides, in one environment and on one file system that all nodes share."
         )
+    # The empty name is that of ranks without a GPU.
     shared = [ranks for name, ranks in _ranks_by_value([name for _, name in gathered]).items() if name and ranks[1:]]
     if shared:
         raise ConfigError(

@@ -50,6 +50,7 @@ def rank_device(name: str) -> "torch.device":
     try:
         device = torch.device(name)
         if device.type != "cuda":
+            # A device that torch knows by name but cannot use raises here.
             torch.empty(0, device=device)
             return device
     except (RuntimeError, AssertionError) as error:
@@ -139,6 +140,7 @@ def start_world(
         replicate, shard, sp = distributed.degrees(size, mode)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    # After the degrees, which must fit a single process too.
     if "RANK" not in os.environ:
         return SINGLE_PROCESS
     check_restartable(str(configuration.get("resume", "auto")))
@@ -162,6 +164,7 @@ def start_world(
         fsdp_mesh=init_device_mesh(device.type, (replicate, shard * sp), mesh_dim_names=("replicate", "shard")),
     )
     assert world.mesh is not None and world.fsdp_mesh is not None
+    # Only while the groups are tried: the start's own timeout allows for loading a model.
     set_group_timeouts(distributed.timeout_seconds)
     for group in (None, world.sp_group, *world.fsdp_mesh.get_all_groups()):
         if dist.get_world_size(group) > 1:
@@ -201,6 +204,7 @@ def end_process(status: int) -> NoReturn:
 
     for child in active_children():
         child.kill()
+    # `os._exit` flushes nothing.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -84,6 +84,7 @@ class World:
         from torch import distributed as dist
 
         values = [value]
+        # In CPU memory, so over gloo: it does not wait for the GPU.
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
@@ -94,6 +95,7 @@ class World:
         import torch
         from torch import distributed as dist
 
+        # On the CPU, so over gloo as well.
         value = torch.tensor(int(flag))
         dist.all_reduce(value, dist.ReduceOp.MAX)
         return bool(value)

@@ -100,9 +100,11 @@ class Objective(ABC):
         if self.anchor is not None and due:
             self.anchor.refresh()
             self.anchor_update = update
+        # True of a fixed anchor too, before the first update.
         fresh = self.anchor_update == update
         self.measured_anchor = None if fresh and self.fresh_anchor_is_known else self.anchor
         count = self.num_positions(rollouts)
+        # A function of seed and update: the same on every rank, and after a resume.
         self.kl_factors = kl_factors(self.config.seed, update, count, self.settings.kl_position_fraction)
 
     @abstractmethod
@@ -215,6 +217,7 @@ class VelocityLoss(Generic[Terms]):
 
     def cotangent(self, velocity: Tensor, row_weights: Tensor) -> tuple[Tensor, Terms]:
         """d sum_b(row_weights_b loss_b)/dv at a velocity without a graph, and the detached terms at it."""
+        # The single pass calls this while it samples, where gradients are off.
         with torch.enable_grad():
             leaf = velocity.detach().requires_grad_()
             terms = self.terms(leaf)
@@ -244,6 +247,7 @@ def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], wo
     if bad.any():
         rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
         names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
+    # In the order of the terms: micro-batch after micro-batch, step after step.
     trained = torch.cat([scored.trained[rows].repeat(len(positions)) for rows, _ in scored.batches()])
     everywhere = world.gather((matrix[:, trained], names))
     # Ranks that share a video have the same terms.

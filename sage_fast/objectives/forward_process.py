@@ -106,6 +106,7 @@ def forward_loss(
 
     if settings.weighting == "adaptive":
         weight = adaptive(here)
+    # A_max.
     bound = torch.full_like(sigma, ADVANTAGE_CLIP)
     if settings.weighting == "branches":
         side = settings.beta * (here - old)
@@ -136,6 +137,7 @@ def forward_loss(
 def levels(key: NoiseKey, table: TransitionTable, count: int) -> Tensor:
     """Noise levels (K,) float64 in (0, 1] of a video: one of the sampler's in each of K = count equal parts."""
     parts = (torch.arange(count) + uniform(key, count)) / count
+    # Never the last entry, which is 0.
     return table.sigmas[(parts * table.num_steps).long()].double()
 
 
@@ -255,6 +257,7 @@ class ForwardProcess(Objective):
         self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
         if self.old is not None:
             levels = range(self.process.levels)
+            # Without an advantage too: the trust region pulls every trained video.
             wanted = wanted_passes(scored, [True] * len(levels))
             self.old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
 
@@ -274,6 +277,7 @@ class ForwardProcess(Objective):
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
         """As in `Objective`."""
+        # Where v is that of the old policy and of the anchor, a video without advantage has no gradient.
         wanted = wanted_passes(scored, [self.old is not None or self.measures(position) for position in positions])
         return self.replay.accumulate(scored, wanted, positions, self._loss)
 
@@ -300,6 +304,7 @@ class ForwardProcess(Objective):
     def statistics(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
         """As in `Objective`."""
         pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
+        # They are all 0 where every advantage is and nothing has moved.
         total = sum(pulls) or 1.0
         kl = float(terms.kl_anchor.mean())
         metrics = {

@@ -110,6 +110,7 @@ class GRPO(Objective):
         deviation = float((terms.ratio - 1).abs().max())
         if self._first_deviation is None:
             self._first_deviation = deviation
+        # Only in this process's first update; later ones report it as a metric.
         if self._first_update and self._first_deviation > RATIO_TOLERANCE:
             self.engine.zero_grad()
             raise TrainingError(

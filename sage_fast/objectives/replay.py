@@ -84,6 +84,7 @@ class Replay:
             wanted: (V, len(positions)), see `wanted_passes`.
             unmoved: the policy is the one that made the rollout.
         """
+        # Of all ranks, so that the sum of their gradients is that of the whole loss.
         count = scored.num_trained * len(positions)
         due = {place: done for done, place in enumerate(self._passes(scored, wanted, positions))}
         collected = []
@@ -92,6 +93,7 @@ class Replay:
                 loss = loss_at(scored, rows, trajectory, (number, position))
                 done = due.get((number, position))
                 if done is None:
+                    # No gradient, and the terms are known without the model.
                     collected.append(loss.unmoved())
                     continue
                 self.parts.progress("update", done, len(due), describe_batch(trajectory.samples))
@@ -109,9 +111,11 @@ class Replay:
         make as many passes as the one with most: some of theirs are for nothing.
         """
         size, batches = len(scored.orders), len(scored.trajectories)
+        # (data-parallel ranks, micro-batches x positions): whether any sample of the micro-batch is wanted.
         by_rank = wanted.view(len(wanted) // size, batches, -1, len(positions)).any(dim=2).flatten(1)
         own = by_rank[scored.own.start // size]
         if self.parts.engine.lockstep:
+            # At least one, since such an engine needs a VJP before each step.
             missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())
             own[(~own).nonzero().flatten()[:missing]] = True
         numbers = range(len(scored.trajectories))

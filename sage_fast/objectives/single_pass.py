@@ -124,6 +124,7 @@ class SinglePass(GRPO):
         """As in `Objective`; the gradients of the trained steps go to the accumulators of the videos."""
         for sample, key in zip(samples, keys, strict=True):
             number = self.first_video + len(self._videos)
+            # No advantage weighs the KL's gradient, so the videos of a group share a sum.
             new_group = not self._videos or number % self.config.rollout.num_generations == 0
             video = VideoGradient(
                 sample=sample,
@@ -137,6 +138,7 @@ class SinglePass(GRPO):
         videos = self._videos[-len(samples) :]
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
+            # Rows that run together: not trained here (None), or of one factor and one length of prompt.
             alike: dict[Any, list[int]] = {}
             for row, video in enumerate(videos):
                 factor = video.kl_factors.get(step)
@@ -149,6 +151,7 @@ class SinglePass(GRPO):
                     parts.append(self.policy.velocity(*at, [video.sample.embeds for video in part]))
                 else:
                     parts.append(self._differentiate(part, step, *at))
+            # Back to the order of the micro-batch, by the inverse of this permutation.
             order = [row for rows in alike.values() for row in rows]
             return parts[0] if len(parts) == 1 else torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)]
 
@@ -164,16 +167,19 @@ class SinglePass(GRPO):
         for row, video in enumerate(videos):
             if scored.trained[row]:
                 total.add(video.surrogate.values, share * float(scored.advantages[row]))
+                # Once per group, whose videos lie side by side.
                 if video.kl is not group:
                     total.add(video.kl.values, share)
                     group = video.kl
         for number, weight in enumerate(self.per_video.weights):
+            # None where no trained video has a gradient.
             weight.grad = total.values.get(number)
         terms = []
         for rows, _ in scored.batches():
             batch = list(zip(videos[rows], scored.advantages[rows].tolist(), strict=True))
             for position, (video, a) in itertools.product(range(len(positions)), batch):
                 per_advantage, others = video.terms[position]
+                # The loss is affine in the advantage, see the head of this file.
                 terms.append(others._replace(loss=a * per_advantage + others.loss))
         return concatenate_terms(terms)
 
@@ -249,6 +255,7 @@ class SinglePass(GRPO):
         for i, cotangent in enumerate(cotangents):
             is_last = i + 1 == len(cotangents)
             gradients = torch.autograd.grad(output, weights, cotangent, retain_graph=not is_last, allow_unused=True)
+            # A weight that no prompt here has used has no gradient.
             by_video = {
                 number: gradient.view(len(videos), *weight.shape).unbind()
                 for number, (gradient, weight) in enumerate(zip(gradients, self.per_video.weights, strict=True))

@@ -57,6 +57,7 @@ class TwoPhase(GRPO):
         every = self.training.kl_share_every
         self._kl_share = {}
         if every and (update + 1) % every == 0:
+            # Before the update's own sum, because it empties `.grad`.
             share = self.kl_share(scored, positions)
             if math.isfinite(share):
                 self._kl_share = {"kl/grad_share": share}
@@ -106,6 +107,7 @@ class TwoPhase(GRPO):
         norms = []
         for part, weight in ((without_advantage, self.kl_weight.weight), (scored, 0.0)):
             self._sum(part, positions, weight)
+            # Summed over the ranks, and the norm is that before clipping.
             norms.append(self.engine.clip_gradients())
             self.engine.zero_grad()
         return norms[0] / norms[1] if norms[1] else math.inf

@@ -108,6 +108,7 @@ class Counter:
         for passes in self._passes():
             found += [*self._weights(passes), *self._tokens(passes)]
         found = [exchange for exchange in [*found, *self._optimizer(), *self._objects()] if exchange.count]
+        # The sort is stable: within a phase the order above stays.
         return tuple(sorted(found, key=lambda exchange: PHASES.index(exchange.phase)))
 
     def _passes(self) -> Iterator[_Passes]:
@@ -116,8 +117,11 @@ class Counter:
         branches = self.branches
         # With split guidance and a policy that has moved, the unconditional branch is computed once more.
         more = splits_branches(self.config) and policy_moves(training)
+        # The forward process may sample with another guidance, so its branches are counted apart. The repeated
+        # forwards are of the unconditional branch alone.
         sampling = 1 if self.config.sampling_guidance == 1.0 else 2
         sampled = sampling * (visited.rollout + visited.pass_steps) + visited.repeated
+        # (phase, forwards of one branch, steps with a gradient), per video.
         for phase, forwards, with_gradient in (
             ("rollout", sampled, visited.pass_steps + visited.second_products),
             ("anchor", branches * visited.anchor, 0.0),
@@ -141,6 +145,7 @@ class Counter:
         ring = (group.ranks - 1) / group.ranks
         blocks = self.layers * self.weights.block
         phase, layers, pulls, keep = passes.phase, self.layers, passes.pulls, self.held.gathered.keep
+        # With `rollout` an update alone gathers again for every pass.
         stay = keep == "always" or (keep == "rollout" and phase != "update")
 
         def units(
@@ -205,6 +210,7 @@ class Counter:
             )
             for last in (False, True)
         )
+        # The last layer's text has no result to send.
         forward, backward = (
             (self.layers - 1) * of_middle + of_end for of_middle, of_end in zip(middle, end, strict=True)
         )
@@ -215,6 +221,7 @@ class Counter:
         yield Exchange(phase, name, "all_to_all", group, count=passes.forwards * calls, sent=forward / calls)
         count, sent = passes.backwards * calls * repeated, backward / (calls * repeated)
         yield Exchange(phase, f"{name}, backward", "all_to_all", group, count=count, sent=sent)
+        # A rank sends its share of the velocity to every other one.
         channels = self.description.transformer["out_channels"]
         share = share_of(tokens, sp) * channels * self.item * passes.batch
         yield Exchange(phase, "velocity", "all_gather", group, count=passes.forwards, sent=(sp - 1) * share)

@@ -160,11 +160,13 @@ DEVICES = {
 def measure_cpu(memory_gb: float) -> Device:
     """This machine's processor, from a product and a copy of a few milliseconds."""
     a = torch.ones(768, 768)
+    # 64 MiB each, more than caches hold.
     source, target = torch.ones(2**24), torch.zeros(2**24)
     # The best of three, after one that warms up.
     multiplying, copying = (
         min(timeit.repeat(work, number=1, repeat=4)[1:]) for work in (lambda: a @ a, lambda: target.copy_(source))
     )
+    # A product of n x n matrices is 2 n^3 FLOPs; a copy reads every byte and writes it.
     product, bandwidth = 2 * 768**3 / multiplying / 1e12, 2 * source.nbytes / copying / 1e12
     return Device(
         name=f"this CPU, {torch.get_num_threads()} thread(s)",
@@ -189,6 +191,7 @@ def choose_device(name: str | None, device: str, width: int) -> Device:
     """
     if name is None:
         automatic = "cpu" if width < SMALL_MODEL else "h100"
+        # `cuda` does not say which GPU: an H100 stands for it.
         name = {"cpu": "cpu", "auto": automatic}.get(device, "h100")
     if name != "cpu":
         return DEVICES[name]
@@ -199,6 +202,7 @@ def choose_device(name: str | None, device: str, width: int) -> Device:
 def gpu_memory_gb(device: torch.device | str) -> float:
     """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind counts, which the vendor names."""
     properties = torch.cuda.get_device_properties(device)
+    # Without spaces, so that "NVIDIA GeForce RTX 4090" holds the key "rtx4090".
     name = properties.name.lower().replace(" ", "")
     planned = [known.memory_gb for key, known in DEVICES.items() if key in name]
     return min([properties.total_memory / 1e9, *planned])
@@ -210,6 +214,7 @@ def host_memory() -> int | None:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
+    # Of control groups, version 2. Without a limit the file says "max".
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.is_file() and (text := limit.read_text().strip()).isdigit():
         total = min(total, int(text))

@@ -92,6 +92,7 @@ def plan_encoding(config: RunConfig, device: Device, description: ModelDescripti
     some = used[:: math.ceil(len(used) / 1000)]
     words = sum(_words(prompt.text) for prompt in some) / len(some)
     flops, size = (len(used) * value for value in description.encoding(words))
+    # Each process encodes a share of the prompts.
     seconds, _ = device.seconds(Cost(linear=flops / gpus), "bfloat16", "auto")
     return Encoding(prompts=len(used), flops=flops, size=size, seconds=seconds)
 
@@ -185,6 +186,7 @@ def make_memory_plan(
         layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
         gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+        # Weights whose files are here; for the others the reward's own figure counts.
         if sizes is None:
             folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
             sizes = {name: stored_bytes(folder) / 1e9 for name, folder in folders.items() if folder is not None}
@@ -200,6 +202,7 @@ def make_memory_plan(
             runtime=runtime,
             memory_limit=limit_gb * 1e9,
         )
+        # Checkpointing first; several videos at once take of the room that it leaves.
         if on_gpu and config.model.checkpointing == "auto":
             plan = _fill(plan, room)
         if on_gpu and config.rollout.micro_batch_size == "auto":
@@ -207,10 +210,12 @@ def make_memory_plan(
         decode = plan.memory.phases["decode"]  # with what `auto` is without a plan
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    # A video is decoded whole if that fits beside what the phase holds anyway, and in tiles if not.
     if on_gpu and config.model.decode_memory_gib == "auto":
         whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
         if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
+            # Rounded up, or the video would exceed its own limit.
             limit = float(math.ceil(needed / 2**30))
             plan = replace(plan, config=_changed(plan.config, ("model.decode_memory_gib", limit)))
     return plan
@@ -245,6 +250,7 @@ def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     # Several updates by the forward process split the videos.
     one_by_one = training.update == "forward_process" and training.updates_per_rollout > 1
     while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
+        # Divisors of the group alone, so that no micro-batch mixes prompts.
         size = next(count for count in range(size + 1, group + 1) if group % count == 0)
         larger = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
         if max(larger.memory.phases[name].total for name in ("rollout", "decode", "update")) > room:
@@ -325,6 +331,7 @@ def make_plan(
     longest = longest_prompt(config, layout.data_parallel)
     forward = description.forward_work(description.transformer, held.video_tokens, description.text_tokens)
     words = description.text_tokens - description.image_tokens
+    # A picture has as many tokens for every prompt; only the words are more.
     longer = description.forward_work(
         description.transformer, held.video_tokens, round(longest * words) + description.image_tokens
     )
@@ -332,6 +339,7 @@ def make_plan(
     seconds_per_evaluation = None
     if section.every:
         one, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
+        # The ranks that share a video take turns at decoding.
         decoded = math.ceil(batches * section.batch_size / layout.sp)
         seconds_per_evaluation = batches * config.evaluation_steps * one + decoded * decode_evaluated.predicted
         seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
@@ -391,8 +399,10 @@ def _phases(
 
     # The products of a second backward pass are those of a gradient's cost less a velocity's.
     second = calls.gradient + calls.velocity.times(-1.0)
+    # A call is of a micro-batch, a phase of one video.
     rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
     rollout = rollout + second.times(visited.second_products / batch)
+    # One of the two branches of a velocity.
     rollout = rollout + calls.velocity.times(visited.repeated / (2 * batch))
     # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
     # are those of this rank, but the matrices that Muon makes orthogonal are whole.
@@ -446,6 +456,7 @@ def find_options(plan: Plan) -> list[Option]:
     """
     single = [option for change in possible_changes(plan) if (option := _try(plan, (change,)))]
     if plan.fits:
+        # What saves less than a hundredth is not worth a line.
         helping = [option for option in single if option.plan.memory.peak < 0.99 * plan.memory.peak]
     else:
         helping = [option for option in single if option.plan.fits]
@@ -467,6 +478,7 @@ def _together(plan: Plan, single: list[Option]) -> Option:
         both = chosen | dict(option.changes)
         if together := _try(plan, tuple(both.items())):  # None where it excludes an earlier one
             chosen, best = both, together
+    # Leave out again what is not needed, the costliest first: the changes are in that order.
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
         found = _try(plan, tuple(fewer.items()))
@@ -485,12 +497,14 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "distributed.cpu_offload", True
     if config.training.update in UPDATES:
         yield "training.update", UPDATES[config.training.update]
+    # Only values that keep less than the present one.
     order = ["selective", "full"]
     for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
         yield "model.checkpointing", value
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
     most = plan.config.rollout.videos_at_once
+    # Of the divisors, the next smaller one and the smallest.
     sizes = [size for size in range(most - 1, 0, -1) if rollout.batch_size % size == 0]
     for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
         yield "rollout.micro_batch_size", size
@@ -498,6 +512,7 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "distributed.keep_gathered", "never"
     if evaluation.every and evaluation.batch_size > 1:
         yield from (("evaluation.batch_size", size) for size in sorted({1, max(1, evaluation.batch_size // 4)})[::-1])
+    # In GiB. A video that needs more than that is decoded in tiles.
     limits = (8.0, 1.0) if not plan.tiled else ()
     yield from (("model.decode_memory_gib", size) for size in limits if size < (model.decode_limit_gib or math.inf))
     if plan.on_gpu and model.decode_dtype(True) == "float32":
@@ -526,9 +541,11 @@ def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
 
 def resident_bytes() -> int:
     """Memory of this process with the libraries of a run imported."""
+    # Optional packages take memory only where they are installed.
     for name in ("sage_fast.run.run", "peft", "torch.utils.tensorboard", "matplotlib.figure", "av"):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The second number is the resident set, in pages.
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

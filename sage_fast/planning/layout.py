@@ -70,6 +70,7 @@ class Layout:
     def groups(self) -> dict[str, Group]:
         """The groups that communicate, by name; of those of a name the worst case."""
         gpus, sp, shards = self.gpus, self.sp, self.weight_shards
+        # Ranks of a video are neighbours, and so are those that share weights; replicas are a stride apart.
         members = {
             "sp": [range(first, first + sp) for first in range(0, gpus, sp)],
             "weights": [range(first, first + shards) for first in range(0, gpus, shards)],
@@ -103,6 +104,7 @@ def least_gpus(section: DistributedConfig, rollout: RolloutConfig) -> int:
         return known
     # A degree of null takes what is more than that.
     videos = rollout.batch_size * known // section.sp
+    # The smallest multiple of `known` whose videos are a multiple of a group.
     return known * rollout.num_generations // gcd(videos, rollout.num_generations)
 
 

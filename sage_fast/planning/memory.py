@@ -155,11 +155,13 @@ class MemoryPlan:
         """Memory of every phase."""
         config, resident, gathered = self.config, self._resident, self.gathered
         two_phase, (reward_models, _, scoring) = config.training.update != "single_pass", self._rewards
+        # Where sharded weights do not stay gathered, only a few blocks of them are in flight at a time.
         without_gradient = replace(
             resident,
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep != "never" else 0.0,
             weights_in_flight=gathered.flying if gathered.keep == "never" else 0.0,
         )
+        # The trajectories, as large as they are when the rollout ends.
         sampling = replace(without_gradient, **self._produced)
         decoding = self.description.decoding(self.latent, config.rollout.videos_at_once, config.model, self.on_gpu)
         phases = {
@@ -182,7 +184,9 @@ class MemoryPlan:
         # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
         foreach = self.on_gpu and config.optimizer.name == "adamw"
         stepping = self._state if foreach else 16.0 * self.weights.largest
+        # The single pass has added its accumulators up by then, and frees them.
         step = replace(update, gradient_accumulators=0.0, optimizer_step=stepping)
+        # The single pass runs no model here: its gradient is that of the rollout.
         if two_phase:
             flying = gathered.summed + (0.0 if gathered.keep == "always" else gathered.flying)
             update = self._working(replace(update, weights_in_flight=flying), self.calls.gradient)
@@ -259,8 +263,10 @@ class MemoryPlan:
     def _tables(self) -> float:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
         config, description = self.config, self.description
+        # An evaluation may have another size and other noise levels.
         count = 2 if config.evaluation.every else 1
         grids = {self.latent_of(video)[1:] for video in (config.video, config.evaluation_video)[:count]}
+        # Cosine and sine, in float32.
         rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
             return float(rope)
@@ -274,6 +280,7 @@ class MemoryPlan:
         # A step works on its state and velocity; the forward process keeps the final latents alone.
         states = 3 if self.config.training.update == "forward_process" else 2 * rollout.num_steps + 1
         produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}
+        # In uint8. A GPU's videos are in CPU memory.
         if not self.on_gpu:
             produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
         if self.config.training.update == "single_pass":
@@ -293,6 +300,7 @@ class MemoryPlan:
         if keeps_old_policy(self.config):
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
+        # At worst each trained video is in another micro-batch, and these run whole.
         videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.videos_at_once)
         return 4.0 * prod(self.latent) * videos * measured
 

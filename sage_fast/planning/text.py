@@ -62,6 +62,7 @@ def _head(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan, unit: str, size: float, digits: int) -> Iterator[str]:
     columns = {phase: memory.parts() for phase, memory in plan.memory.phases.items()}
+    # Rows that would read 0 in every phase are left out.
     visible = 0.5 * size / 10**digits
     shown = [part for part in PhaseMemory().parts() if max(c[part] for c in columns.values()) >= visible]
     where = f"on each {plan.device.name}" if plan.layout.gpus > 1 else f"on {plan.device.name}"
@@ -135,6 +136,7 @@ def _per_update(plan: Plan) -> Iterator[str]:
     videos = rollout.batch_size * plan.layout.data_parallel
     prompts = videos // rollout.num_generations
     if plan.config.training.update == "forward_process":
+        # Its updates split the videos of a rollout; those of the others split the steps.
         videos //= plan.config.training.updates_per_rollout
     yield f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) to 1,152 (48 x 24)"
     if plan.on_gpu and (videos < FEW_VIDEOS or prompts < FEW_PROMPTS):
@@ -149,6 +151,7 @@ def _exchanges(plan: Plan) -> Iterator[str]:
     if not plan.exchanges:
         return
     rows = []
+    # Exchanges of one purpose differ in size alone: of a block, and of the weights outside of blocks.
     for (phase, purpose, kind), group in groupby(plan.exchanges, key=attrgetter("phase", "purpose", "kind")):
         found = list(group)
         near = sum(e.bytes * (1 - e.network_share) for e in found) / 1e9

@@ -47,6 +47,7 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     """
     if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False
+    # The last two tensors: `addmm` and `baddbmm` have a summand before them.
     a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
     return min(*a.shape[-2:], b.shape[-1]) <= THIN
 
@@ -135,6 +136,7 @@ class Tracer(CountingMode):
         for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
             if not isinstance(tensor, Tensor):
                 continue
+            # Views share a storage, which counts once.
             storage = tensor.untyped_storage()
             key = storage._cdata
             if key not in self._own and key not in self._alive:
@@ -264,6 +266,7 @@ def _trace(call: Call, num_layers: int) -> Cost:
     weights: Sequence[Tensor] = trained
 
     def vjp(output: Tensor, cotangents: Any) -> None:
+        # With split guidance once per branch; the larger graph counts.
         kept.append(tracer.now)
         if call.collected:
             torch.autograd.grad(output, weights, cotangents[0], allow_unused=True)

@@ -143,9 +143,11 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     elif section.cpu_offload:
         keep = "never"
     else:
+        # Frozen weights may take a third of the GPU, as in `parallelize`.
         keep = "always" if not full and whole <= memory / 3 else "rollout"
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     over_ranks = layout.weight_shards > 1 and (full or keep != "always")
+    # FSDP also casts masters, and moves them from CPU memory, for a rank that shares them with nobody.
     sharded = over_ranks or (full and (item != stored or section.cpu_offload))
     shards = layout.weight_shards if over_ranks else 1
     offloaded = sharded and section.cpu_offload

@@ -156,10 +156,12 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
         trained = [config.forward_process.levels]
     measured = [num_trained(config.objective.kl_position_fraction, count) for count in trained]
     drawn = update_share(config, ranks)
+    # Means over the positions of the window.
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
     old = steps if keeps_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
+    # Only the KL to an anchor that lies behind needs a second VJP.
     second_products = behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0
     return Visits(
         rollout=rollout.num_steps - in_rollout,
@@ -192,6 +194,7 @@ def keeps_old_policy(config: RunConfig) -> bool:
 
 def most_groups(rollout: RolloutConfig) -> int:
     """Groups of which a rank has videos, on the rank that has most: its first video may be in a group's middle."""
+    # The latest place in its group that a rank's first video can have.
     latest = rollout.num_generations - math.gcd(rollout.batch_size, rollout.num_generations)
     return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
 
@@ -207,7 +210,9 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     """
     training, rollout = config.training, config.rollout
     size, group = rollout.batch_size, rollout.num_generations
+    # After so many ranks one begins with the first video of a group again.
     whole = group // math.gcd(size, group)
+    # The choice depends on the order of the scores alone, so uniform ones stand for any.
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
     trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.videos_at_once)
     share = trained.any(-1).double().mean(-1)
@@ -220,8 +225,10 @@ def anchor_share(training: TrainingConfig, kl_mode: str) -> float:
     rollouts = training.num_updates // training.updates_per_rollout
     if kind == "none":
         return 0.0
+    # Then it is measured in every rollout, even where it is fresh (`fresh_anchor_is_known`).
     if training.update == "forward_process" and training.updates_per_rollout > 1:
         return 1.0
     if kind == "moving":
         rollouts = min(rollouts, math.ceil(training.anchor_interval / training.updates_per_rollout))
+    # In the first rollout after a refresh the anchor is the policy.
     return 1.0 - 1.0 / rollouts

@@ -92,6 +92,7 @@ def parallelize(
         _check_steps_agree(distributed, training, kl_position_fraction)
     if not sharded:
         if weights is not None:
+            # From the mapped files straight to the device.
             weights.read_into(transformer, device)
         transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
@@ -118,6 +119,7 @@ def parallelize(
         return "never"
     shard_weights(transformer, distributed, model, world, device, mode=training.mode)
     if weights is not None:
+        # Each rank reads its own parts of the files.
         weights.read_into(transformer)
     return keep_gathered
 
@@ -150,6 +152,7 @@ def shard_weights(
         transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if distributed.cpu_offload else OffloadPolicy()
     settings: dict[str, Any] = {
+        # A mesh of two dimensions means replicas of the shards to FSDP2.
         "mesh": world.fsdp_mesh if world.dp_replicate > 1 else world.fsdp_mesh["shard"],  # type: ignore[index]
         # Inputs are not cast: a timestep rounded to bfloat16 is another noise level.
         "mp_policy": MixedPrecisionPolicy(
@@ -254,6 +257,7 @@ class TorchEngine(Engine):
     def _stay_gathered(self, stay: bool) -> None:
         """Keep weights once they are gathered; or no longer, and free those that are there."""
         for module in self.modules:
+            # Not recursive: `modules` has every unit, the root too.
             module.set_reshard_after_forward(not stay, recurse=False)
             module.set_reshard_after_backward(not stay, recurse=False)
             if not stay:

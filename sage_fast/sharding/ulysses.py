@@ -113,6 +113,7 @@ def all_to_all_bytes(
     """
     share = share_of(num_video, degree)
     text = 0 if last else num_text
+    # P divides the heads and so the width: nothing is rounded.
     unit = batch * width * itemsize // degree * (degree - 1)
     forward = unit * (4 * share + text)
     backward = unit * (8 * share + text)
@@ -203,6 +204,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        # The gradient is the same on every rank, so nothing is summed.
         return ctx.layout.take(grad, ctx.dim), None, None, None
 
 
@@ -227,6 +229,7 @@ class UlyssesAttention:
         (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
         num_queries = whole + q.shape[1] - share
 
+        # 1. of the head of this file: q, k and v go in one message.
         send = k.new_empty(degree, batch, share, 3, heads // degree, dim)
         for i, part in enumerate((q, k, v)):
             send[:, :, :, i].copy_(self._by_rank(part[:, :share]))
@@ -244,6 +247,7 @@ class UlyssesAttention:
         out, lse = self.local.forward(q[:, :num_queries], k, v, whole)
         del joint, q, k, v
 
+        # 2.: behind each rank's share goes the text's result of the heads here, which all ranks need.
         send = out.new_empty(degree, batch, share + num_queries - whole, heads // degree, dim)
         _cut(out[:, :whole], send[:, :, :share])
         send[:, :, share:].copy_(out[:, whole:])
@@ -270,12 +274,14 @@ class UlyssesAttention:
         received = self.layout.exchange(send)
         del send, video, text
 
+        # Two buffers: in the last layer the gradient, q and the result have no text, but k and v do.
         queries = k.new_empty(3, batch, whole + query_text, heads // degree, dim)
         keys = k.new_empty(2, batch, whole + num_text, heads // degree, dim)
         video = received[:, : 5 * batch * share].unflatten(1, (5 * batch, share))
         _paste(video[:, : 3 * batch], queries.flatten(0, 1)[:, :whole])
         _paste(video[:, 3 * batch :], keys.flatten(0, 1)[:, :whole])
         all_grad, all_q, all_out, all_k, all_v = *queries.unbind(0), *keys.unbind(0)
+        # Every rank has sent its part of the gradient of the text, for the heads here.
         all_grad[:, whole:] = received[:, 5 * batch * share :].sum(0).unflatten(0, (batch, query_text))
         del received, video
         for part, own in ((all_q, q), (all_out, out), (all_k, k), (all_v, v)):
@@ -283,6 +289,7 @@ class UlyssesAttention:
         grads = self.local.backward(all_grad, all_q, all_k, all_v, all_out, lse, whole)
         del queries, keys, all_grad, all_q, all_out, all_k, all_v, part
 
+        # 4.: the text's gradients stay where they are.
         send = k.new_empty(degree, 3, batch, share, heads // degree, dim)
         for i, part in enumerate(grads):
             _cut(part[:, :whole], send[:, i])
@@ -316,6 +323,7 @@ def _cut(tokens: Tensor, shares: Tensor) -> None:
     if full < shares.shape[0]:
         shares[full, :, :rest].copy_(tokens[:, full * size :])
         shares[full, :, rest:].zero_()
+        # The ranks behind the last token have padding alone.
         shares[full + 1 :].zero_()
 
 

@@ -90,6 +90,7 @@ class DeepSpeedEngine(Engine):
         self._fragments = importlib.import_module("deepspeed.utils")
         self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
+            # DeepSpeed has moved the weights into its own buffers through `.data`, which leaves no trace.
             acceleration.forget()
         self.masters = self._zero.single_partition_of_fp32_groups
         # This rank's float32 partitions of the trained weights.
@@ -99,7 +100,9 @@ class DeepSpeedEngine(Engine):
                 "step": torch.tensor(0.0),
                 **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
             }
+        # It lets the `safe_` functions find this state by the weight.
         self._zero._lazy_init_hp_params_optimizer_state()
+        # DeepSpeed has made the masters of the rounded weights.
         for name, value in exact.items():
             self.set_master(name, value)
 
@@ -122,6 +125,7 @@ class DeepSpeedEngine(Engine):
                 "allgather_bucket_size": GATHER_BUCKET,
             },
             "bf16": {"enabled": bf16},
+            # Gradients are summed in float32, as by FSDP2.
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},  # many small gradients are added per update
             "gradient_clipping": self.optimizer_config.max_grad_norm,
@@ -152,6 +156,7 @@ class DeepSpeedEngine(Engine):
     def clip_gradients(self) -> float:
         """As in `Engine`. Scaling is left to `step`, with torch's coefficient max_norm / (norm + 1e-6), at most 1."""
         self._zero.finalize_gradient_accumulation_boundary()
+        # A rank holds the sum for its own partitions, so the squares of all ranks add up to the whole norm.
         parts = [part for group in self._zero.averaged_gradients.values() if group is not None for part in group]
         squares = torch.stack([part.float().norm().square() for part in parts]).sum()
         dist.all_reduce(squares)
@@ -194,9 +199,11 @@ class DeepSpeedEngine(Engine):
             self.set_master(name, source.read("weights", name))
             for key in STATES:
                 self.set_master(name, source.read("optimizer", f"{name}.{key}"), key)
+        # AdamW counts the steps of a partition, and all weights have taken as many.
         steps = float(source.read("optimizer", f"{next(iter(self.parameters))}.step"))
         for master in self.masters:
             self._zero.optimizer.state[master]["step"] = torch.tensor(steps)
+        # The weights of the model follow their masters.
         self._zero.update_lp_params()
 
     # ------------------------------------------------------------------------------------------------- partitions

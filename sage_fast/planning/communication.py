@@ -140,7 +140,9 @@ class Counter:
     def _weights(self, passes: _Passes) -> Iterator[Exchange]:
         """Gathers of sharded weights, and the sums of their gradients."""
         group, replicas = self.layout.groups["weights"], self.layout.groups["replicas"]
-        if group.ranks == 1 or not passes.forwards:
+        alone = group.ranks == 1
+        # Weights that every rank has whole are not gathered, but their gradients are summed over the replicas.
+        if not passes.forwards or (alone and not (self.full and replicas.ranks > 1)):
             return
         ring = (group.ranks - 1) / group.ranks
         blocks = self.layers * self.weights.block
@@ -157,10 +159,11 @@ class Counter:
             yield Exchange(phase, purpose, kind, group, count=calls[1], sent=scale * outside, hidden=True)
 
         outside, times = self.weights.total - blocks, self._gathers(phase) if stay else passes.forwards
-        yield from units("weights", "all_gather", ring * self.item, (times * layers, times), outside)
+        if not alone:
+            yield from units("weights", "all_gather", ring * self.item, (times * layers, times), outside)
         if not pulls:
             return
-        if not stay:
+        if not stay and not alone:
             # The input of the first block has no gradient under adapters, so FSDP keeps the block to the pull's end.
             kept = 0.0 if self.full else passes.backwards - pulls
             again = passes.backwards * layers - kept
@@ -169,7 +172,8 @@ class Counter:
             return
         # Autograd adds up the branches of a pull before FSDP has the gradient. Frozen weights have none.
         trained = self.weights.trained - blocks
-        yield from units("gradients", "reduce_scatter", ring * 4.0, (pulls * layers, pulls), trained)
+        if not alone:
+            yield from units("gradients", "reduce_scatter", ring * 4.0, (pulls * layers, pulls), trained)
         if replicas.ranks > 1:
             # Shards are summed over the replicas in the pulls of an update's last step.
             scale = 2 * (replicas.ranks - 1) / replicas.ranks * 4.0 / group.ranks

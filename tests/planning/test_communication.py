@@ -102,14 +102,16 @@ def test_frozen_weights_that_stay_gathered_never_travel() -> None:
     assert sent(plan, "update", "weights")[1] == pytest.approx(32 / 2 * 2 * plan.weights.total)
 
 
+@pytest.mark.parametrize("shards", [8, 1])
 @pytest.mark.parametrize(("guidance", "pulls"), [("split", 2), ("paired", 1)])
-def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, pulls: int) -> None:
-    degrees = ["--distributed.dp_replicate=2", "--distributed.dp_shard=8"]
-    plan = small(*FULL, *degrees, f"--training.guidance={guidance}", gpus=16)
-    size = pulls * 2 * 1 / 2 * 4 * plan.weights.trained / 8
+def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, pulls: int, shards: int) -> None:
+    degrees = ["--distributed.dp_replicate=2", f"--distributed.dp_shard={shards}"]
+    plan = small(*FULL, *degrees, f"--training.guidance={guidance}", gpus=2 * shards)
+    size = pulls * 2 * 1 / 2 * 4 * plan.weights.trained / shards
     assert sent(plan, "update", "gradients of replicas") == (pulls * (LAYERS + 1), pytest.approx(size))
     (block, _) = [e for e in plan.exchanges if e.purpose == "gradients of replicas"]
-    assert block.network_share == 1
+    assert block.network_share == (shards == 8), "two GPUs are one node"
+    assert (shards == 1) == (not any(e.purpose in ("weights", "gradients", "norm") for e in plan.exchanges))
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

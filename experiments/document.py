@@ -17,7 +17,7 @@ PUBLISHED_RESULTS = "results/reproduction.jsonl"
 """Place of the findings beside the page, where it is one of the documents."""
 
 HEAD = Path(__file__).with_name("head.txt").read_text("utf-8")
-"""What the page says before its tables."""
+"""Text before the tables of the page."""
 
 
 def render(findings: Findings) -> str:

@@ -155,18 +155,28 @@ class Study:
                 request["arguments"] = runs
             for name, seeds in experiment.measurements().items():
                 if not self.measured(name):
-                    program = [sys.executable, "-m", "experiments.measures"]
-                    result = str(self.folder / "measures" / f"{name}.jsonl")
-                    jobs[name] = [*program, result, json.dumps(request | {"seeds": seeds}), *self.files]
+                    program = [sys.executable, "-m", "experiments.measures", str(self._result(name))]
+                    jobs[name] = [
+                        *program,
+                        str(self._result(name)),
+                        json.dumps(request | {"seeds": seeds}),
+                        *self.files,
+                    ]
         return jobs
 
     def measured(self, name: str) -> Sequence[Finding]:
         """Findings of a measurement; none where it is missing. ConfigError where another configuration made it."""
-        file = self.folder / "measures" / f"{name}.jsonl"
+        file = self._result(name)
         rows = read_findings(file).rows if file.is_file() else []
         if rows and rows[0].settings != settings_digest(settings_of(to_dict(self.config))):
             raise ConfigError(f"{file} is of another configuration. Choose another --output_dir, or move it away.")
         return rows
+
+    def _result(self, name: str) -> Path:
+        return self.folder / "measures" / f"{name}.jsonl"
+
+    def _run(self, training: Training) -> Path:
+        return self.folder / "trainings" / training.name
 
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, shared ones once. ConfigError."""
@@ -178,7 +188,7 @@ class Study:
         return [*self.files, *self._overrides(training), "--resume=auto"]
 
     def _overrides(self, training: Training) -> list[str]:
-        place = f"--output_dir={self.folder / 'trainings' / training.name}"
+        place = f"--output_dir={self._run(training)}"
         return [place, f"--seed={training.seed}", *self.overrides, *training.overrides]
 
     def is_finished(self, training: Training) -> bool:
@@ -187,7 +197,7 @@ class Study:
         Raises:
             ConfigError: there is a run of another configuration.
         """
-        run = RunDirectory(self.folder / "trainings" / training.name)
+        run = RunDirectory(self._run(training))
         if not run.is_run:
             return False
         config = load_config(self.files, self._overrides(training))
@@ -217,7 +227,7 @@ class Study:
 
     def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
         """Findings of a finished training."""
-        run = RunDirectory(self.folder / "trainings" / training.name)
+        run = RunDirectory(self._run(training))
         made = made_with(json.loads(run.environment.read_text("utf-8"))) if run.environment.is_file() else {}
         common: dict[str, Any] = {"experiment": experiment, "arm": training.arm, "seed": training.seed}
         common |= made | {"settings": settings_digest(run.settings)}

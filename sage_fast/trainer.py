@@ -127,8 +127,7 @@ class Trainer:
 
         components.check_guidance(config.rollout.guidance_scale)
         components.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
-        steps = {"rollout.num_steps": config.rollout.num_steps, "evaluation.num_steps": config.evaluation_steps}
-        components.warn(config.rollout.shift, steps)
+        components.warn(config.rollout.shift, config.steps_by_key)
         size = sum(parameter.numel() for parameter in components.transformer.parameters())
         if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
             logger.warning("%s", unusual[0])

@@ -58,7 +58,9 @@ def block_calls(trained: Trained) -> tuple[int, int]:
     def attend(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape[0], q.shape[2], q.shape[1])
 
-    attend_backward = lambda grad, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])  # noqa: E731
+    def attend_backward(grad: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(tensor.new_empty(tensor.shape) for tensor in inputs[:3])
+
     with (
         mock.patch.object(launch, "start", lambda *arguments: None),
         mock.patch.object(common, "POISON_EMPTY", False),

@@ -105,7 +105,11 @@ def cells(session: Session) -> Iterator[Cell]:
         parity = f"parity {name}"
         yield Cell(suite=SUITE, name=parity, work=lambda contest=contest: contest().check())  # type: ignore[misc]
         for who in CONTENDERS:
-            work = lambda contest=contest, name=name, who=who: contest().measure(session, name, who)  # noqa: E731
+
+            def work(contest: Any = contest, name: str = name, who: str = who) -> Record:
+                found: Record = contest().measure(session, name, who)
+                return found
+
             yield Cell(suite=SUITE, name=f"{name} {who}", work=work, needs=(f"{SUITE} {parity}",))
 
 

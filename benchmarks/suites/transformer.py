@@ -268,9 +268,12 @@ def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Ce
     """Parity of every contender, then the measurements at full size."""
     model = Model(session=session)
     layers = cache(lambda: TwoLayers(model))
+
+    def parity(contender: str) -> Record:
+        return layers().check(contender)
+
     for contender in ("P2", "P1", "ours"):
-        work = lambda contender=contender: layers().check(contender)  # noqa: E731
-        yield Cell(suite=SUITE, name=f"parity {contender}", work=work)
+        yield Cell(suite=SUITE, name=f"parity {contender}", work=partial(parity, contender))
     layers.cache_clear()
     harness.release()
     for timed in ORDER if order is None else order:

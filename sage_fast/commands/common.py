@@ -16,12 +16,6 @@ DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}
 BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 """An override as Hydra writes it, such as rollout.eta=0.3."""
 
-LOOK_AHEAD_GPUS = "processes, one per GPU; default: the fewest that the `distributed` section fits"
-"""Help of --gpus for commands that look ahead; `train --gpus` starts the processes."""
-
-ALLOW_CPU = "run a model of more than 1e9 parameters on a CPU, at hours per video"
-"""Help of --allow-cpu."""
-
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and `--key=value` overrides among the words that argparse left over.
@@ -130,6 +124,19 @@ def add_output_argument(parser: argparse.ArgumentParser, default: Path | None = 
     )
 
 
+def add_gpus_argument(parser: argparse.ArgumentParser) -> None:
+    """The option --gpus of commands that look ahead; `train --gpus` starts the processes."""
+    meaning = "processes, one per GPU; default: the fewest that the `distributed` section fits"
+    parser.add_argument("--gpus", type=int, metavar="N", help=meaning)
+
+
+def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
+    """The option --allow-cpu."""
+    parser.add_argument(
+        "--allow-cpu", action="store_true", help="run a model of more than 1e9 parameters on a CPU, at hours per video"
+    )
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_videos: int, counted: str) -> None:
     """Configuration, weights, prompts and noise of the videos that `generate` and `evaluate` make.
 
@@ -147,7 +154,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     weights.add_argument(
         "--lora", type=Path, help="adapter: .safetensors of diffusers, peft, ComfyUI, musubi-tuner or the official code"
     )
-    parser.add_argument("--allow-cpu", action="store_true", help=ALLOW_CPU)
+    add_cpu_argument(parser)
     parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
     parser.add_argument(
         "--seed",

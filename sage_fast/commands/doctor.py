@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sage_fast import __version__
-from sage_fast.commands.common import LOOK_AHEAD_GPUS, add_config_argument, load_run_config
+from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
 
 USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
 
@@ -26,7 +26,7 @@ USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
-    parser.add_argument("--gpus", type=int, metavar="N", help=LOOK_AHEAD_GPUS)
+    add_gpus_argument(parser)
     parser.add_argument(
         "--deep",
         action="store_true",

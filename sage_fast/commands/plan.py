@@ -15,7 +15,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from sage_fast.commands.common import LOOK_AHEAD_GPUS, add_config_argument, load_run_config
+from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
 
 DEVICES = ("h100", "h200", "a100", "b200", "rtx4090", "rtx5090", "l40s", "cpu")
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=DEVICES, help="default: h100, or cpu for a small model and with model.device cpu"
     )
     parser.add_argument("--memory", type=float, metavar="GB", help="1e9 bytes that may be used; default: the device's")
-    parser.add_argument("--gpus", type=int, metavar="N", help=LOOK_AHEAD_GPUS)
+    add_gpus_argument(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
 
 

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(json.dumps([{**asdict(state), "run": str(state.run)} for state in states], indent=1))
     else:
         print(to_text(states))
-    return int(any(state.condition in ("hangs", "killed", "failed") or state.worse is not None for state in states))
+    return int(any(state.needs_attention for state in states))
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:

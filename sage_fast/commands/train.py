@@ -31,14 +31,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sage_fast.commands.common import ALLOW_CPU, add_config_argument, load_run_config
+from sage_fast.commands.common import add_config_argument, add_cpu_argument, load_run_config
 from sage_fast.distributed.start import rank, world_size
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
-    parser.add_argument("--allow-cpu", action="store_true", help=ALLOW_CPU)
+    add_cpu_argument(parser)
     parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
     parser.add_argument(
         "--allow-changes",

@@ -11,6 +11,7 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -119,16 +120,15 @@ def fingerprint(paths: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-_digests: dict[tuple[str, int, int], str] = {}
-
-
 def content_digest(path: str | Path) -> str:
     """Identity of a whole file's content, 32 hex digits; it is read again only once its date or size has changed."""
     status = os.stat(path)
-    version = str(path), status.st_mtime_ns, status.st_size
-    if version not in _digests:
-        _digests[version] = hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
-    return _digests[version]
+    return _content_digest(str(path), status.st_mtime_ns, status.st_size)
+
+
+@lru_cache(maxsize=2**20)
+def _content_digest(path: str, *version: int) -> str:
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=16).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------ text

@@ -453,6 +453,16 @@ class ModelFamily(ABC):
         return [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
 
 
+@dataclass(frozen=True)
+class _LoadFunction(ModelFamily):
+    """A function f(model: ModelConfig) -> Components as a family that says nothing else."""
+
+    function: Callable[[ModelConfig], Components]
+
+    def load(self, model: ModelConfig) -> Components:
+        return self.function(model)
+
+
 def model_family(name: str) -> ModelFamily:
     """The family that `model.family` names. ConfigError where there is none of that name."""
     found = resolve(name, MODEL_FAMILIES, "model.family")
@@ -467,8 +477,7 @@ def model_family(name: str) -> ModelFamily:
             "that returns Components."
         )
     # A family that says nothing else.
-    family = type("Function", (ModelFamily,), {"load": staticmethod(found)})()
-    return family
+    return _LoadFunction(found)
 
 
 _OUTSIDE: dict[str, ModelFamily] = {}

@@ -169,6 +169,5 @@ def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
     vae, info = kind.from_pretrained(
         folder, torch_dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, use_safetensors=True
     )
-    missing, unexpected = (dict.fromkeys(info[kind], torch.Size()) for kind in ("missing_keys", "unexpected_keys"))
-    check_fit(folder, missing, unexpected)
+    check_fit(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
     return vae.eval()

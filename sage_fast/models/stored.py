@@ -40,13 +40,18 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
 
 
-def check_fit(folder: Path, described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-    """ValueError unless the weights of a folder are those that its configuration describes, by name and shape."""
-    for kind, names in {
+def misfits(described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> dict[str, set[str]]:
+    """Names of weights by kind, for `check_fit`: those of a configuration and of its files that are not the same."""
+    return {
         "missing": described.keys() - stored.keys(),
         "unexpected": stored.keys() - described.keys(),
         "mismatched": {name for name in described.keys() & stored.keys() if described[name] != stored[name]},
-    }.items():
+    }
+
+
+def check_fit(folder: Path, **wrong: Collection[str]) -> None:
+    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
+    for kind, names in wrong.items():
         if names:
             raise ValueError(
                 f"The weights in {folder} do not fit its config.json: {len(names)} {kind} keys, among them "
@@ -144,7 +149,8 @@ def open_transformer(
         for name in buffers:
             setattr(transformer, name, getattr(small, name))
     weights = StoredWeights(folder)
-    check_fit(folder, {name: value.shape for name, value in transformer.state_dict().items()}, weights.shapes)
+    described = {name: value.shape for name, value in transformer.state_dict().items()}
+    check_fit(folder, **misfits(described, weights.shapes))
     without_memory(transformer, dtype, kind._keep_in_fp32_modules or ())
     return transformer.eval(), weights
 

@@ -145,10 +145,9 @@ class AutoencoderDecoder(ABC):
         works = [(count, *self.work_of(*part)) for part, count in parts.items()]
         return float(sum(n * flops for n, flops, _ in works)), float(sum(n * moved for n, _, moved in works))
 
-    @cache  # noqa: B019  a decoder that is asked has no memory, and is kept by `empty`
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        """As `work`, of latents that are decoded whole; counted once for each size."""
-        return self.counts(torch.empty(1, self.channels, frames, height, width, device="meta", dtype=self.vae.dtype))
+        """As `work`, of latents that are decoded whole."""
+        return _counts(self, frames, height, width)
 
     @torch.no_grad()
     def counts(self, latents: Tensor, *, tiled: bool = False) -> tuple[int, int]:
@@ -170,6 +169,13 @@ class _Decode(CountingMode):
     def count(self, name: str, args: Any, result: Any, moved: int) -> None:
         """See `CountingMode`."""
         self.moved += moved if name not in PRODUCTS else 0
+
+
+@cache
+def _counts(decoder: AutoencoderDecoder, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Counted once for each size."""
+    latents = torch.empty(1, decoder.channels, frames, height, width, device="meta", dtype=decoder.vae.dtype)
+    return decoder.counts(latents)
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 
@@ -108,6 +109,14 @@ class Memory:
         return self.phases[self.peak_phase].total
 
 
+class _Rewards(NamedTuple):
+    """Bytes of all rewards: models, tables, and the most that one has at work."""
+
+    models: float
+    tables: float
+    working: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
@@ -154,7 +163,7 @@ class MemoryPlan:
     def memory(self) -> Memory:
         """Memory of every phase."""
         config, resident, gathered = self.config, self._resident, self.gathered
-        two_phase, (reward_models, _, scoring) = config.training.update != "single_pass", self._rewards
+        two_phase = config.training.update != "single_pass"
         # Where sharded weights do not stay gathered, only a few blocks of them are in flight at a time.
         without_gradient = replace(
             resident,
@@ -167,14 +176,14 @@ class MemoryPlan:
         phases = {
             "encode": PhaseMemory(
                 runtime=self.runtime,
-                reward_models=reward_models,
+                reward_models=self._rewards.models,
                 prompt_encoder=self.description.encoder_gb * GB,
                 # A family may have loaded the transformer into CPU memory before.
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
             "rollout": self._working(sampling, self.calls.sampling if two_phase else self.calls.gradient),
             "decode": replace(sampling, decoding=decoding.peak_bytes),
-            "reward": replace(sampling, scoring=scoring),
+            "reward": replace(sampling, scoring=self._rewards.working),
         }
         # The single pass measures the anchor within the rollout and keeps no velocity of it.
         velocities = self._kept_velocities if two_phase else 0.0
@@ -217,19 +226,20 @@ class MemoryPlan:
         # On the GPU from the first video on.
         parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
         # Rewards are on the GPU before the transformer is read.
-        models, _, _ = self._rewards
+        models = self._rewards.models
         parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
         return {name: min(layout.gpus, layout.node) * size for name, size in parts.items()}
 
     # ------------------------------------------------------------------------------------------ what there is
 
     @cached_property
-    def _rewards(self) -> tuple[float, float, float]:
-        """(models, tables, the most that one reward has at work) in bytes."""
+    def _rewards(self) -> _Rewards:
         here = rewards_here(self.config)
-        models = sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in here.items())
-        tables = float(sum(costs.tables for costs in here.values()))
-        return models, tables, float(max((costs.working for costs in here.values()), default=0.0))
+        return _Rewards(
+            models=sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in here.items()),
+            tables=float(sum(costs.tables for costs in here.values())),
+            working=float(max((costs.working for costs in here.values()), default=0.0)),
+        )
 
     @property
     def _state(self) -> float:
@@ -242,14 +252,13 @@ class MemoryPlan:
         config, gathered, lora = self.config, self.gathered, self.config.training.mode == "lora"
         offloads = lora and config.model.adaln == "offload" and self.on_gpu
         offloaded = gathered.item * self.weights.adaln / self.layout.weight_shards if offloads else 0.0
-        reward_models, reward_tables, _ = self._rewards
         has_anchor = anchor_kind(config.objective.kl_mode) != "none"
         return PhaseMemory(
             runtime=self.runtime,
             # From the check of the collectives on, after prompts are encoded.
             communication_buffers=self.layout.communication_buffers if self.on_gpu else 0.0,
-            reward_models=reward_models,
-            reward_tables=reward_tables,
+            reward_models=self._rewards.models,
+            reward_tables=self._rewards.tables,
             video_decoder=self.description.decoder_gb * GB,
             transformer=max(0.0, gathered.resident - offloaded),
             gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
@@ -319,7 +328,7 @@ class MemoryPlan:
         return max(
             self._working(evaluating, self.calls.evaluation),
             replace(evaluating, decoding=decoding.peak_bytes),
-            replace(evaluating, scoring=self._rewards[2]),
+            replace(evaluating, scoring=self._rewards.working),
             key=lambda phase: phase.total,
         )
 

@@ -40,10 +40,15 @@ class Weights:
 
 def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     """Parameters of a transformer and of what a config trains of it, counted on the meta device."""
-    layers, targets = transformer["num_layers"], config.lora.target_modules
-    modules = () if config.training.mode == "full" else None if targets is None else tuple(targets)
+    layers = transformer["num_layers"]
+    modules = targets_of(config) if config.training.mode == "lora" else ()
     count = partial(_count, hashable(transformer), modules, config.lora.rank, config.optimizer.name)
     return count(layers) if layers <= 3 else extended(count(2), count(3), layers, ("block", "largest"))
+
+
+def targets_of(config: RunConfig) -> tuple[str, ...] | None:
+    """Layers that get an adapter as a key; None are those of the family."""
+    return None if config.lora.target_modules is None else tuple(config.lora.target_modules)
 
 
 def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -18,7 +18,7 @@ from sage_fast.data import best_and_worst, num_trained
 from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import compute_dtype, hashable
+from sage_fast.planning.weights import compute_dtype, hashable, targets_of
 from sage_fast.rollout import rollout_table
 from sage_fast.sharding.ulysses import share_of
 
@@ -77,7 +77,7 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
 
 def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
     """A step of the anchor, or of an evaluation of that size; the other calls differ from it in a few fields."""
-    model, video, kernels, targets = config.model, config.video, config.model.kernels, config.lora.target_modules
+    model, video, kernels = config.model, config.video, config.model.kernels
     return Call(
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),
@@ -85,7 +85,7 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
         dtype=compute_dtype(config),
         trained=config.training.mode,
         rank=config.lora.rank,
-        target_modules=None if targets is None else tuple(targets),
+        target_modules=targets_of(config),
         checkpointing=model.settled_checkpointing,
         kernels=("triton" if on_gpu else "reference") if kernels == "auto" else kernels,
         adaln="weights" if model.adaln == "weights" else "auto",

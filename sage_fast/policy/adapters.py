@@ -17,7 +17,7 @@ from sage_fast.config.sections import LoraConfig, ModelConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import Components, family_of, open_components
 from sage_fast.models.transformer import is_dead
-from sage_fast.policy.lora import ADAPTER_FILE, make_trainable, trainable_parameters
+from sage_fast.policy.lora import ADAPTER_FILE, has_adapter, make_trainable, trainable_parameters
 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -248,7 +248,7 @@ def use_adapter(transformer: Any, path: Path) -> None:
         ValueError: there is no such file, it cannot be read, or it is for another transformer.
     """
     pairs = read_adapter(path, family_of(transformer).layers_named)
-    if getattr(transformer, "peft_config", None):
+    if has_adapter(transformer):
         transformer.unload_lora()
     modules = {name: m for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
     for name, pair in pairs.items():

@@ -30,13 +30,18 @@ def make_trainable(transformer: Any, mode: Literal["lora", "full"], lora: LoraCo
 
     ValueError as `add_lora` and `train_all`.
     """
-    if mode == "lora" and getattr(transformer, "peft_config", None):
+    if mode == "lora" and has_adapter(transformer):
         for name, parameter in transformer.named_parameters():
             parameter.requires_grad_(".lora_" in name)
     elif mode == "lora":
         add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=seed)
     else:
         train_all(transformer)
+
+
+def has_adapter(transformer: nn.Module) -> bool:
+    """Return True if an adapter was added."""
+    return bool(getattr(transformer, "peft_config", None))
 
 
 def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list[str]:

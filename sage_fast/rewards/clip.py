@@ -109,12 +109,7 @@ class _ClipSimilarity:
         """
         check_videos(videos, prompts)
         frames = videos[:, middle_frames(videos.shape[1], self.num_frames)]
-        pictured = []
-        for part in frames.flatten(0, 1).cpu().split(self.batch_size):
-            # Resized by PIL, frame after frame, as in the training of the checkpoints.
-            prepared = self.preprocess(list(part), return_tensors="pt", input_data_format="channels_first")
-            pixels = prepared["pixel_values"].to(self.device, self.dtype)
-            pictured.append(self.model.get_image_features(pixel_values=pixels))
+        images = self._embed_frames(frames.flatten(0, 1).cpu()).view(*frames.shape[:2], -1)
         # The videos of a group share their prompt.
         distinct = list(dict.fromkeys(prompts))
         # Always to the full length: padding to the longest text would let one prompt change another's rounding.
@@ -122,14 +117,24 @@ class _ClipSimilarity:
             distinct, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
         tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
-        # The projected embedding: transformers 4 returns it, transformers 5 returns an object that holds it.
-        embeds, *parts = (
-            functional.normalize(getattr(found, "pooler_output", found).float(), dim=-1)
-            for found in (self.model.get_text_features(**tokens), *pictured)
-        )
-        images = torch.cat(parts).view(*frames.shape[:2], -1)
+        embeds = functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
         texts = embeds[[distinct.index(prompt) for prompt in prompts]]
         return (images * texts[:, None]).sum(-1).mean(1).cpu()
+
+    def _embed_frames(self, frames: Tensor) -> Tensor:
+        """uint8 (N, 3, H, W) to unit vectors (N, D) float32."""
+        embeds = []
+        for part in frames.split(self.batch_size):
+            # Resized by PIL, frame after frame, as in the training of the checkpoints.
+            prepared = self.preprocess(list(part), return_tensors="pt", input_data_format="channels_first")
+            pixels = prepared["pixel_values"].to(self.device, self.dtype)
+            embeds.append(_pooled(self.model.get_image_features(pixel_values=pixels)))
+        return functional.normalize(torch.cat(embeds).float(), dim=-1)
+
+
+def _pooled(features: Any) -> Tensor:
+    """The projected embedding: transformers 4 returns it, transformers 5 returns an object that holds it."""
+    return features if isinstance(features, Tensor) else features.pooler_output
 
 
 def middle_frames(total: int, num_frames: int | None) -> list[int]:

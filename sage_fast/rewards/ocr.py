@@ -124,7 +124,7 @@ class OcrReward:
 def quoted_text(prompt: str) -> str:
     """The first text that a prompt puts in " " or “ ”, without spaces and in lower case; empty where there is none."""
     found = QUOTED.search(prompt)
-    return (found[1] or found[2] or "").replace(" ", "").lower() if found else ""
+    return _plain(found[1] or found[2] or "") if found else ""
 
 
 def similarity(shown: str, wanted: str) -> float:
@@ -132,7 +132,7 @@ def similarity(shown: str, wanted: str) -> float:
 
     d is the edit distance, at most L, of both without spaces and in lower case; 0 where the text holds the wanted one.
     """
-    shown, wanted = (text.replace(" ", "").lower() for text in (shown, wanted))
+    shown, wanted = _plain(shown), _plain(wanted)
     if wanted in shown:
         return 1.0
     row = list(range(len(wanted) + 1))  # distances of the characters so far to every beginning of the wanted text
@@ -141,6 +141,10 @@ def similarity(shown: str, wanted: str) -> float:
         for column, other in enumerate(wanted, start=1):
             row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (character != other)))
     return 1 - min(row[-1], len(wanted)) / len(wanted)
+
+
+def _plain(text: str) -> str:
+    return text.replace(" ", "").lower()
 
 
 def _models() -> Path | None:

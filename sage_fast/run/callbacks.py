@@ -108,11 +108,14 @@ class Callbacks:
                     "such as [Mine()]."
                 )
         self._active = list(callbacks)
-        self.wants_stop = False
-        """A callback has raised, `StopRun` or anything else."""
         self.stop_reason: str | None = None
         """Reason of the first `StopRun`; None where there was none."""
         self._failure: tuple[str, Exception] | None = None
+
+    @property
+    def wants_stop(self) -> bool:
+        """A callback has raised, `StopRun` or anything else."""
+        return self.stop_reason is not None or self._failure is not None
 
     def raise_failure(self, update: int, directory: Path) -> None:
         """CallbackError where a callback has failed, now that the run is saved at `update`."""
@@ -135,9 +138,7 @@ class Callbacks:
                 if not self.wants_stop:
                     logger.info("%s stops the run: %s", name, stop)
                 self.stop_reason = self.stop_reason or str(stop) or name
-                self.wants_stop = True
             except Exception as error:  # noqa: BLE001  the user's own code; raised again when the run is saved
                 logger.error("%s raised %s: the run is saved and ends.", name, describe(error))
                 self._active.remove(callback)
                 self._failure = self._failure or (name, error)
-                self.wants_stop = True

@@ -13,7 +13,7 @@ torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with 
 import os
 import signal
 import time
-from types import FrameType
+from types import FrameType, TracebackType
 
 from sage_fast.run.directory import RunDirectory
 
@@ -33,7 +33,8 @@ class GracefulStop:
 
     def __init__(self, run_directory: str | os.PathLike[str] | None = None, announce: bool = True) -> None:
         self._signalled: float | None = None
-        self._announce = self._announce_file = announce
+        self._announce = announce
+        self._announced_file = False
         self._file = None if run_directory is None else RunDirectory(run_directory).stop
         self._previous: dict[int, object] = {}
         self._terminals: list[int] = []
@@ -44,14 +45,13 @@ class GracefulStop:
         if self._signalled is not None:
             return True
         asked = self._file is not None and self._file.exists()
-        if asked and self._announce_file:
-            self._announce_file = False
-            os.write(2, f"\n{self._file}: saving after this update.\n".encode())
+        if asked and not self._announced_file:
+            self._announced_file = True
+            self._say(f"{self._file}: saving after this update.")
         return asked
 
     def __enter__(self) -> "GracefulStop":
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        self._remove_file()
         # Looked up before a hang-up, after which isatty knows no terminal any more.
         self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
         for number in SIGNALS:
@@ -63,26 +63,37 @@ class GracefulStop:
                 break
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        self._remove_file()
+
+    def _remove_file(self) -> None:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            # What would go to a terminal that is gone goes nowhere: writing there is an error.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            for descriptor in self._terminals:
-                os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+            self._leave_terminal()
         now = time.monotonic()
         if self._signalled is not None:
             if number == signal.SIGINT and now - self._signalled > SAME_KEY_PRESS:
                 raise KeyboardInterrupt
             return
         self._signalled = now
+        hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{hint}")
+
+    def _leave_terminal(self) -> None:
+        """Send to nowhere what would go to a terminal that is gone: writing there is an error."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in self._terminals:
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+
+    def _say(self, text: str) -> None:
         if self._announce:
-            hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
             # Not print: the signal may have come in the middle of one.
-            os.write(2, f"\n{signal.Signals(number).name}: finishing this update, then saving.{hint}\n".encode())
+            os.write(2, f"\n{text}\n".encode())

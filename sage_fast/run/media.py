@@ -10,10 +10,11 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from warnings import catch_warnings, simplefilter
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from sage_fast.config.files import replacing
@@ -51,6 +52,12 @@ class Cell:
     caption: str
     videos: Sequence[Tensor]
     marks: Sequence[bool] = ()
+
+
+def write_picture(path: Path, image: str, size: tuple[int, int]) -> None:
+    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that begins with it. OSError."""
+    with Image.open(image) as opened, replacing(path) as partial:
+        ImageOps.fit(ImageOps.exif_transpose(opened).convert("RGB"), size).save(partial, "JPEG")
 
 
 def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: str = "", *, grid: bool = False) -> None:

@@ -117,6 +117,9 @@ class WeightsAndBiases:
         videos = {file.stem: wandb.Video(str(file), caption=prompt, format="mp4") for prompt, file in samples}
         self._run.log({"update": update, **{f"samples/{name}": video for name, video in videos.items()}})
 
+    def truncate_after(self, update: int) -> None:
+        """Nothing: its history only grows; the rows of updates that are made again come after the earlier ones."""
+
     def close(self) -> None:
         """Send what is left and end the run."""
         self._run.finish()
@@ -208,9 +211,7 @@ class MetricsLogger:
         self._file.close()
         self._file = self._open(update)
         for tracker in self._trackers:
-            # A history of Weights & Biases only grows; the rows of updates that are made again come after the others.
-            if isinstance(tracker, TensorBoard):
-                tracker.truncate_after(update)
+            tracker.truncate_after(update)
 
     def close(self) -> None:
         """Close the file and the trackers. Calling it again does nothing."""

@@ -76,11 +76,11 @@ def _read_prompts(key: str, given: str | Sequence[Row], column: str) -> list[Pro
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
     """Digest of the training and evaluation prompts with their indices, seeds and the content of their pictures."""
 
-    values = []
-    for group in (prompts, eval_prompts):
-        pictures = [[] if prompt.image is None else [content_digest(prompt.image)] for prompt in group]
-        values.append([(p.text, p.index, p.seed, *picture) for p, picture in zip(group, pictures, strict=True)])
-    return digest(values)
+    def values(prompt: Prompt) -> tuple[object, ...]:
+        picture = () if prompt.image is None else (content_digest(prompt.image),)
+        return prompt.text, prompt.index, prompt.seed, *picture
+
+    return digest([[values(prompt) for prompt in group] for group in (prompts, eval_prompts)])
 
 
 def read_prompts(path: str | os.PathLike[str] | Sequence[Row], key: str = "prompt") -> list[Prompt]:

@@ -231,7 +231,7 @@ class Run:
         # A directory that another run has taken over is that run's.
         if self.lease.is_own():
             self.progress.end(state, error)
-            write_run_page(self.directory)
+            self._write_page()
 
     def _train(self) -> bool:
         """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
@@ -295,7 +295,7 @@ class Run:
             Whether the run is finished: not where it was stopped, or its last evaluation was put off.
         """
         config, trainer, world = self.config, self.trainer, self.world
-        total, every, saves_every = config.training.num_updates, config.evaluation.every, config.checkpoint.every
+        total = config.training.num_updates
         record: dict[str, Any] | None = None
         saved, seconds_saving = trainer.update, 0.0
         # Collective: a signal may reach one rank alone, and all must leave the loop at the same update.
@@ -318,11 +318,10 @@ class Run:
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done, stopping = trainer.update >= total, any(stops)
             # Saving and evaluating are due where the iteration has reached or passed a multiple of their updates.
-            before = trainer.update - config.training.updates_per_rollout
-            evaluates = every > 0 and (done or trainer.update // every > before // every)
+            evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
             seconds_saving = 0.0
             # Before the evaluation, which can take as long as many updates and fail in its own ways.
-            if done or evaluates or stopping or trainer.update // saves_every > before // saves_every:
+            if done or evaluates or stopping or self._due(config.checkpoint.every):
                 seconds_saving, saved = self._save(record, pending=evaluates), trainer.update
             if evaluates and stopping:
                 return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
@@ -357,11 +356,8 @@ class Run:
         finally:
             self.metrics.log(record)
         self.progress.finished(record)
-        # Who has deleted the directory does not want it back.
-        is_old = time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES
-        if self.world.is_main and is_old and self.directory.exists():
-            write_run_page(self.directory)
-            self._page_written = time.monotonic()
+        if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
+            self._write_page()
         total = self.config.training.num_updates
         self.callbacks.tell("on_update", UpdateRecord(update=self.trainer.update, total=total, metrics=record))
         if evaluates:
@@ -382,6 +378,13 @@ class Run:
         """Pass on what the trainer is doing."""
         self.guard.progress()
         self.progress.phase(phase, done, total)
+
+    def _write_page(self) -> None:
+        """Write the page of the run."""
+        # Who has deleted the directory does not want it back.
+        if self.world.is_main and self.directory.exists():
+            write_run_page(self.directory)
+            self._page_written = time.monotonic()
 
     # ------------------------------------------------------------------------------------------ begin
 
@@ -505,6 +508,11 @@ class Run:
         # All ranks enter, because to gather the adapters is collective; rank 0 copies them.
         with trainer.evaluated_weights(), trainer.engine.whole():
             return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
+
+    def _due(self, every: int) -> bool:
+        """Return if the last iteration reached or passed a multiple of `every`."""
+        step = self.config.training.updates_per_rollout
+        return self.trainer.update // every > (self.trainer.update - step) // every
 
     def _conclude(self, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""

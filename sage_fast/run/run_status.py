@@ -317,6 +317,11 @@ class RunState:
     quiet_seconds: float | None
 
     @property
+    def needs_attention(self) -> bool:
+        """True where somebody should look: it does not go on by itself, or the model got worse."""
+        return self.condition in ("hangs", "killed", "failed") or self.worse is not None
+
+    @property
     def worse(self) -> str | None:
         """See `describe_worse`."""
         return None if self.status is None else self.status.worse

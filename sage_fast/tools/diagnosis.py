@@ -295,8 +295,7 @@ def _files(config: RunConfig) -> Iterator[Check]:
     yield Check(section, "model weights", "ok", "can be trained")
     if (difference := facts.shift_difference(config.rollout.shift)) is not None:
         yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
-    steps = {"rollout.num_steps": config.rollout.num_steps, "evaluation.num_steps": config.evaluation_steps}
-    for key, text in facts.few_steps(steps).items():
+    for key, text in facts.few_steps(config.steps_by_key).items():
         yield Check(section, key, "warning", text, fix=f"--{key}={facts.least_steps}")
 
 

@@ -17,11 +17,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from PIL import Image, ImageOps
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.config.files import replacing, write_text
+from sage_fast.config.files import write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
@@ -144,10 +143,7 @@ class PairedEvaluation:
         for number in numbers:
             if (image := self.prompts[number].image) is not None:
                 found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
-                # Scaled and cropped as the video that begins with it.
-                with Image.open(image) as opened, replacing(self.folder / found[number]) as partial:
-                    upright = ImageOps.exif_transpose(opened).convert("RGB")
-                    ImageOps.fit(upright, (video.width, video.height)).save(partial, "JPEG")
+                media.write_picture(self.folder / found[number], image, (video.width, video.height))
         return found
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:

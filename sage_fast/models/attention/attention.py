@@ -79,8 +79,10 @@ def resolve_backend(
             raise ConfigError(f"model.attention is {name!r}, but it must be auto or one of {', '.join(BACKENDS)}.")
         _require_runnable(name, *use)
         return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
-    candidates: tuple[Backend, ...] = ("reference",) if dtype == torch.float64 else ("sdpa", "reference")
-    if dtype != torch.float64 and use.device.type == "cuda":
+    candidates: tuple[Backend, ...] = ("sdpa", "reference")
+    if dtype == torch.float64:
+        candidates = ("reference",)
+    elif use.device.type == "cuda":
         # A GPU older or newer than the table takes the order of its nearest end.
         major = torch.cuda.get_device_capability(use.device)[0]
         candidates = (*_ORDER[min(max(major, min(_ORDER)), max(_ORDER))], "reference")

@@ -133,10 +133,8 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         siglip = self._load(SiglipVisionModel, "image_encoder")
         vae = load_vae(AutoencoderKLHunyuanVideo15, self.root / "vae", "float32").to(self.device)
         scaling = HunyuanVideo15ImageProcessor(vae_scale_factor=vae.spatial_compression_ratio, do_resize=False)
-        features, stock = (
-            SiglipImageProcessor.from_pretrained(self.root / "feature_extractor"),
-            HunyuanVideo15ImageToVideoPipeline,
-        )
+        features = SiglipImageProcessor.from_pretrained(self.root / "feature_extractor")
+        stock = HunyuanVideo15ImageToVideoPipeline
 
         @torch.no_grad()
         def encode(asked: Pictured) -> tuple[Tensor, Tensor]:

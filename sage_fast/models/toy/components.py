@@ -14,7 +14,7 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription
 from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
-from sage_fast.models.stored import check_fit
+from sage_fast.models.stored import check_fit, misfits
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
 from sage_fast.models.toy.renderer import tokenize
 from sage_fast.records import PromptEmbeds
@@ -142,7 +142,7 @@ class Toy(HunyuanTransformer):
             {name: value.shape for name, value in values.items()}
             for values in (stored_parameters(transformer), weights)
         )
-        check_fit(directory, described, stored)
+        check_fit(directory, **misfits(described, stored))
         # Not strict, because the unused modules are not stored; `check_fit` has been strict about the others.
         transformer.load_state_dict(weights, strict=False)
         return Components(transformer=transformer.eval(), prompt_encoder=self.encoder(), video_decoder=self.codec())

@@ -52,7 +52,7 @@ class WanDecoder(AutoencoderDecoder):
         rows, columns = vae.tile_sample_min_height // space, vae.tile_sample_min_width // space
         return rows, columns, vae.tile_sample_stride_height // space, vae.tile_sample_stride_width // space
 
-    def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:  # type: ignore[override]
+    def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
         # The first latent frame is one of pixels, and all others cost the same.
         if frames <= 3:
             return super().work_of(frames, height, width)

@@ -5,7 +5,6 @@ in any micro-batch, fresh or resumed, sample the same videos.
 """
 
 import hashlib
-import logging
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,6 @@ from sage_fast.rewards.base import OnFailure, describe_batch, seed_generators
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -309,18 +307,7 @@ def micro_batches(samples: Sequence[T], size: int) -> Iterable[Sequence[T]]:
 
 
 def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> None:
-    """Every position of the SDE window must leave enough steps to train; steps without noise are reported once.
-
-    Raises:
-        ConfigError: some window position has fewer trained steps than the rollout has updates.
-    """
-    full = rollout_table(rollout, 0)
-    if full.degenerate:
-        logger.warning(
-            "Steps %s of %s have no positive variance: they are deterministic and not trained.",
-            list(full.degenerate),
-            rollout.sde_type,
-        )
+    """ConfigError where some position of the SDE window has fewer trained steps than the rollout has updates."""
     # After so many rollouts the window is back where it began.
     cycle = rollout.num_steps if rollout.sde_window.size else 1
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(cycle))

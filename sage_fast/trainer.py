@@ -374,6 +374,7 @@ class Trainer:
         if fault is not None:
             self._skip_update(fault)
             self.update += 1
+            self.objective.moved(self.update)  # earlier updates of the rollout may have moved the weights
             return rates
         self.objective.verify(terms, self.update)
         with record_function(PHASE_PREFIX + "optimizer"):
@@ -383,7 +384,8 @@ class Trainer:
             # A short run's average must not stay at the first weights.
             self.ema.average(min(self.config.training.ema_decay, self.update / (9 + self.update)))
         self.objective.moved(self.update)
-        visits = len(scored.orders) * len(positions)
+        # A mean over the ranks, so that it is the same on all of them.
+        visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(positions)
         return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm}
 
     def _skip_update(self, fault: str) -> None:

@@ -6,7 +6,8 @@ Everything that is specific to one model family or one reward is reached through
 
 import importlib
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,17 @@ REGISTERED: dict[str, Any] = {}
 """Objects that this process has entered by `register`, by name."""
 
 
-def register(found: Any) -> str:
+def register(found: Any, taken: Collection[str] = ()) -> str:
     """Enter an object of this process, and return the name under which `resolve` finds it: `module:qualified name`.
 
-    Of an object that is neither a function nor a class it is the name of its class.
+    Of an object that is neither a function nor a class it is the name of its class. A number follows where it is that
+    of another object among those `taken`.
     """
     named = found if hasattr(found, "__qualname__") else type(found)
-    name = f"{named.__module__}:{named.__qualname__}"
+    name = first = f"{named.__module__}:{named.__qualname__}"
+    numbers = count(2)
+    while name in taken and REGISTERED[name] is not found:
+        name = f"{first}_{next(numbers)}"
     REGISTERED[name] = found
     return name
 

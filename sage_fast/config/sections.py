@@ -308,6 +308,8 @@ class RolloutConfig(Section, key="rollout"):
             self.micro_batch_size,
             f"a divisor of rollout.batch_size = {self.batch_size}",
         )
+        # Its noise is n sin(eta pi/2).
+        require(self.sde_type != "cps" or self.eta <= 1, "rollout.eta", self.eta, "at most 1 with rollout.sde_type cps")
         size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
         require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
 
@@ -509,8 +511,8 @@ class TrainingConfig(Section, key="training"):
     steps. It samples by ODE, and is the cheapest of the three."""
     guidance: Literal["paired", "split"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at once, `split` differentiates them
-    one after the other, with half the memory; it takes one more forward from the second update of a rollout on, and in
-    a single pass where the KL to the anchor is measured."""
+    one after the other, with half the memory; it takes one more forward from the second update of a rollout on, in the
+    forward process, and in a single pass where the KL to the anchor is measured."""
     updates_per_rollout: Count = 1
     """Optimizer updates from one rollout. 1 is on-policy; more split the trained steps into mini-batches, and with
     `forward_process` the videos of every group."""
@@ -563,7 +565,7 @@ class ForwardProcessConfig(Section, key="forward_process"):
     """Weight of the trust region around the old policy, DiffusionNFT's beta."""
     old_decay: Momentum | Literal["rising", "late"] | None = 0.5
     """The old policy, which samples and which the trust region holds, is an average of the trained weights; this is the
-    share of itself that it keeps at every update. `rising` is min(0.001 n, 0.5) after n updates, `late`
+    share of itself that it keeps after every rollout. `rising` is min(0.001 n, 0.5) after n updates, `late`
     min(0.0075 (n - 75), 0.999) from the 75th update on: the schedules of DiffusionNFT's code. null: the trained weights
     themselves sample, and the trust region is inert."""
     clip: Inside | None = None

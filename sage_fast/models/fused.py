@@ -62,6 +62,13 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
+def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Products write into given memory, which autocast cannot handle; the weights' dtype decides."""
+    device = tensor.device.type
+    on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class BlockwiseForward(FusedForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own."""
@@ -176,12 +183,6 @@ class BlockwiseForward(FusedForward):
     def leave(self, tokens: Tensor) -> Tensor:
         """The video tokens of all ranks (B, N, ...)."""
         return tokens if self.sequence is None else self.sequence.join(tokens, 1, self.num_video)
-
-    @staticmethod
-    def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-        """Products write into given memory, which autocast cannot handle; the weights' dtype decides."""
-        device = tensor.device.type
-        return torch.autocast(device, enabled=False) if device in ("cpu", "cuda") else nullcontext()
 
     def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
         """How blocks are computed for tensors of a device and dtype."""

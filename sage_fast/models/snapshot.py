@@ -1,5 +1,6 @@
 """The folder of a model in diffusers' layout: found or downloaded, whole or what is missing, and its cache."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -134,14 +135,27 @@ def requirement(
     return replace(whole, missing=missing)
 
 
-def stored_config(folder: Path | None, part: str, published: Mapping[str, Any]) -> dict[str, Any]:
+def stored_config(
+    folder: Path | None, part: str, published: Mapping[str, Any], kind: type[Any] | None = None
+) -> dict[str, Any]:
     """The configuration of a folder of the model where it is here, over the published one.
 
     Without diffusers' own entries, such as `_class_name`.
+
+    Args:
+        kind: the class of diffusers that is built of it; what it does not take is left out, as diffusers does.
+
+    ValueError where it is that of another class.
     """
     file = folder / part / "config.json" if folder is not None else None
     stored = read_json(file) if file is not None and file.is_file() else {}
-    return dict(published) | {key: value for key, value in stored.items() if not key.startswith("_")}
+    takes = stored.keys() if kind is None else inspect.signature(kind).parameters
+    if kind is not None and (name := stored.get("_class_name", kind.__name__)) != kind.__name__:
+        raise ValueError(
+            f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set model.family to that of the model, "
+            "or model.path to another folder."
+        )
+    return dict(published) | {k: value for k, value in stored.items() if k in takes and not k.startswith("_")}
 
 
 def published_shift(root: Path) -> float | None:

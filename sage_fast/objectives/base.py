@@ -156,7 +156,7 @@ class Objective(ABC):
         """TrainingError if the terms of all ranks show a fault of the software; the weights have not moved yet."""
 
     def moved(self, update: int) -> None:  # noqa: B027  nothing follows by default
-        """The optimizer has moved the weights: `update` updates are done."""
+        """`update` updates are done, of which the last one may have been skipped."""
 
     def report(self, terms: Any, visits: int) -> dict[str, float]:
         """Metrics of an update from the terms of all ranks; lambda moves.

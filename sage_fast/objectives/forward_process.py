@@ -210,6 +210,7 @@ class ForwardProcess(Objective):
         if training.updates_per_rollout > 1:
             split = "several updates split the videos"
             needs.append(("rollout.micro_batch_size", rollout.videos_at_once, (1,), split))
+            needs.append(("training.best_and_worst", training.best_and_worst, (0,), split))
         if config.samples_by_ode:
             starts = "without the sampler's noise one start is one video"
             needs.append(("rollout.initial_noise", rollout.initial_noise, ("own", "fixed"), starts))

@@ -6,6 +6,7 @@ same sum in `.grad` and return the same `PolicyTerms`.
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from sage_fast.objective import loss_settings
 from sage_fast.objectives.base import Objective, VelocityLoss
 from sage_fast.rollout import check_trainable_steps, rollout_table, step_columns
 from sage_fast.sde import TransitionTable
+
+logger = logging.getLogger(__name__)
 
 RATIO_TOLERANCE = 1e-6
 """How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
@@ -85,11 +88,16 @@ class GRPO(Objective):
                 "dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or "
                 "training.update forward_process, which needs no noise."
             )
+        check_trainable_steps(config.rollout, config.training)
 
     @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
         """As in `Objective`."""
-        check_trainable_steps(config.rollout, config.training)
+        if degenerate := rollout_table(config.rollout, 0).degenerate:
+            logger.warning(
+                "Steps %s of %s have no positive variance: they are deterministic and not trained.",
+                *(list(degenerate), config.rollout.sde_type),
+            )
 
     def begin(self, update: int, rollouts: int) -> None:
         """As in `Objective`."""

@@ -274,9 +274,9 @@ class MemoryPlan:
         config, description = self.config, self.description
         # An evaluation may have another size and other noise levels.
         count = 2 if config.evaluation.every else 1
-        grids = {self.latent_of(video)[1:] for video in (config.video, config.evaluation_video)[:count]}
-        # Cosine and sine, in float32.
-        rope = 2 * 4 * sum(map(prod, grids)) * description.transformer["attention_head_dim"]
+        latents = {self.latent_of(video) for video in (config.video, config.evaluation_video)[:count]}
+        # Cosine and sine of every token, in float32.
+        rope = 2 * 4 * sum(map(description.tokens, latents)) * description.transformer["attention_head_dim"]
         if config.model.adaln == "weights" or config.training.mode == "full":
             return float(rope)
         levels = sum(set((config.rollout.num_steps, config.evaluation_steps)[:count]))

@@ -229,7 +229,7 @@ def _scale(
                     f"its metadata has {name} = {metadata[name]} for rank {metadata.get('rank', rank)}, where no "
                     f"program reads it. Give each layer a key such as {layer + '.alpha'!r} with that number."
                 )
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, re.error) as error:
         raise ValueError(f"the scale of {layer!r} is not a number: {error}.") from error
     return 1.0 if stated is None else stated
 

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from sage_fast.records import Sample
 from sage_fast.rewards.base import Reward, describe_batch, find_reward, scored_elsewhere
 from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
-from sage_fast.rewards.server import FunctionReward, SetupError, build_reward, fill_options, parameters
+from sage_fast.rewards.server import TAKEN, FunctionReward, SetupError, build_reward, fill_options, parameters
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,12 @@ class CompositeReward:
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
+        if taken := weights.keys() & TAKEN:
+            name = taken.pop()
+            raise ConfigError(
+                f"reward.weights.{name} stands for a sum of scores and cannot be one. The numbers of a function of that "
+                f"name are the score {name}_score."
+            )
         for name, reward in rewards.items():
             source = reward.function if isinstance(reward, FunctionReward) else reward
             declared = getattr(source, "LOWER_IS_BETTER", ())
@@ -187,6 +193,11 @@ class CompositeReward:
                     f"{len(samples)} numbers a name."
                 )
             for key, returned in result.items():
+                if not isinstance(key, str) or key in TAKEN:
+                    raise RewardError(
+                        f"Reward {name!r} returned a score named {key!r}. A name is a text, and {', '.join(TAKEN)} "
+                        "stand for sums of scores: return it by another name."
+                    )
                 if key in scores:
                     raise RewardError(f"Two rewards return a score named {key!r}; the second is {name!r}.")
                 scores[key] = _checked(f"Reward {name!r} returned {key}", returned, samples)
@@ -228,17 +239,19 @@ class CompositeReward:
             return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
             logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
-        scores: dict[str, Tensor] = {}
-        # Each counts as failed until it is scored by itself.
-        failed = torch.ones(len(samples), dtype=torch.bool)
+        singles: dict[int, dict[str, Tensor]] = {}
         for row, sample in enumerate(samples):
-            try:
-                single = self.score(videos[row : row + 1], [sample])
-            except RewardError:
-                continue
-            failed[row] = False
-            for name, value in single.items():
-                scores.setdefault(name, torch.zeros(len(samples), dtype=torch.float64))[row] = value[0]
+            with suppress(RewardError):
+                singles[row] = self.score(videos[row : row + 1], [sample])
+        names = dict.fromkeys(name for single in singles.values() for name in single)
+        scores = {name: torch.zeros(len(samples), dtype=torch.float64) for name in names}
+        failed = torch.ones(len(samples), dtype=torch.bool)
+        for row, single in singles.items():
+            # One that lacks a score of the others has failed too.
+            if single.keys() == names.keys():
+                failed[row] = False
+                for name, value in single.items():
+                    scores[name][row] = value[0]
         return scores, failed
 
 
@@ -248,8 +261,11 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
         # Python's numbers keep all their digits, as they do on the way from a server.
         dtype = None if isinstance(returned, Tensor) else torch.float64
         # A copy: the reward may use its tensor again.
-        value = torch.as_tensor(returned, dtype=dtype).detach().to("cpu", torch.float64, copy=True)
-    except (TypeError, ValueError, RuntimeError) as error:
+        given = torch.as_tensor(returned, dtype=dtype).detach()
+        if given.is_complex() or given.layout != torch.strided:
+            raise TypeError(f"it is {given.dtype} of layout {given.layout}")
+        value = given.to("cpu", torch.float64, copy=True)
+    except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise RewardError(f"{what}, which is not a tensor of numbers: {error}.") from error
     if value.shape != (len(samples),):
         raise RewardError(

@@ -38,6 +38,8 @@ TOKEN = "SAGE_FAST_REWARD_TOKEN"
 LOOPBACK = "127.0.0.1"
 ANSWER_AFTER = 10.0
 """Seconds until a batch that is not done is answered by "scoring": a slow server differs from a dead one."""
+TAKEN = ("reward", "overall", "Reward")
+"""Names that no score can have: in metrics and tables they are sums of scores."""
 MOST_KEPT = 256
 """Results that are kept for repeated requests."""
 
@@ -64,11 +66,12 @@ class FunctionReward:
 
 
 def function_score(name: str) -> str:
-    """Name of the score of a function's numbers: the function's, and `lambda` where it has none.
+    """Name of the score of a function's numbers: the function's, `lambda` where it has none, `reward_score` of `reward`.
 
     Example: `function_score("__main__:main.<locals>.bright")` is `bright`.
     """
-    return name.rpartition(":")[2].rpartition(".")[2].strip("<>")
+    own = name.rpartition(":")[2].rpartition(".")[2].replace("<lambda>", "lambda")
+    return f"{own}_score" if own in TAKEN else own
 
 
 def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
@@ -187,6 +190,9 @@ class RewardServer(ThreadingHTTPServer):
                 raise SetupError(f"reward.rewards: {target!r} is not in {sys.executable}: {reason}.") from error
             options = fill_options(found, given, device=spec.get("device"), fps=spec.get("fps"))
             reward = self.rewards[name] = build_reward(name, found, options)
+            takes = parameters(found)
+            if "fps" in takes:  # a trainer compares it with the rate of its videos
+                options = {"fps": takes["fps"].default, **options}
             lower = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
             self.served[name] = {"options": options, "lower_is_better": [lower] if isinstance(lower, str) else lower}
 

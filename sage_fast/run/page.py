@@ -200,7 +200,8 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
 
 def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
     """The gain, the reward and its components, without what another one of them shows already."""
-    means = [key.removesuffix("_mean").split("/") for row in rows for key in row if key.endswith("_mean")]
+    # The name of a score may have a slash too.
+    means = [key.removesuffix("_mean").split("/", 1) for row in rows for key in row if key.endswith("_mean")]
     # The overall is the sum of three components.
     names = sorted({path[1] for path in means if path[0] in ("eval", "reward")} - {"reward", "overall"})
     gain = metric_line(rows, "eval/paired_gain", "gain ± 1 standard error", spread="eval/paired_gain_stderr", dots=True)

@@ -217,6 +217,7 @@ _Row = tuple[str, str, Mapping[str, object]]
 
 
 def _read_csv(path: Path, text: str, key: str) -> Iterator[_Row]:
+    csv.field_size_limit(MAX_BYTES)  # other columns may hold whole pictures
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
     while True:
@@ -324,7 +325,7 @@ def _prompt(where: str, text: str, index: int, seed: object, image: object, fold
             f"{where}: seed must be a whole number from 0 to 2^63 - 1, not {shown(seed)}; fix it or leave it out"
         )
     file = None if image is None else folder / str(image).strip()
-    if file is not None and not file.is_file():
+    if file is not None and not os.path.isfile(file):  # of a name that is too long Path.is_file raises
         raise ValueError(
             f"{where}: there is no picture {shown(image)} in {folder}; write its path relative to the prompt "
             "file, of a list to the working directory, or rename the column 'image' if it holds something else"

@@ -184,9 +184,10 @@ class RunEvaluation:
             "after": update,
             "reward": asdict(test),
             "scores": {name: asdict(score) for name, score in tests.items() if name != REWARD},
-            "standard_errors": test.standard_errors,
+            # JSON has no infinity, which it is where all prompts changed alike.
+            "standard_errors": test.standard_errors if math.isfinite(test.standard_errors) else None,
         }
-        write_text(self.directory.result, json.dumps(result, indent=1))
+        write_text(self.directory.result, json.dumps(result, indent=1, allow_nan=False))
         self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
         of_all = f" of {every} (the others could not be scored)" if test.count < every else ""

@@ -19,8 +19,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, list_checkpoints
-from sage_fast.checkpoint.folder import agree
+from sage_fast.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
+from sage_fast.checkpoint.folder import agree, update_of
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
@@ -210,8 +210,7 @@ def move_aside(directory: RunDirectory) -> None:
 def abandon_after(checkpoints: Path, update: int) -> None:
     """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
     for folder in list_checkpoints(checkpoints):
-        # The names sort as their updates do, which all have six digits up to 999,999.
-        if folder.name > checkpoint_name(update):
+        if update_of(folder) > update:
             aside = folder.with_name(f"abandoned-{folder.name}")
             # A return to an earlier update, made before, may have left a folder of that name.
             shutil.rmtree(aside, ignore_errors=True)

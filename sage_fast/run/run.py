@@ -16,6 +16,7 @@ import logging
 import os
 import platform
 import resource
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -538,5 +539,6 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of the device, or of this process on a CPU, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    # Linux counts ru_maxrss in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -56,6 +56,9 @@ MOST_ON_CPU = 1_000_000_000
 
 RewardLike = Reward | type[Reward] | Callable[..., Any] | str
 
+_REWARDS: dict[Path, dict[str, Any]] = {}
+"""Objects that score the runs of this process, by directory and name: those of a later run may have the same names."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainedRun:
@@ -159,6 +162,8 @@ def train(
     # A lone word would be taken for a list of its letters.
     allowed = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
+    own = {name: REGISTERED[name] for name in config.reward.rewards if name in REGISTERED}
+    _REWARDS[Path(config.output_dir).absolute()] = own
     result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
     return TrainedRun(
         config=replace(config, output_dir=str(result.output_dir)),
@@ -280,6 +285,7 @@ def generate(
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
     config = _config_of(run, {})
+    replace(config.rollout, sde_type=sampler)  # refuses what the sampler cannot have
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if prompts is not None:
@@ -317,8 +323,11 @@ def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]
     if isinstance(run, TrainedRun):
         run = run.config
     if isinstance(run, RunConfig):
-        return with_overrides(run, overrides) if overrides else run
-    return load_config(run, overrides)
+        config = with_overrides(run, overrides) if overrides else run
+    else:
+        config = load_config(run, overrides)
+    REGISTERED.update(_REWARDS.get(Path(config.output_dir).absolute(), {}))
+    return config
 
 
 def _rows(prompts: str | Prompt | Sequence[str | Prompt]) -> list[str | dict[str, str | int]]:
@@ -377,6 +386,10 @@ def _with_reward(
     config: RunConfig, given: RewardLike | Sequence[RewardLike], weights: Mapping[str, float] | None
 ) -> RunConfig:
     """The configuration with rewards of this process's, or some by name, instead of those that it names."""
+    if weights is not None:
+        numbers = isinstance(weights, Mapping) and all(isinstance(value, int | float) for value in weights.values())
+        if not numbers:
+            raise ConfigError(f"reward_weights is {weights!r}, but it must be {{score name: number}}.")
     rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     names, own = [], {}
     for reward in rewards:
@@ -386,7 +399,7 @@ def _with_reward(
                 f"reward is {reward!r}. Give a function f(videos, prompts), an object with `score`, or a name; keys of "
                 'the section `reward` are given as **{"reward.KEY": value}.'
             )
-        names.append(reward if isinstance(reward, str) else register(reward))
+        names.append(reward if isinstance(reward, str) else register(reward, names))
         if is_function:
             own[function_score(names[-1])] = 1.0
     if weights is None:

@@ -125,8 +125,11 @@ def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effec
     rows: list[list[float]] = []
     prompts: set[tuple[str, ...]] = set()
     try:
-        for one, other in paired_runs(first, second):
-            before, after = scored_in_both(*(Evaluation.load(run.evaluation(update)) for run in (one, other)))
+        loaded = [[Evaluation.load(run.evaluation(update)) for run in pair] for pair in paired_runs(first, second)]
+        # Every seed needs the same prompts, so one that a reward could not score anywhere is left out of all.
+        shared = set.intersection(*(set(evaluation.numbers()) for pair in loaded for evaluation in pair))
+        for pair in loaded:
+            before, after = scored_in_both(*(evaluation.only(shared) for evaluation in pair))
             prompts.add(tuple(before.prompts))
             pairs = zip(before.columns()[column], after.columns()[column], strict=True)
             rows.append([b - a for a, b in pairs])
@@ -231,6 +234,8 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     notes = []
     if max(max(run.evaluations(), default=0) for arm in arms for run in arm.runs) > update:
         notes.append(f"Some runs were evaluated later than update {update}, the last one that all of them have.")
+    if any(Evaluation.load(run.evaluation(update)).left_out for arm in arms for run in arm.runs):
+        notes.append("Prompts that a reward could not score in one of the runs are left out of the differences alone.")
     for arm in arms[1:]:
         pairs = paired_runs(arms[0], arm)
         if all(one.seed != other.seed for one, other in pairs):

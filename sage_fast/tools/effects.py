@@ -50,7 +50,10 @@ class Effect:
 
     @property
     def detectable(self) -> float:
-        """The smallest true effect that a study like this finds in 80 % of its repetitions: 2.8 s.e. of many seeds."""
+        """The smallest true effect that a study like this finds in 80 % of its repetitions: 2.8 s.e. of many seeds.
+
+        Of few seeds it finds that effect in a little fewer: 73 % with 1 degree of freedom, 77 % with 2, 78 % with 3.
+        """
         return (_quantile(LEVEL / 2, self.df) + _quantile(1 - POWER, self.df)) * self.stderr
 
 

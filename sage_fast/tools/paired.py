@@ -177,8 +177,11 @@ class PairedEvaluation:
             video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
             logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
 
-        scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop")
-        return evaluate(generator.sampler(), scoring, generator.prompts, self.config.evaluation, on_video=write)
+        section = self.config.evaluation
+        # The seed is that of a run's own evaluation, so that a reward that draws draws alike for both models.
+        seed = (section.seed, -1)
+        scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop", seed=seed)
+        return evaluate(generator.sampler(), scoring, generator.prompts, section, on_video=write)
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""

@@ -44,6 +44,11 @@ def both(videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0) -> Mappi
     return {"first": scale * brightness(videos, prompts), "length": [float(len(p)) for p in prompts]}
 
 
+def timed(videos: Tensor, prompts: Sequence[str], fps: float = 24.0) -> list[float]:
+    """A function that takes the rate of the videos."""
+    return [fps] * len(prompts)
+
+
 def falling(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """A function of which less is better."""
     return -brightness(videos, prompts)

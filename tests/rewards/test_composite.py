@@ -7,7 +7,9 @@ import torch
 
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.sections import RewardConfig
+from sage_fast.evaluation import REWARD
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.server import TAKEN, FunctionReward, function_score
 from tests.rewards import support
 from tests.rewards.support import VIDEOS, here
 
@@ -65,6 +67,14 @@ class Returns:
         ({"s": ["a", "b", "c"]}, "returned s, which is not a tensor of numbers"),
         ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
         ({"taken": [1.0, 2.0, 3.0]}, "Two rewards return a score named 'taken'; the second is 'r'"),
+        ({"s": [10**400, 1, 1]}, "returned s, which is not a tensor of numbers: int too large"),
+        (
+            {"s": torch.ones(3, dtype=torch.complex64)},
+            "returned s, which is not a tensor of numbers: it is torch.complex64",
+        ),
+        ({"s": torch.ones(3).to_sparse()}, "returned s, which is not a tensor of numbers: .*torch.sparse_coo"),
+        ({0: torch.ones(3)}, "returned a score named 0. A name is a text"),
+        ({"reward": torch.ones(3)}, "returned a score named 'reward'. .* reward, overall, Reward stand for sums"),
     ],
 )
 def test_what_a_reward_may_not_return(result: Any, message: str) -> None:
@@ -114,6 +124,26 @@ def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
     scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
     assert failed.tolist() == [False, True, False]
     torch.testing.assert_close(scores["score"][[0, 2]], EXPECTED[[0, 2]])
+
+
+def test_no_number_replaces_a_score_that_one_video_lacks() -> None:
+    def named(videos: torch.Tensor, prompts: list[str]) -> Any:
+        if len(prompts) > 1:
+            raise ValueError("one by one, please")
+        return {"s": [1.0]} | ({} if prompts == ["bb"] else {"extra": [2.0]})
+
+    reward = CompositeReward({"r": FunctionReward(named, "named", {})}, {"s": 1.0})
+    scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
+    assert failed.tolist() == [False, True, False] and scores["extra"].tolist() == [2.0, 0.0, 2.0]
+
+
+def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:
+    assert [function_score(f"m:{name}") for name in ("reward", "f.reward", "bright")] == ["reward_score"] * 2 + [
+        "bright"
+    ]
+    assert {REWARD, "reward", "overall"} == {*TAKEN}
+    with pytest.raises(ConfigError, match=r"reward\.weights\.reward stands for a sum .* the score reward_score"):
+        CompositeReward({"r": Returns({})}, {"reward": 1.0})
 
 
 def test_an_interrupt_in_a_reward_stays_one() -> None:

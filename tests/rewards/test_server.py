@@ -174,6 +174,13 @@ def test_options_and_names_that_differ_from_the_servers_are_refused(serve: Calla
         rewards(url)
 
 
+def test_a_server_that_was_told_no_rate_is_held_to_its_default(serve: Callable[..., str]) -> None:
+    section = RewardConfig(url=serve("timed"), rewards=[here("timed")], weights={"timed": 1.0})
+    assert CompositeReward.from_config(section, fps=24.0).score(VIDEOS, SAMPLES)["timed"].tolist() == [24.0] * 3
+    with pytest.raises(ConfigError, match=r"options \{'fps': 24\.0\}, not \{'fps': 8\.0\}\. Start"):
+        CompositeReward.from_config(section, fps=8.0)
+
+
 @pytest.mark.parametrize("served", [False, True])
 def test_what_a_reward_says_of_its_scores_and_prompts_is_heard(served: bool, serve: Callable[..., str]) -> None:
     def build(name: str, score: str) -> CompositeReward:

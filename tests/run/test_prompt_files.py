@@ -31,6 +31,7 @@ READ = {
         "prompt,index\na,vid_001\n  ,vid_002\n\u200b,vid_003\nb,7\n",
         [("a", 0, None), ("b", 1, None)],
     ),
+    "csv-with-pictures-inside": ("p.csv", f"prompt,pixels\na,{'f' * 200_000}\n", [("a", 0, None)]),
     "csv-of-an-old-editor": ("p.csv", "prompt,seed\ra,1\rb,2\r", [("a", 0, 1), ("b", 1, 2)]),
     "json": (
         "p.json",
@@ -77,6 +78,11 @@ MISTAKES = {
         "p.csv",
         "prompt,image\na,b.png\n",
         r"p\.csv:2: there is no picture 'b\.png' in .*rename the column",
+    ),
+    "picture-in-the-cell": (
+        "p.jsonl",
+        f'{{"prompt": "a", "image": "{"QUJD" * 999}"}}',
+        r"p\.jsonl:1: there is no picture 'QUJD.*rename the column",
     ),
     "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key names"),
     "two-prompt-columns": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: .*rename all but one"),

@@ -17,7 +17,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import read_metrics
-from sage_fast.run.resume import keep_videos
+from sage_fast.run.resume import abandon_after, keep_videos
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
 
@@ -233,3 +233,10 @@ def test_a_run_keeps_its_videos_on_other_ranks(tiny_run: MakeRun) -> None:
     assert [keep_videos(config, 8, ranks).rollout.batch_size for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
     with pytest.raises(ConfigError, match="8 videos per rollout, which 3 data-parallel ranks cannot share evenly"):
         keep_videos(config, 8, 3)
+
+
+def test_a_return_to_an_earlier_update_renames_the_later_ones_alone(tmp_path: Path) -> None:
+    for update in (999_999, 1_000_000, 1_000_001):
+        (tmp_path / f"update-{update}").mkdir()
+    abandon_after(tmp_path, 1_000_000)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["abandoned-update-1000001", "update-1000000", "update-999999"]

@@ -9,7 +9,18 @@ import pytest
 from torch import Tensor
 
 import sage_fast
-from sage_fast import Callback, Prompt, RunConfig, StopRun, TrainedRun, UpdateRecord, load_config, open_run, train
+from sage_fast import (
+    Callback,
+    Prompt,
+    RunConfig,
+    StopRun,
+    TrainedRun,
+    UpdateRecord,
+    evaluate,
+    load_config,
+    open_run,
+    train,
+)
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError, RewardError, in_python
 from sage_fast.models import video_files
@@ -29,6 +40,14 @@ def two_scores(videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
 class Contrast:
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         return {"contrast": videos.float().std((1, 2, 3, 4))}
+
+
+class Near:
+    def __init__(self, goal: float) -> None:
+        self.goal = goal
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
+        return {"near": -(brightness(videos, prompts) - self.goal).abs()}
 
 
 class StopAtOne(Callback):
@@ -80,6 +99,24 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
     assert video.parent == moved / "generated"
 
 
+def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """Objects of one class have one name, and so have functions of one factory."""
+    words = ("--evaluation.every=2", "--training.num_updates=2")
+    near: dict[str, Any] = {"reward_weights": {"near": 1.0}}
+    runs = [train(tiny_run(*words), reward=Near(goal), output_dir=tmp_path / f"{goal}", **near) for goal in (0.0, 1.0)]
+    for run in (runs[0], open_run(runs[1].output_dir)):
+        assert run.test is not None
+        assert evaluate(run, num_videos=0, resamples=100).scores["near"].after == pytest.approx(
+            run.test.after, abs=1e-6
+        )
+    both = train(
+        tiny_run(*words), reward=[lambda videos, prompts, k=k: k * brightness(videos, prompts) for k in (1, 2)]
+    )
+    row = both.metrics[-1]
+    assert both.config.reward.weights == {"lambda": 1.0, "lambda_2": 1.0}
+    assert row["eval/lambda_2_mean"] == pytest.approx(2 * row["eval/lambda_mean"])
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -87,6 +124,8 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
         ({"prompts": ["a red circle moving left", 3]}, "data.prompts: a prompt is 3; write it as a text"),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
+        ({"reward": brightness, "reward_weights": {"brightness": "1"}}, "it must be {score name: number}"),
+        ({"reward": brightness, "reward_weights": [1.0]}, "reward_weights is [1.0]"),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"callbacks": print}, "sage_fast.Callback"),
         ({"prompts": "setup.py"}, "prompts is 'setup.py', a file"),

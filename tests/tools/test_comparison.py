@@ -7,7 +7,7 @@ import pytest
 
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
-from sage_fast.evaluation import OVERALL, REWARD
+from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.run.directory import RunDirectory
 from sage_fast.tools.comparison import _arm_names, compare_runs, group_into_arms, to_text
 from tests.browser import Page
@@ -77,6 +77,14 @@ def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
     comparison = compare_runs([one, other])
     assert "has no seed of" in comparison.notes[0] and "says nothing of other seeds" in comparison.notes[1]
     assert comparison.differences[0].verdict == "higher"
+    # A prompt that no reward could score in one of them is left out of all.
+    scores = other / "evaluation/update-000004.json"
+    whole = Evaluation.load(scores)
+    whole.only({0, 1, 2, 4, 5}).save(scores)
+    seeds = [make_run(tmp_path / f"{arm}-7", *words, seed=7) for arm, words in (("a", ()), ("b", (CPS,)))]
+    lacking = compare_runs([one, other, *seeds])
+    assert lacking.differences[0].effect.num_seeds == 1 and "left out of the differences" in lacking.notes[0]
+    whole.save(scores)
     same = compare_runs([one, make_run(tmp_path / "same", "--objective.equalizer=false")])
     assert "same has the reward of a on every prompt." in to_text(same)
     for file in (other / "evaluation").glob("update-000004.json"):

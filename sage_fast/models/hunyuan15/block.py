@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
 from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
-from sage_fast.models.fused import BlockSettings, Rotary
+from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import Gradients, read_adapters
 
 
@@ -417,13 +417,14 @@ class _BlockFunction(torch.autograd.Function):
         block.restore(saved)
         _, _, _, wants_x, wants_modulation, wants_text, wants_text_modulation, *wanted = ctx.needs_input_grad
         gradients = Gradients(wanted)
-        block.backward(
-            grad,
-            text_grad if block.text.live else None,
-            gradients,
-            modulation=wants_modulation or wants_text_modulation,
-            inputs=wants_x or wants_text,
-        )
+        with without_autocast(grad):
+            block.backward(
+                grad,
+                text_grad if block.text.live else None,
+                gradients,
+                modulation=wants_modulation or wants_text_modulation,
+                inputs=wants_x or wants_text,
+            )
         return (
             *(None, None, None),
             block.video.grad if wants_x else None,

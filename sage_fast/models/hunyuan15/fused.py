@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.kernels import Choice
-from sage_fast.models.fused import BlockwiseForward
+from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.hunyuan15.block import block_forward, read_block
 from sage_fast.models.transformer import MAX_LEVELS, Checkpointing
 from sage_fast.records import PromptEmbeds
@@ -76,7 +76,7 @@ class ModulationTable:
         """
         # A change in place counts up `_version`; a weight that was replaced has another id or address.
         watched = (p for module in self.watched for p in module.parameters())
-        version = (device, *((id(p), p.data_ptr(), p._version) for p in watched))
+        version = (device, *((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in watched))
         if version != self._version or len(self.rows) > MAX_LEVELS:
             self.rows, self._version = {}, version
         for timestep in timesteps:
@@ -107,6 +107,8 @@ def can_tabulate(transformer: nn.Module) -> bool:
     """
     modules: Any = transformer
     layers = all_adaln_layers(transformer)
+    if any(hasattr(module, "base_layer") for module in modules.time_embed.modules()):
+        return False  # the scale of an adapter may change without a trace, and so may the active one
     # peft's wrapper is not a Linear. A DTensor is FSDP2's part of a weight, and `ds_id` marks one that ZeRO-3 shards.
     return all(isinstance(layer, nn.Linear) for layer in layers) and all(
         type(p.data) is Tensor and not hasattr(p, "ds_id") and not p.requires_grad
@@ -244,7 +246,7 @@ class Acceleration(BlockwiseForward):
         groups: dict[tuple[int, int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault(prompt.lengths, []).append(row)
-        with self.without_autocast(latents):
+        with without_autocast(latents):
             if len(groups) == 1:
                 return self._dense(latents, timestep, prompts)
             parts = [self._dense(latents[rows], timestep[rows], [prompts[r] for r in rows]) for rows in groups.values()]
@@ -262,6 +264,12 @@ class Acceleration(BlockwiseForward):
                 "layers without calling these, so offloading that moves weights layer by layer (sequential, or "
                 "leaf_level) does not work with it. Use enable_model_cpu_offload, or undo the acceleration."
             )
+        for name in ("x_embedder.proj", "cond_type_embed"):
+            if hasattr(transformer.get_submodule(name), "base_layer"):
+                raise ValueError(
+                    f"{name} carries an adapter, which the fused forward does not compute. Undo the acceleration "
+                    "(model.forward stock), or use an adapter without it."
+                )
         # Read before the copy: `tolist` of a tensor on the GPU would wait for all work before it.
         known = timestep.tolist() if timestep.device.type == "cpu" else None
         timestep = timestep.to(device, torch.float32, non_blocking=True)
@@ -305,10 +313,14 @@ class Acceleration(BlockwiseForward):
 
     def modulation(self, known: list[float] | None, timestep: Tensor) -> Tensor | None:
         """Modulation of all blocks from the table, (2 K, B, 6 D); None if blocks compute their own."""
-        # `auto` takes the table only where the levels are known without waiting for the GPU.
-        if self.adaln == "weights" or (self.adaln == "auto" and (known is None or not can_tabulate(self.transformer))):
+        tabulates = can_tabulate(self.transformer)
+        if not tabulates:
+            self.forget()  # peft writes through `.data` where it merges an adapter
+        # `auto` takes the table only where the levels are known without waiting for the GPU, and have no gradient.
+        unknown = known is None or timestep.requires_grad
+        if self.adaln == "weights" or (self.adaln == "auto" and (unknown or not tabulates)):
             return None
-        if not can_tabulate(self.transformer):
+        if not tabulates:
             raise ValueError(
                 f"adaln is {self.adaln!r}, but the AdaLN weights are no longer frozen. Freeze them, or accelerate "
                 "with adaln='auto'."

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from diffusers import HunyuanVideo15Transformer3DModel
+
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder
@@ -115,7 +117,7 @@ class HunyuanVideo15(HunyuanTransformer):
         pictures, published = animates_pictures(model.path), HUNYUAN_VIDEO_15
         if pictures:
             published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
-        transformer = stored_config(folder, "transformer", published)
+        transformer = stored_config(folder, "transformer", published, HunyuanVideo15Transformer3DModel)
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {
             "transformer": transformer,

@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
 from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
-from sage_fast.models.fused import BlockSettings, Rotary
+from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import Gradients, read_adapters
 
 _INPUTS = ("qkv", "attention", "attended", "text_q", "text_kv", "text_attention", "text_attended")
@@ -316,8 +316,9 @@ class _BlockFunction(torch.autograd.Function):
             block.__dict__[name] = tuple(next(kept) for _ in range(count)) if count else next(kept)
         *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]
         gradients = Gradients(ctx.needs_input_grad[6:])
-        x_grad, text_grad, modulation_grad = block.backward(
-            grad.contiguous(), gradients, modulation=wants_modulation, inputs=wants_x or wants_text
-        )
+        with without_autocast(grad):
+            x_grad, text_grad, modulation_grad = block.backward(
+                grad.contiguous(), gradients, modulation=wants_modulation, inputs=wants_x or wants_text
+            )
         found = x_grad if wants_x else None, text_grad if wants_text else None, modulation_grad
         return None, None, None, *found, *gradients.values

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.block import EPS
-from sage_fast.models.fused import BlockwiseForward
+from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.wan.block import block_forward, read_block
 
 
@@ -53,7 +53,7 @@ def _fused_forward(
             "The fused forward of Wan is for text-to-video, with a timestep per sample and adapters at full scale. For "
             "anything else set model.forward to stock."
         )
-    with self._acceleration.without_autocast(hidden_states):
+    with without_autocast(hidden_states):
         sample = self._acceleration.forward(hidden_states, timestep, encoder_hidden_states)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 

@@ -84,12 +84,12 @@ class Wan(WanTransformer):
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         folder = local_folder(model.path or DEFAULT_REPOSITORY)
-        autoencoder = stored_config(folder, "vae", {})
+        autoencoder = stored_config(folder, "vae", {}, AutoencoderKLWan)
         # `empty` is cached by its arguments, and a list has no hash.
         hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in autoencoder.items())
         decoder = partial(WanDecoder.empty, config=tuple(hashable))
         return ModelDescription(
-            transformer=stored_config(folder, "transformer", WAN_1_3B),
+            transformer=stored_config(folder, "transformer", WAN_1_3B, WanTransformer3DModel),
             text_tokens=TEXT_TOKENS,
             latent_shape=decoder().latent_shape,
             decoding=lambda latent, videos, section, on_gpu: decoder(section.decode_dtype(on_gpu=False)).decoding(

@@ -200,3 +200,6 @@ def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path:
     plan = make_plan(config, DEVICES["h100"])
     weights = sum(p.numel() for p in load_components(config.model).transformer.parameters())
     assert plan.weights.total == plan.weights.trained == weights and plan.video_tokens == 2 * 2 * 2
+    # Cosine and sine of every token, in float32; without adapters AdaLN's weights have no table.
+    head_dim = plan.description.transformer["attention_head_dim"]
+    assert plan.memory.phases["update"].tables == 2 * 4 * plan.video_tokens * head_dim

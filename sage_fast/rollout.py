@@ -29,7 +29,6 @@ from sage_fast.rewards.base import OnFailure, describe_batch, seed_generators
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 
-
 T = TypeVar("T")
 
 StepVelocity = Callable[[int, Tensor, Tensor], Tensor]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import RunConfig, check_gathering, check_steps_agree
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
@@ -104,8 +104,9 @@ class Plan(MemoryPlan):
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. longest: of the prompts that ranks sample at a time, over the mean length; expected. exchanges: of one GPU in
-    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. encoding: at
-    the first start; None where its prompts are not here.
+    one iteration. seconds_per_evaluation: None without one. evaluation_doubt: seconds that its decoding may take on
+    top. checkpoint: bytes of one that each GPU writes. encoding: at the first start; None where its prompts are not
+    here.
     """
 
     device: Device
@@ -115,6 +116,7 @@ class Plan(MemoryPlan):
     phases: tuple[Phase, ...]
     exchanges: tuple[Exchange, ...]
     seconds_per_evaluation: float | None
+    evaluation_doubt: float
     checkpoint: float
     tiled: bool
     encoding: Encoding | None
@@ -132,7 +134,7 @@ class Plan(MemoryPlan):
     @property
     def evaluation_per_video(self) -> float:
         """Seconds of evaluations, dealt out to the videos that are trained between two of them."""
-        every = self.config.evaluation.every * self.config.rollout.batch_size
+        every = self.config.evaluation.every * self.config.rollout.batch_size / self.config.training.updates_per_rollout
         return (self.seconds_per_evaluation or 0.0) / max(every, 1)
 
     @property
@@ -185,7 +187,13 @@ def make_memory_plan(
         heads = description.transformer["num_attention_heads"]
         layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
-        gathered = gathered_weights(config, weights, description.num_layers, layout, memory_gb * 1e9)
+        memory = min(memory_gb, limit_gb) * 1e9
+        gathered = gathered_weights(config, weights, description.num_layers, layout, memory)
+        # What a run would refuse is not planned. It may be launched as one process of a group.
+        sections = config.distributed, config.model, config.training
+        check_gathering(*sections, launched=True, shards=layout.weight_shards)
+        if gathered.sharded and gathered.keep == "never" and layout.shard > 1:
+            check_steps_agree(config.distributed, config.training, config.objective.kl_position_fraction)
         # Weights whose files are here; for the others the reward's own figure counts.
         if sizes is None:
             folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
@@ -336,12 +344,15 @@ def make_plan(
         description.transformer, held.video_tokens, round(longest * words) + description.image_tokens
     )
     slower = longer.total / forward.total - 1
-    seconds_per_evaluation = None
+    seconds_per_evaluation, evaluation_doubt = None, 0.0
     if section.every:
         one, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
         # The ranks that share a video take turns at decoding.
         decoded = math.ceil(batches * section.batch_size / layout.sp)
-        seconds_per_evaluation = batches * config.evaluation_steps * one + decoded * decode_evaluated.predicted
+        scoring = sum(costs.seconds for costs in reward_costs(config.reward, config.evaluation_video).values())
+        seconds_per_evaluation = batches * config.evaluation_steps * one
+        seconds_per_evaluation += decoded * (decode_evaluated.predicted + scoring)
+        evaluation_doubt = decoded * decode_evaluated.doubt
         seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
     return Plan(
         **{field.name: getattr(held, field.name) for field in fields(held)},
@@ -352,6 +363,7 @@ def make_plan(
         phases=_phases(held, device, visited, decode, exchanges, slower),
         exchanges=exchanges,
         seconds_per_evaluation=seconds_per_evaluation,
+        evaluation_doubt=evaluation_doubt,
         checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
         tiled=tiled,
         encoding=plan_encoding(config, device, description, layout.gpus),
@@ -522,20 +534,23 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
 
 
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
-    """The option, or None where the configuration refuses the changes."""
+    """The option, or None where the configuration or a run refuses the changes."""
+    given = dict(changes)
+    if given.get("distributed.cpu_offload") and plan.asked.distributed.keep_gathered in ("rollout", "always"):
+        given["distributed.keep_gathered"] = "auto"  # what is offloaded cannot stay on the GPU
+    changes = tuple(given.items())
     try:
-        config = _changed(plan.asked, *changes)
+        changed = make_plan(
+            _changed(plan.asked, *changes),
+            plan.device,
+            gpus=plan.layout.gpus,
+            memory_gb=plan.memory_limit / 1e9,
+            runtime=plan.runtime,
+            description=plan.description,
+            sizes=plan.sizes,
+        )
     except ConfigError:
         return None
-    changed = make_plan(
-        config,
-        plan.device,
-        gpus=plan.layout.gpus,
-        memory_gb=plan.memory_limit / 1e9,
-        runtime=plan.runtime,
-        description=plan.description,
-        sizes=plan.sizes,
-    )
     return Option(changes=changes, plan=changed)
 
 

@@ -251,7 +251,7 @@ class MemoryPlan:
         """Memory held in every phase from the rollout on."""
         config, gathered, lora = self.config, self.gathered, self.config.training.mode == "lora"
         offloads = lora and config.model.adaln == "offload" and self.on_gpu
-        offloaded = gathered.item * self.weights.adaln / self.layout.weight_shards if offloads else 0.0
+        offloaded = gathered.item * self.weights.adaln if offloads else 0.0
         has_anchor = anchor_kind(config.objective.kl_mode) != "none"
         return PhaseMemory(
             runtime=self.runtime,
@@ -277,7 +277,9 @@ class MemoryPlan:
         latents = {self.latent_of(video) for video in (config.video, config.evaluation_video)[:count]}
         # Cosine and sine of every token, in float32.
         rope = 2 * 4 * sum(map(description.tokens, latents)) * description.transformer["attention_head_dim"]
-        if config.model.adaln == "weights" or config.training.mode == "full":
+        # Of sharded weights `auto` makes no table.
+        weights = config.model.adaln == "weights" or (config.model.adaln == "auto" and self.gathered.sharded)
+        if weights or config.training.mode == "full":
             return float(rope)
         levels = sum(set((config.rollout.num_steps, config.evaluation_steps)[:count]))
         return float(rope + levels * description.modulation * self.gathered.item)

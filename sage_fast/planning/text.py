@@ -115,8 +115,9 @@ def _time(plan: Plan) -> Iterator[str]:
         yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
-        more = f"{_number(plan.evaluation_per_video)} s per video beside these"
-        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation)}, {more}"
+        factor = 1 + plan.evaluation_doubt / plan.seconds_per_evaluation
+        more = f"{between(plan.evaluation_per_video, factor)} s per video beside these"
+        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation, factor)}, {more}"
     if gpus > 1:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
@@ -290,6 +291,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
+        "seconds_per_evaluation_on_top_at_most": plan.evaluation_doubt,
         "encoding": asdict(plan.encoding) if plan.encoding else None,
         "evaluation_per_video": plan.evaluation_per_video,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},

@@ -156,6 +156,8 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     sharded = over_ranks or (full and (item != stored or section.cpu_offload))
     shards = layout.weight_shards if over_ranks else 1
     offloaded = sharded and section.cpu_offload
+    # What a table of the modulation is made of stays whole on every rank.
+    kept = weights.adaln if config.model.adaln in ("table", "offload") else 0
     rest = weights.total - num_layers * weights.block
     return Gathered(
         sharded=sharded,
@@ -164,10 +166,10 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
         item=item,
         # Adapters are whole on every rank.
         share=1.0 if not full else 0.0 if offloaded else 1 / shards,
-        resident=0.0 if offloaded else float(stored * weights.total) / shards,
-        whole=whole,
+        resident=stored * (kept + (0.0 if offloaded else (weights.total - kept) / shards)),
+        whole=whole - item * kept,
         # A block that computes, the next one, and the buffer it arrives in.
-        flying=float(item * (3 * weights.block + rest)) if sharded else 0.0,
+        flying=float(item * (3 * (weights.block - kept // num_layers) + rest)) if sharded else 0.0,
         # In float32: the sum of one block under way, and the next one's gradient laid out for it.
         summed=float(4 * 2 * weights.block) if sharded and full else 0.0,
     )

@@ -83,8 +83,8 @@ class CompositeReward:
         if taken := weights.keys() & TAKEN:
             name = taken.pop()
             raise ConfigError(
-                f"reward.weights.{name} stands for a sum of scores and cannot be one. The numbers of a function of that "
-                f"name are the score {name}_score."
+                f"reward.weights.{name} stands for a sum of scores. The numbers of a function of that name are called "
+                f"{name}_score."
             )
         for name, reward in rewards.items():
             source = reward.function if isinstance(reward, FunctionReward) else reward

@@ -66,7 +66,7 @@ class FunctionReward:
 
 
 def function_score(name: str) -> str:
-    """Name of the score of a function's numbers: the function's, `lambda` where it has none, `reward_score` of `reward`.
+    """Name of the score of a function's numbers: the function's, or `lambda`; of one called `reward`, `reward_score`.
 
     Example: `function_score("__main__:main.<locals>.bright")` is `bright`.
     """

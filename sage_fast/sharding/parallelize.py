@@ -24,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.schema import check_gathering, check_steps_agree
 from sage_fast.config.sections import (
     DistributedConfig,
     EvaluationConfig,
@@ -77,7 +78,9 @@ def parallelize(
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
     full, zero, family = training.mode == "full", distributed.zero_stage is not None, family_of(transformer)
-    _check_settings(distributed, model, training, world)
+    check_gathering(
+        distributed, model, training, launched=world.fsdp_mesh is not None, shards=world.dp_shard * world.sp
+    )
     keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
     # Frozen weights that would stay gathered for good are not sharded in the first place.
     shards = full or (world.dp_shard * world.sp > 1 and keep_gathered != "always")
@@ -89,7 +92,7 @@ def parallelize(
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
-        _check_steps_agree(distributed, training, kl_position_fraction)
+        check_steps_agree(distributed, training, kl_position_fraction)
     if not sharded:
         if weights is not None:
             # From the mapped files straight to the device.
@@ -295,59 +298,6 @@ def _resolve_keep_gathered(
     size = sum(p.numel() * p.element_size() for p in transformer.parameters())
     room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
     return "rollout" if world.any(size > room) else "always"
-
-
-def _check_settings(section: DistributedConfig, model: ModelConfig, training: TrainingConfig, world: World) -> None:
-    """ConfigError for FSDP2 settings that have no effect or exclude each other."""
-    mode = training.mode
-    if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
-        raise ConfigError(
-            f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
-            f"{section.keep_gathered}, which keeps them there. Set keep_gathered to auto or never."
-        )
-    if world.fsdp_mesh is None and (section.cpu_offload or section.param_dtype != "float32"):
-        name = "cpu_offload" if section.cpu_offload else "param_dtype"
-        raise ConfigError(
-            f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
-            "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
-        )
-    if section.param_dtype != "float32" and model.forward == "stock":
-        raise ConfigError(
-            f"distributed.param_dtype is {section.param_dtype}, but model.forward stock feeds float32 inputs to "
-            "weights that are gathered in that dtype. Set model.forward to fused, or param_dtype to float32."
-        )
-    one_holder = world.fsdp_mesh is None or (mode == "lora" and world.dp_shard * world.sp == 1)
-    if one_holder and section.keep_gathered in ("never", "rollout"):
-        raise ConfigError(
-            f"distributed.keep_gathered is {section.keep_gathered}, but nothing is gathered here: every rank holds the "
-            "weights whole. Set it to auto, or with training.mode lora raise distributed.dp_shard."
-        )
-    if section.cpu_offload and mode == "lora" and world.dp_shard * world.sp == 1:
-        raise ConfigError(
-            "distributed.cpu_offload moves shards of the weights, but with training.mode lora they are whole on every "
-            "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, or leave cpu_offload out."
-        )
-
-
-def _check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, kl_position_fraction: float) -> None:
-    """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
-
-    They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
-    """
-    shares = {
-        "objective.kl_position_fraction": kl_position_fraction,
-        "training.timestep_fraction": training.timestep_fraction,
-    }
-    given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
-    if training.update == "single_pass" and given and training.permute_timesteps:
-        remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
-        raise ConfigError(
-            f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "
-            f"permute_timesteps true), but every pass gathers layers from all "
-            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
-            f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same ones. {remedy}, "
-            "training.permute_timesteps to false, or training.update to two_phase."
-        )
 
 
 def check_lockstep(

@@ -285,7 +285,7 @@ def generate(
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
     config = _config_of(run, {})
-    replace(config.rollout, sde_type=sampler)  # refuses what the sampler cannot have
+    with_overrides(config, {"rollout.sde_type": sampler})  # refuses what the sampler cannot have
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if prompts is not None:
@@ -391,7 +391,7 @@ def _with_reward(
         if not numbers:
             raise ConfigError(f"reward_weights is {weights!r}, but it must be {{score name: number}}.")
     rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    names, own = [], {}
+    names, own = list[str](), dict[str, float]()
     for reward in rewards:
         is_function = not isinstance(reward, str) and not hasattr(reward, "score")
         if is_function and not callable(reward):

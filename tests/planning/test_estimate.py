@@ -21,6 +21,7 @@ from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 from sage_fast import accelerate
 from sage_fast.commands import plan as plan_command
 from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import FREE, MACHINE, REMEDY, marked_keys
@@ -57,6 +58,8 @@ from sage_fast.planning.work import anchor_share, velocity_call, visits
 from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
+from sage_fast.rewards.base import RewardCosts
+from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.run import build_trainer
 from sage_kernels.tracer import count
 from tests.tiny.checkpoints import VAE
@@ -287,6 +290,11 @@ def test_seconds_are_work_over_ceilings() -> None:
     assert found.seconds_per_evaluation is not None
     between = found.config.evaluation.every * found.config.rollout.batch_size
     assert found.evaluation_per_video == pytest.approx(found.seconds_per_evaluation / between)
+    # Updates are counted between two evaluations, and of a rollout there may be several.
+    twice = small_plan(*FORWARD, "--training.updates_per_rollout=2", "--rollout.micro_batch_size=1")
+    assert twice.seconds_per_evaluation is not None
+    videos = twice.config.evaluation.every / 2 * twice.config.rollout.batch_size
+    assert twice.evaluation_per_video == pytest.approx(twice.seconds_per_evaluation / videos)
     # The anchor is behind in nine of ten rollouts.
     assert by_name["anchor"].predicted == pytest.approx(0.9 * by_name["rollout"].predicted)
 
@@ -433,6 +441,50 @@ def test_guidance_of_the_sampler_costs_the_rollout_alone() -> None:
 def test_the_levels_of_rollout_and_evaluation_fill_the_table_of_modulation() -> None:
     both, rollout = (small_plan(*FORWARD, *more).memory.phases["update"] for more in ([], ["--evaluation.every=0"]))
     assert both.tables - rollout.tables == 40 * 3 * 12 * 256 * 2
+
+
+def test_an_evaluation_scores_its_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = small_plan()
+    costs = {"videoalign": RewardCosts(seconds=2.0)}
+    monkeypatch.setattr("sage_fast.planning.estimate.reward_costs", lambda *arguments: costs)
+    paid, prompts = small_plan("--seed=9"), len(load_eval_prompts(free.config))
+    assert free.seconds_per_evaluation is not None and paid.seconds_per_evaluation is not None
+    scoring = 2.0 - free.phases[2].predicted  # the reward's own figure is in the first plan
+    assert paid.seconds_per_evaluation - free.seconds_per_evaluation == pytest.approx(prompts * scoring)
+
+
+OFFLOAD = ("distributed.cpu_offload", True)
+
+
+def test_nothing_is_offered_that_a_run_would_refuse() -> None:
+    """Of weights that must stay gathered, and of a single pass whose ranks differ in their steps."""
+    full = small_plan("--training.mode=full", "--distributed.keep_gathered=rollout", "--model.dtype=float32", gpus=2)
+    (offloaded,) = [option for option in find_options(full) if OFFLOAD in option.changes]
+    assert offloaded.changes == (OFFLOAD, ("distributed.keep_gathered", "auto"))
+    words = ("--training.update=single_pass", "--objective.kl_position_fraction=0.05", "--distributed.dp_shard=2")
+    single = small_plan(*words, "--distributed.keep_gathered=rollout", gpus=2)
+    assert "distributed" not in str([option.changes for option in find_options(single)])
+    with pytest.raises(ConfigError, match="cpu_offload keeps weights off the GPU"):
+        small_plan(
+            "--distributed.dp_shard=2", "--distributed.keep_gathered=always", "--distributed.cpu_offload=true", gpus=2
+        )
+    with pytest.raises(ConfigError, match="single_pass takes gradients at different steps"):
+        small_plan(*words, "--distributed.keep_gathered=never", gpus=2)
+
+
+def test_a_limit_of_memory_is_that_of_the_card() -> None:
+    """Frozen weights stay whole where they take less than a third of it."""
+    large, size = (small_plan("--distributed.dp_shard=2", gpus=2, memory_gb=limit) for limit in (None, 0.02))
+    assert large.gathered.keep == "always" and size.gathered.keep == "rollout"
+
+
+def test_weights_behind_a_table_stay_whole_on_every_rank() -> None:
+    words = ("--distributed.dp_shard=2", "--distributed.keep_gathered=never")
+    plans = {adaln: small_plan(*words, f"--model.adaln={adaln}", gpus=2) for adaln in ("weights", "table", "auto")}
+    held = {adaln: found.memory.phases["rollout"] for adaln, found in plans.items()}
+    adaln_bytes = 2 * plans["table"].weights.adaln
+    assert held["table"].transformer - held["weights"].transformer == adaln_bytes / 2
+    assert held["auto"].transformer == held["weights"].transformer and held["auto"].tables == held["weights"].tables
 
 
 def test_a_single_pass_may_become_two_phases() -> None:

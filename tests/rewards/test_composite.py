@@ -70,7 +70,7 @@ class Returns:
         ({"s": [10**400, 1, 1]}, "returned s, which is not a tensor of numbers: int too large"),
         (
             {"s": torch.ones(3, dtype=torch.complex64)},
-            "returned s, which is not a tensor of numbers: it is torch.complex64",
+            "not a tensor of numbers: it is torch.complex64",
         ),
         ({"s": torch.ones(3).to_sparse()}, "returned s, which is not a tensor of numbers: .*torch.sparse_coo"),
         ({0: torch.ones(3)}, "returned a score named 0. A name is a text"),
@@ -142,7 +142,7 @@ def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:
         "bright"
     ]
     assert {REWARD, "reward", "overall"} == {*TAKEN}
-    with pytest.raises(ConfigError, match=r"reward\.weights\.reward stands for a sum .* the score reward_score"):
+    with pytest.raises(ConfigError, match=r"reward\.weights\.reward stands for a sum .* are called reward_score"):
         CompositeReward({"r": Returns({})}, {"reward": 1.0})
 
 

@@ -20,6 +20,7 @@ from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
 from tests.test_gradient import EXACT, STRONG_KL, Estimates, passes, videos_of
+from tests.test_trainer import poison_gradients
 from tests.tiny.velocity_field import move_weights, relative, smooth_velocity, use_smooth_velocity
 
 MakeRun = Callable[..., RunConfig]
@@ -303,3 +304,27 @@ def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
     trainer.iterate()
     every = [0, 1, 2, 3]
     assert trained == [([True, False] * 2, every), ([False, True] * 2, every)] and averaged == [2]
+    # One that is left out as the last of its rollout: what the first one moved is followed all the same.
+    again = build_trainer(tiny_run(*FORWARD, *words, "--training.skip_nonfinite_updates=1"))
+    old = again.objective.old
+    poison_gradients(again, monkeypatch, {1})
+    before = {name: value.clone() for name, value in old.values.items()}
+    assert again.iterate()["update/skipped_nonfinite"] == 1
+    assert any(not torch.equal(value, before[name]) for name, value in old.values.items())
+
+
+def test_best_and_worst_are_not_split_over_updates(tiny_run: MakeRun) -> None:
+    words = ["--rollout.micro_batch_size=1", "--training.updates_per_rollout=2", "--training.best_and_worst=1"]
+    with pytest.raises(
+        ConfigError, match="training.best_and_worst is 1, .* must be 0: several updates split the videos"
+    ):
+        tiny_run(*FORWARD, *words, "--rollout.num_generations=4")
+
+
+def test_the_controller_moves_once_for_every_level_that_is_trained(tiny_run: MakeRun) -> None:
+    words = ["--training.update=forward_process", "--objective.kl_mode=fixed", "--kl_weight.advance=step"]
+    for updates in (1, 2):
+        more = [f"--training.updates_per_rollout={updates}", "--rollout.micro_batch_size=1"]
+        trainer = build_trainer(tiny_run(*words, *more))
+        trainer.iterate()
+        assert trainer.objective.kl_weight.update == 4 * trainer.config.forward_process.levels

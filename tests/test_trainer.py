@@ -120,6 +120,11 @@ def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> N
     trainer.iterate()
     assert trainer.objective.kl_weight.update == 16
     assert trainer.objective.kl_weight.weight == pytest.approx(1e-7 + 16 / 20 * (1e-5 - 1e-7))
+    # Of a group of four the best and the worst are trained.
+    words = ["--kl_weight.advance=step", "--training.best_and_worst=1", "--rollout.num_generations=4"]
+    trainer = build_trainer(tiny_run(*words))
+    trainer.iterate()
+    assert trainer.objective.kl_weight.update == 8
 
 
 @pytest.mark.parametrize("forward", ["stock", "fused"])

@@ -285,7 +285,8 @@ def generate(
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
     config = _config_of(run, {})
-    with_overrides(config, {"rollout.sde_type": sampler})  # refuses what the sampler cannot have
+    other: dict[str, Any] = {"sde_type": sampler}
+    replace(config.rollout, **other)  # refuses what the sampler cannot have
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if prompts is not None:

@@ -24,6 +24,10 @@ WORDS = {
     "append": ("--seed+=1", ["seed is not a list", "--seed=VALUE"]),
     "choice": ("--rollout.sde_type=ddim", ["rollout.sde_type is 'ddim'", "sage_grpo"]),
     "infinite": ("--optimizer.learning_rate=.inf", ["optimizer.learning_rate is inf", "finite"]),
+    "noise": (
+        "--rollout.sde_type=cps --rollout.eta=1.5",
+        ["rollout.eta is 1.5", "at most 1 with rollout.sde_type cps"],
+    ),
     "no-noise": ("--rollout.eta=0", ["eta = 0.0 draws no noise", "0.5"]),
     "group": ("--rollout.num_generations=3", ["rollout.batch_size 4", "Set rollout.batch_size to 6"]),
     "micro-batch": ("--rollout.micro_batch_size=3", ["rollout.micro_batch_size is 3", "a divisor"]),

@@ -204,6 +204,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "convolution": (extra(f"{FIRST}.lora_A.weight", 2, 32, 1, 1), r"\(2, 32, 1, 1\)"),
     "other-rank": (field(r=3), "says rank 3"),
     "zero-rank": (field(rank_pattern={"to_q": 0}), "says rank 0"),
+    "no-pattern": (field(alpha_pattern={"(": 3}), "unterminated subpattern"),
     "dora": (field(use_dora=True), "use_dora = True, which is not understood"),
     "dora-key": (extra(f"{FIRST}.lora_magnitude_vector", 32), "DoRA"),
     "bias": (field(bias="all"), "bias = 'all'"),

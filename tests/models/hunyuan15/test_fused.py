@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
+from peft import LoraConfig
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -379,6 +380,57 @@ def test_the_table_follows_the_weights_it_depends_on() -> None:
         assert not torch.allclose(output, before), name
 
 
+def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
+    """The scale of an adapter, one that was merged, and the gradient of the timestep."""
+    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float64)
+    scaled = tiny_transformer(dtype=torch.float64)
+    adapter = LoraConfig(r=2, target_modules=["time_embed.timestep_embedder.linear_1"], init_lora_weights=False)
+    scaled.add_adapter(adapter)
+    arguments = padded_arguments(x, timestep, prompts, torch.float64)
+    with accelerate(scaled.requires_grad_(False).double()):
+        packed(scaled, x, timestep, prompts)
+        given = scaled(**arguments, attention_kwargs={"scale": 0.5})[0]
+    with widened():
+        expected = scaled(**arguments, attention_kwargs={"scale": 0.5})[0]
+    torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
+
+    merged = with_lora(tiny_transformer(dtype=torch.float64).requires_grad_(False), ["norm1.linear"])
+    accelerate(merged.requires_grad_(False))
+    merged.disable_adapters()
+    base = packed(merged, x, timestep, prompts)
+    merged.enable_adapters()
+    expected = packed(merged, x, timestep, prompts)
+    merged.fuse_lora()
+    merged.unload_lora()
+    torch.testing.assert_close(packed(merged, x, timestep, prompts), expected, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(base, expected)
+
+    model, found = tiny_transformer(dtype=torch.float64).requires_grad_(False), []
+    for adaln in ("weights", "auto"):
+        with accelerate(model, adaln=adaln):  # type: ignore[arg-type]
+            asked = timestep.clone().requires_grad_()
+            packed(model, x, asked, prompts).square().sum().backward()
+            found.append(asked.grad)
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_an_adapter_that_the_forward_does_not_read_is_refused() -> None:
+    for target in ("x_embedder.proj", "cond_type_embed"):
+        model = tiny_transformer()
+        model.add_adapter(LoraConfig(r=2, target_modules=[target]))
+        accelerate(model)
+        with pytest.raises(ValueError, match=rf"{target} carries an adapter, which the fused forward does not"):
+            packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+
+
+def test_a_model_that_was_made_in_inference_mode_has_a_table() -> None:
+    with torch.inference_mode():
+        model = tiny_transformer().requires_grad_(False)
+        acceleration = accelerate(model)
+        packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+    assert acceleration.table is not None and len(acceleration.table.rows) == 1
+
+
 def test_rows_of_the_table_do_not_depend_on_the_batch_that_met_them_first() -> None:
     table = accelerate(tiny_transformer().requires_grad_(False), adaln="offload").table
     assert table is not None
@@ -444,7 +496,10 @@ def test_autocast_changes_nothing_and_neither_does_a_pickle() -> None:
     accelerate(model)
     x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
     expected = packed(model, x, timestep, prompts)
+    gradients = differentiate(model, partial(packed, model, x, timestep, prompts))[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(packed(model, x, timestep, prompts), expected)
+        within = differentiate(model, partial(packed, model, x, timestep, prompts))[1]
+    assert_same_gradients(within, gradients, 0.03)  # outside of blocks torch's own backward computes in bfloat16
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(packed(loaded, x, timestep, prompts), expected)

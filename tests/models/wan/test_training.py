@@ -1,6 +1,7 @@
 """A tiny Wan trains, resumes, spreads over ranks, plans, profiles and exports by the code that every family has."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.family import load_components
+from sage_fast.models.family import describe_model, load_components
 from sage_fast.models.wan.backbone import WanTransformer
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
@@ -203,3 +205,18 @@ def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path:
     # Cosine and sine of every token, in float32; without adapters AdaLN's weights have no table.
     head_dim = plan.description.transformer["attention_head_dim"]
     assert plan.memory.phases["update"].tables == 2 * 4 * plan.video_tokens * head_dim
+
+
+def test_a_folder_of_another_model_is_one_line_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "other")
+    config = load_config(write(folder, tmp_path))
+    file = folder / "transformer/config.json"
+    stored = json.loads(file.read_text())
+    # A key of a newer diffusers is ignored, as diffusers ignores it.
+    file.write_text(json.dumps(stored | {"future_option": None}))
+    assert "future_option" not in describe_model(config.model).transformer
+    file.write_text(json.dumps(stored | {"_class_name": "HunyuanVideo15Transformer3DModel"}))
+    with pytest.raises(
+        ConfigError, match=r"config.json is of a HunyuanVideo15Transformer3DModel, and .* WanTransformer"
+    ):
+        describe_model(config.model)

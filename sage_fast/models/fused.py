@@ -62,11 +62,14 @@ class Rotary(NamedTuple):
     sin: Tensor
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Products write into given memory, which autocast cannot handle; the weights' dtype decides."""
     device = tensor.device.type
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
+    return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -189,7 +189,7 @@ def make_memory_plan(
         weights = count_weights(config, description.transformer)
         memory = min(memory_gb, limit_gb) * 1e9
         gathered = gathered_weights(config, weights, description.num_layers, layout, memory)
-        # What a run would refuse is not planned. It may be launched as one process of a group.
+        # A configuration that a run refuses is not planned. It may be launched as one process of a group.
         sections = config.distributed, config.model, config.training
         check_gathering(*sections, launched=True, shards=layout.weight_shards)
         if gathered.sharded and gathered.keep == "never" and layout.shard > 1:

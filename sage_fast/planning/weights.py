@@ -156,7 +156,7 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     sharded = over_ranks or (full and (item != stored or section.cpu_offload))
     shards = layout.weight_shards if over_ranks else 1
     offloaded = sharded and section.cpu_offload
-    # What a table of the modulation is made of stays whole on every rank.
+    # Weights behind a table of the modulation stay whole on every rank.
     kept = weights.adaln if config.model.adaln in ("table", "offload") else 0
     rest = weights.total - num_layers * weights.block
     return Gathered(

@@ -472,8 +472,8 @@ def find_options(plan: Plan) -> list[Option]:
         helping = [option for option in single if option.plan.memory.peak < 0.99 * plan.memory.peak]
     else:
         helping = [option for option in single if option.plan.fits]
-        if single and not helping:
-            helping = [_together(plan, single)]
+        if single and not helping and (best := _together(plan, single)).plan.memory.peak < plan.memory.peak:
+            helping = [best]
 
     return sorted(
         helping,

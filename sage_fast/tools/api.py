@@ -43,13 +43,10 @@ from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
 from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
-from sage_fast.tools.checkpoints import choose_checkpoint
+from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
 from sage_fast.tools.exporting import Export, export
 from sage_fast.tools.generation import initial_weights, load_generator, write_videos
 from sage_fast.tools.paired import PairedEvaluation, Report, write_report
-
-TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
-"""Keys that say which model a checkpoint's weights belong to."""
 
 MOST_ON_CPU = 1_000_000_000
 """Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""

@@ -22,6 +22,13 @@ WORDS = {
     "number": ("--rollout.eta=high", ["rollout.eta is 'high'", "a valid number"]),
     "mapping": ("--reward.weights=VQ:1", ["reward.weights is 'VQ:1'", "{NAME: VALUE}"]),
     "append": ("--seed+=1", ["seed is not a list", "--seed=VALUE"]),
+    "append-to-null": (
+        "--lora.target_modules+=x",
+        ["lora.target_modules is not a list", "--lora.target_modules=VALUE"],
+    ),
+    "too-few": ("--optimizer.betas=[0.9]", ["optimizer.betas is [0.9], but it must be a list of 2 numbers."]),
+    "too-many": ("--optimizer.betas=[0.9,0.9,0.9]", ["[0.9, 0.9, 0.9], but it must be a list of 2 numbers."]),
+    "no-such-key": ("--keys zzz", ["--keys: unknown key 'zzz'"]),
     "choice": ("--rollout.sde_type=ddim", ["rollout.sde_type is 'ddim'", "sage_grpo"]),
     "infinite": ("--optimizer.learning_rate=.inf", ["optimizer.learning_rate is inf", "finite"]),
     "no-noise": ("--rollout.eta=0", ["eta = 0.0 draws no noise", "0.5"]),
@@ -52,6 +59,7 @@ WORDS = {
 }
 FILES = {
     "key-in-a-file": ("rollout: {etaa: 1}\n", ["late.yaml: unknown key 'rollout.etaa'", "Did you mean rollout.eta"]),
+    "dotted-key": ("rollout.eta: 0.2\n", ["late.yaml: 'rollout.eta' has a dot in it", "nested: rollout: {eta: ...}."]),
     "key-twice": ("rollout:\n  eta: 1\n  eta: 2\n", ["late.yaml:3", "eta is given twice, first in line 2", "keep one"]),
     "word-for-a-truth": (
         "checkpoint:\n  asynchronous: yes\n",

@@ -37,6 +37,7 @@ from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_a
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.lora import described as described_adapter
 from sage_fast.policy.trained import use_weights
+from sage_fast.run.directory import EXPORT_RECORD as RECORD
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.resume import check_same_run
 from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 Format = Literal["lora", "full"]
 
-RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
@@ -112,7 +112,7 @@ def export(
         raise ConfigError(f"--format is {format!r}; choose lora or full, or leave it out.")
     source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
     directory = RunDirectory(source.folder.parent.parent)
-    folder = Path(output_dir or directory.exported)
+    folder = Path(output_dir or directory.exported).expanduser()
     with tempfile.TemporaryDirectory() as saved:
         # By way of a file, so that what the checkpoint holds is checked and overridden as any configuration is.
         file = Path(saved) / "checkpoint.yaml"

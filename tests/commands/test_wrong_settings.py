@@ -56,6 +56,7 @@ WORDS = {
     "output": ("--output_dir=good.yaml/run", ["output_dir", "good.yaml/run", "cannot be written"]),
     "preset": ("ablations/kl_nine", ["ablations/kl_nine", "ablations/kl_none"]),
     "gpus": ("--gpus=0", ["--gpus is 0", "at least 1"]),
+    "many-gpus": ("--gpus=100000000", ["--gpus is 100000000", "at most 10000"]),
 }
 FILES = {
     "key-in-a-file": ("rollout: {etaa: 1}\n", ["late.yaml: unknown key 'rollout.etaa'", "Did you mean rollout.eta"]),
@@ -77,6 +78,8 @@ REQUESTS = {
     "base": ("evaluate RUN --output_dir=o --checkpoint none", "compares a trained model with the base model"),
     "resamples": ("evaluate RUN --output_dir=o --resamples 3", "--resamples is 3"),
     "one-prompt": ("evaluate RUN --output_dir=o --prompts one.txt", "at least 2 prompts"),
+    "no-prompts": ("generate RUN --output_dir=o --prompts=", "evaluation.prompts: .: a prompt file ends in .csv"),
+    "memory": ("plan good.yaml --memory nan", "--memory is nan; it must be more than 0"),
     "sampler": ("generate good.yaml --output_dir=o --checkpoint none --sampler ddim", "--sampler is 'ddim'"),
     "adapter": ("generate good.yaml --output_dir=o --lora /nowhere", "There is no adapter /nowhere"),
     "both-prompts": ("generate good.yaml --output_dir=o --prompt x --prompts one.txt", "were both given"),

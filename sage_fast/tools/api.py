@@ -352,7 +352,7 @@ def _rows(prompts: str | Prompt | Sequence[str | Prompt]) -> list[str | dict[str
             own: dict[str, str | int] = {key: value for key, value in optional.items() if value is not None}
             rows.append({"prompt": prompt.text, **own})
         else:
-            rows.append(str(prompt) if isinstance(prompt, str) else prompt)  # numpy's texts are no YAML
+            rows.append(str(prompt) if isinstance(prompt, str) else prompt)  # YAML does not know numpy's texts
     return rows
 
 

@@ -266,7 +266,7 @@ def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
 
 
 def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
-    """What the evaluation after an update says, or the last one where there is none; nothing of a run without any."""
+    """Paired tests after an update, or after the last evaluation where it has none; nothing of a run without any."""
     files = run.evaluations()
     update = update if update in files else max(files, default=0)
     if not update or 0 not in files:

@@ -43,7 +43,7 @@ def test_files_options_and_overrides_are_told_apart(tmp_path: Path, monkeypatch:
     for word in ("--output-dir=a_b", "--output_dir=a_b", "--output_dir=a b"):
         assert parse(["train", "toy_cpu", word])[1] == parse(["train", word, "toy_cpu"])[1]
         assert parse(["train", "toy_cpu", *word.split("=")])[1] == [f"--output_dir={word.partition('=')[2]}"]
-    for command in ("train", "plan"):  # a value before the file is no file
+    for command in ("train", "plan"):  # the value is not taken for a file
         words = ["--rollout.eta", "0.3", "--seed", "3", "toy_cpu", "--lora.alpha", "-2"]
         options, overrides = parse([command, *words])
         assert options.config == ["toy_cpu"]

@@ -27,7 +27,13 @@ GROUPS = {
     "after training": (generate, evaluate, compare, export),
 }
 COMMANDS = {module.__name__.rpartition(".")[2]: module for modules in GROUPS.values() for module in modules}
+MOST_GPUS = 10_000
+"""Of --gpus: a plan holds every video of an update, and with more it takes minutes and fills the memory."""
+
 WITHOUT_KEYS = ("status", "compare", "configs")
+
+KEY = re.compile(r"--(\w+\.[^=]+|seed|resume|config|output[-_]dir)")
+"""A key of the configuration whose value is the next word; no option of a command has a dot in it."""
 
 COMPLETION = """
 
@@ -114,12 +120,22 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options, rest = parser.parse_known_args([_with("-", word) for word in words or ["--help"]])
-    # As they were typed, for the processes that `train --gpus` starts.
-    options.words, rest = words, [_with("_", word) for word in rest]
+    options, rest = parser.parse_known_args([_with("-", word) for word in _joined(words or ["--help"])])
+    options.words = words  # as they were typed, for the processes that `train --gpus` starts
     # argparse takes an override with a space in it, such as --reward.weights={VQ: 1}, for a file.
-    options.config, overrides = split_words([*options.config, *rest])
+    options.config, overrides = split_words([_with("_", word) for word in (*options.config, *rest)])
     return options, overrides
+
+
+def _joined(words: Sequence[str]) -> list[str]:
+    """The words with `--key VALUE` as one, because argparse would take such a value for a file."""
+    joined: list[str] = []
+    for word in words:
+        if joined and KEY.fullmatch(joined[-1]) and not word.startswith("--"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _with(mark: str, word: str) -> str:
@@ -181,8 +197,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             f"{command} is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the "
             f"same. Start it without torchrun: sage-fast {command} ..."
         )
-    if (gpus := getattr(options, "gpus", None)) is not None and gpus < 1:
-        raise ConfigError(f"--gpus is {gpus}; it must be at least 1.")
+    if (gpus := getattr(options, "gpus", None)) is not None and not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(f"--gpus is {gpus}; it must be at least 1 and at most {MOST_GPUS}.")
     if overrides and command in WITHOUT_KEYS:
         raise ConfigError(f"{command} takes no keys of a configuration, such as {overrides[0]}.")
     return COMMANDS[command].run(options, overrides)

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -115,13 +114,16 @@ class RenamedOption(argparse.Action):
         parser.error(f"{self.option_strings[0]} is called {self.const} now")
 
 
+def home_path(word: str) -> Path:
+    """The path of a word, which a shell has not expanded in --output_dir=~/videos."""
+    return Path(os.path.expanduser(word))
+
+
 def add_output_argument(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """The option --output_dir; without a default it is required."""
     named = f"; default {default}" if default else ""
-    words = ("--output_dir", "--output-dir")
-    parser.add_argument(
-        *words, type=Path, required=not default, default=default, metavar="FOLDER", help=f"folder to write to{named}"
-    )
+    words, meaning = ("--output_dir", "--output-dir"), f"folder to write to{named}"
+    parser.add_argument(*words, type=home_path, required=not default, default=default, metavar="FOLDER", help=meaning)
 
 
 def add_gpus_argument(parser: argparse.ArgumentParser) -> None:
@@ -169,11 +171,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     parser.add_argument("--overwrite", action="store_true", help="replace results that are there already")
 
 
-def with_prompt_options(options: argparse.Namespace, config: "RunConfig") -> "RunConfig":
-    """The config with --prompts and --seed in it."""
-    evaluation = config.evaluation
-    if options.prompts:
-        evaluation = replace(evaluation, prompts=options.prompts, num_prompts=None)
+def prompt_words(options: argparse.Namespace) -> list[str]:
+    """--prompts and --seed as overrides. Those that the user has written come after them, and so have the last say."""
+    words = []
+    if options.prompts is not None:
+        words += [f"--evaluation.prompts={options.prompts}", "--evaluation.num_prompts=null"]
     if options.noise_seed is not None:
-        evaluation = replace(evaluation, seed=options.noise_seed)
-    return replace(config, evaluation=evaluation)
+        words.append(f"--evaluation.seed={options.noise_seed}")
+    return words

@@ -14,7 +14,7 @@ examples:
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
+from sage_fast.commands.common import add_sampling_arguments, load_run_config, prompt_words
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -33,8 +33,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.api import evaluate
 
     more = [f"--reward.rewards+={name}" for name in (options.rewards or "").split(",") if name]
-    # The words of the user come last, and so have the last say.
-    config = with_prompt_options(options, load_run_config(options, [*more, *overrides]))
+    config = load_run_config(options, [*more, *prompt_words(options), *overrides])
     report = evaluate(
         config,
         options.output_dir,

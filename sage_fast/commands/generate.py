@@ -18,7 +18,7 @@ size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import add_sampling_arguments, load_run_config, with_prompt_options
+from sage_fast.commands.common import add_sampling_arguments, load_run_config, prompt_words
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.records import Prompt
     from sage_fast.tools.api import generate
 
-    if options.prompt and options.prompts:
+    if options.prompt and options.prompts is not None:
         raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
     if options.image and (not options.prompt or len(options.image) not in (1, len(options.prompt))):
         raise ConfigError(
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     # Looked up before, to tell afterwards how many videos were kept.
     there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(
-        with_prompt_options(options, load_run_config(options, overrides, builds_rewards=False)),
+        load_run_config(options, [*prompt_words(options), *overrides], builds_rewards=False),
         pictured or options.prompt or None,
         options.output_dir,
         checkpoint=options.checkpoint,

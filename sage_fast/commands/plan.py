@@ -40,8 +40,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.text import to_json, to_text
 
-    if options.memory is not None and options.memory <= 0:
-        raise ConfigError(f"--memory is {options.memory:g}; it must be positive.")
+    if options.memory is not None and not 0 < options.memory < 1e9:
+        raise ConfigError(f"--memory is {options.memory:g}; it must be more than 0 and less than 1e9.")
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device = choose_device(options.device, config.model.device, description.width)

@@ -59,11 +59,14 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
         ConfigError: a path is neither.
     """
     from sage_fast.config.errors import ConfigError
-    from sage_fast.run.directory import RunDirectory
+    from sage_fast.run.directory import EXPORT_RECORD, RunDirectory
+
+    def is_run(path: Path) -> bool:
+        return RunDirectory(path).is_run and not (path / EXPORT_RECORD).exists()
 
     runs: list[Path] = []
     for path in paths:  # a shell's runs/* may match other things beside runs
-        runs += [path] if RunDirectory(path).is_run else sorted(p for p in path.glob("*/") if RunDirectory(p).is_run)
+        runs += [path] if is_run(path) else sorted(filter(is_run, path.glob("*/")))
     if not runs:
         given = ", ".join(map(str, paths))
         raise ConfigError(f"{given}: there is no run directory (with a config.yaml), and none inside.")

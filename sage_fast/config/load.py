@@ -65,7 +65,9 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
 def _checked(tree: Tree) -> RunConfig:
     try:
         # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of Python it would refuse.
-        return _adapter().validate_json(json.dumps(tree, default=str))
+        # Numbers and arrays of numpy become Python's.
+        text = json.dumps(tree, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        return _adapter().validate_json(text)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
 
@@ -140,7 +142,7 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     takes_text = kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
     if isinstance(value, str) and not takes_text:
         value = read_yaml(value, f"command line: {key}")
-    elif value == "null" and kind is not str:
+    elif isinstance(value, str) and value == "null" and kind is not str:
         value = None
     key = key.removesuffix("+")
     known = key if key in _fields() else "reward.options" if key.startswith("reward.options.") else "reward.weights"
@@ -148,19 +150,27 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     for section in sections:
         tree = tree.setdefault(section, {})
     if append:
-        # Where no file has the list, it is the default that grows.
-        value = [*tree.get(name, _default(known)), *(value if isinstance(value, list) else [value])]
+        value = [*_grown(tree.get(name), known, list), *(value if isinstance(value, list) else [value])]
     elif known == "reward.options" != key:
         # The name of a reward may have dots in it, so the option is what stands after the last one.
         reward, _, option = key.removeprefix("reward.options.").rpartition(".")
-        options = tree.get(name, _default(known))
-        value = {**options, reward: {**options.get(reward, {}), option: value}}
+        options = _grown(tree.get(name), known, dict)
+        value = {**options, reward: {**_grown(options.get(reward) or {}, f"{known}.{reward}", dict), option: value}}
     elif known == "reward.weights" != key:
-        value = {**tree.get(name, _default(known)), key.removeprefix("reward.weights."): value}
+        value = {**_grown(tree.get(name), known, dict), key.removeprefix("reward.weights."): value}
     elif is_dataclass(kind):
         _check_keys({name: value}, "command line", "".join(f"{section}." for section in sections))
         value = _merged(tree.get(name, {}), value, f"{known}.")
     tree[name] = value
+
+
+def _grown(value: Any, key: str, kind: type) -> Any:
+    """The list or mapping that a word adds to. Where no file has it, or has left it empty, it is the default."""
+    value = _default(key) if value is None else value
+    if not isinstance(value, kind):
+        word = "list" if kind is list else "mapping"
+        raise ConfigError(f"command line: {key} is not a {word}, so nothing can be added to it. Write --{key}=VALUE.")
+    return value
 
 
 def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
@@ -169,6 +179,9 @@ def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
         key = f"{prefix}{name}"
         if key not in _fields():
             raise ConfigError(_explain_unknown(key, where))
+        if "." in name:
+            nested = f"{name.replace('.', ': {')}: ...{'}' * name.count('.')}"
+            raise ConfigError(f"{where}: {name!r} has a dot in it. Write it nested: {nested}.")
         kind: Any = _fields()[key].type
         if is_dataclass(kind):
             if not isinstance(value, dict):
@@ -219,10 +232,7 @@ def _fields() -> "dict[str, Field[Any]]":
 def _kind(key: str) -> Any:
     """Type of an override's key. ConfigError where there is no such key."""
     if (name := key.removesuffix("+")) in _fields():
-        kind = _fields()[name].type
-        if name != key and get_origin(kind) is not list:
-            raise ConfigError(f"command line: {name} is not a list, so nothing can be appended. Write --{name}=VALUE.")
-        return kind
+        return _fields()[name].type
     if re.fullmatch(r"reward\.(options\..+\.\w+|weights\..+)", key):
         return Any
     raise ConfigError(_explain_unknown(key, "command line"))
@@ -259,8 +269,8 @@ def type_name(kind: Any) -> str:
 
 
 def describe_keys(word: str = "") -> str:
-    """Keys that have `word` in their name, with type, default and meaning, for a terminal."""
-    parts = []
+    """Keys that have `word` in their name, with type, default and meaning, for a terminal. ConfigError for none."""
+    parts, word = [], _OTHER_NAMES.get(word, word).lower()
     for key, meaning in meanings().items():
         f = _fields()[key]
         if word not in key:
@@ -272,6 +282,8 @@ def describe_keys(word: str = "") -> str:
         default = "required" if required else f"default {json.dumps(_default(key))}"
         text = "\n".join(f"      {line.strip()}" for line in meaning.splitlines())
         parts.append(f"  --{key}  ({type_name(f.type)}; {default})\n{text}\n")
+    if not parts:
+        raise ConfigError(_explain_unknown(word, "--keys"))
     return "".join(parts)
 
 
@@ -317,14 +329,18 @@ def _explain(error: ValidationError) -> str:
         # A section outside of this folder names its own field.
         own = f"{key}.{str(cause).partition(' ')[0]}"
         return f"{key}.{cause}" if own in _fields() else str(cause)
+    kind = _fields()[key].type if key in _fields() else None
+    if get_origin(kind) is tuple and first["type"] in ("missing", "too_long"):
+        return f"{key} is {shown(first['input'], MAX_SHOWN)}, but it must be a list of {len(get_args(kind))} numbers."
     if first["type"] == "missing":
+        key += f".{fields(kind)[0].name}" if is_dataclass(kind) else ""
         return f"{key} is missing. Set it in a file, or by --{key}=VALUE."
     # A union has one error for each of its types.
     problems = [first["msg"], *(other["msg"] for other in rest if _key_of(other["loc"]) == key)]
     allowed = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in problems))
     for words, example in _EXAMPLES.items():
         allowed = allowed.replace(words, example)
-    if key in _fields() and type(None) in get_args(_fields()[key].type):
+    if type(None) in get_args(kind):
         allowed += " or null"
     return f"{key} is {shown(first['input'], MAX_SHOWN)}, but it must be {allowed}."
 

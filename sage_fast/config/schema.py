@@ -3,6 +3,7 @@
 The sections are in `sections.py`. `load.py` reads and writes all of them as YAML.
 """
 
+import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar
@@ -92,6 +93,7 @@ class RunConfig:
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
+        self.output_dir = os.path.expanduser(self.output_dir)
         # Every number, with a range in its type or without; the options of a reward are for the reward to judge.
         for key, value in by_dotted_key(asdict(self), ("reward.options",)).items():
             if isinstance(value, int | float):

@@ -8,6 +8,7 @@ covers every key in it. A key without a mark changes what is trained: it may dif
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
@@ -185,6 +186,8 @@ class ModelConfig(Section, key="model"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.adapter is not None:
+            self.adapter = os.path.expanduser(self.adapter)
         if self.forward == "stock":
             require(self.attention == "auto", "model.attention", self.attention, "auto with model.forward stock")
             allowed = "none or full with model.forward stock"
@@ -378,7 +381,8 @@ class ObjectiveConfig(Section, key="objective"):
     equalizer: bool = True
     """Scale a step's surrogate by median(|r|) / |r|, so that all steps pull with the same strength."""
     kl_mode: KLMode = "dual"
-    """KL terms and anchor, see `kl_uses` and `objective.anchor_kind`."""
+    """KL terms: fixed and moving hold the position, stepwise the velocity, fixed_stepwise and dual both. The anchor of
+    the position is the start of the run, or with moving and dual the weights at every training.anchor_interval."""
     kl_position_weight: NotNegative = 1.0
     """Weight of the KL to the anchor, inside the KL weight lambda."""
     kl_position_fraction: Share = 1.0

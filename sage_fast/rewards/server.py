@@ -101,10 +101,14 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
     takes = parameters(found)
     first = list(takes.values())[:2]
     # Two parameters at the front that nothing else fills are the videos and the prompts.
-    scores_videos = not inspect.isclass(found) and [
+    needed = [
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty and p.name not in options
         for p in first
-    ] == [True, True]
+    ]
+    scores_videos = not inspect.isclass(found) and needed == [True, True]
+    if not inspect.isclass(found) and not scores_videos and needed[:1] == [True]:
+        way = f"If it makes a reward, set its option: --reward.options.{name}.{first[0].name}=VALUE."
+        raise SetupError(f"{_wrong_order(name, takes)} {way}")
     try:
         if takes:
             inspect.signature(found).bind(*([None, None] if scores_videos else []), **options)
@@ -133,10 +137,14 @@ def _check_order(name: str, function: Callable[..., Any]) -> None:
     """SetupError for a function that would take the videos for the prompts, as TRL's f(prompts, completions) does."""
     takes = parameters(function)
     if next(iter(takes), "") in ("prompts", "prompt", "completions", "captions", "texts"):
-        raise SetupError(
-            f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called as f(videos, prompts), with "
-            "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters first, in this order."
-        )
+        raise SetupError(_wrong_order(name, takes))
+
+
+def _wrong_order(name: str, takes: Mapping[str, Any]) -> str:
+    return (
+        f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called as f(videos, prompts), with "
+        "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters first, in this order."
+    )
 
 
 def parameters(found: Any) -> Mapping[str, inspect.Parameter]:

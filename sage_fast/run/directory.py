@@ -13,6 +13,9 @@ from sage_fast.config.schema import settings_of
 
 logger = logging.getLogger(__name__)
 
+EXPORT_RECORD = "export.json"
+"""File of an export, which has a config.yaml too."""
+
 
 class RunDirectory(os.PathLike[str]):
     """Every path inside a run's directory is spelled here, and nowhere else.

@@ -14,6 +14,7 @@ change. docs/how_to/python.md has examples.
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
-from sage_fast.config.errors import ConfigError, speaking_python
+from sage_fast.config.errors import ConfigError, shown, speaking_python
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
@@ -43,13 +44,13 @@ from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
 from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
-from sage_fast.tools.checkpoints import choose_checkpoint
+from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
 from sage_fast.tools.exporting import Export, export
 from sage_fast.tools.generation import initial_weights, load_generator, write_videos
 from sage_fast.tools.paired import PairedEvaluation, Report, write_report
 
-TRAINED_MODEL = r"model\.(family|path|variant)|lora\..*|training\.mode"
-"""Keys that say which model a checkpoint's weights belong to."""
+FILE = re.compile(r"\S+\.(csv|jsonl?|txt)", re.IGNORECASE)
+"""A text that is the name of a prompt file, whether or not that is here."""
 
 MOST_ON_CPU = 1_000_000_000
 """Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""
@@ -228,7 +229,7 @@ def evaluate(
         raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
     _one_process()
     config = _config_of(run, {})
-    output_dir = Path(output_dir or RunDirectory(config.output_dir).scores)
+    output_dir = Path(output_dir or RunDirectory(config.output_dir).scores).expanduser()
     refuse_cpu(config, allow_cpu)
     config = settle_memory(config)
     prompts = load_eval_prompts(config)
@@ -289,10 +290,10 @@ def generate(
     replace(config.rollout, **other)  # refuses what the sampler cannot have
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
+    if seed is not None:
+        evaluation = with_overrides(config, {"evaluation.seed": seed}).evaluation
     if prompts is not None:
         evaluation = replace(evaluation, prompts=_rows(prompts), num_prompts=None)
-    if seed is not None:
-        evaluation = replace(evaluation, seed=seed)
     config = replace(config, evaluation=evaluation)
     records = load_eval_prompts(config)
     chosen = _choose_weights(config, checkpoint, lora)
@@ -306,7 +307,7 @@ def generate(
         name = f"{path} ({weights_digest(path)[:12]})"  # with a digest: other weights may lie at the same path
     return write_videos(
         generator,
-        Path(output_dir or RunDirectory(config.output_dir).generated),
+        Path(output_dir or RunDirectory(config.output_dir).generated).expanduser(),
         weights=name,
         sampler=sampler,
         num_videos=num_videos,
@@ -334,21 +335,25 @@ def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]
 def _rows(prompts: str | Prompt | Sequence[str | Prompt]) -> list[str | dict[str, str | int]]:
     """The prompts as the configuration lists them, which a saved one can be used with from any directory.
 
-    ConfigError for the name of a file.
+    ConfigError for the name of a file, and for a mapping, whose keys would be the texts.
     """
-    if isinstance(prompts, Path) or (isinstance(prompts, str) and os.path.isfile(prompts)):
-        raise ConfigError(
-            f"prompts is {str(prompts)!r}, a file, but it must be a text or a list of them. A file goes into the "
-            "configuration, as data.prompts (train) or evaluation.prompts (generate)."
-        )
+    given = [prompts] if isinstance(prompts, str | Prompt | Path | Mapping) else prompts
     rows: list[str | dict[str, str | int]] = []
-    for prompt in [prompts] if isinstance(prompts, str | Prompt) else prompts:
+    for prompt in given:
+        named = isinstance(prompt, str) and (FILE.fullmatch(prompt) or (prompt is prompts and os.path.isfile(prompt)))
+        if named or isinstance(prompt, Path):
+            raise ConfigError(
+                f"prompts is {str(prompt)!r}, a file, but it must be a text or a list of them. A file goes into the "
+                "configuration, as data.prompts (train) or evaluation.prompts (generate)."
+            )
+        if prompt is prompts and isinstance(prompt, Mapping):
+            raise ConfigError(f"prompts is {shown(prompt)}, but it must be a text or a list of texts and rows.")
         if isinstance(prompt, Prompt):
             optional = {"seed": prompt.seed, "image": prompt.image and os.path.abspath(prompt.image)}
             own: dict[str, str | int] = {key: value for key, value in optional.items() if value is not None}
             rows.append({"prompt": prompt.text, **own})
         else:
-            rows.append(prompt)
+            rows.append(str(prompt) if isinstance(prompt, str) else prompt)  # YAML does not know numpy's texts
     return rows
 
 

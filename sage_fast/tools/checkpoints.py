@@ -10,6 +10,9 @@ from sage_fast.run.results import decline
 
 logger = logging.getLogger(__name__)
 
+TRAINED_MODEL = r"model\.family|lora\..*|training\.mode"
+"""Keys that say which model a checkpoint's weights belong to."""
+
 
 def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None:
     """The checkpoint of a run that is meant; None for `none`.
@@ -36,6 +39,9 @@ def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None
             f"{root} holds no complete checkpoint. Continue training, or give --checkpoint FOLDER, or for `generate` "
             "--checkpoint none, the model that the run starts from."
         )
-    if found is not None and chosen == "auto" and (text := decline(directory, update_of(found.folder))) is not None:
-        logger.warning("%s", text)
+    # Checkpoints may have been copied from elsewhere without what the run has measured.
+    if found is not None and chosen == "auto" and directory.metrics.exists():
+        text = decline(directory, update_of(found.folder))
+        if text is not None:
+            logger.warning("%s", text)
     return found

@@ -18,7 +18,7 @@ import torch
 
 from sage_fast import __version__
 from sage_fast.checkpoint import list_checkpoints
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ModelConfig, RewardConfig
@@ -201,21 +201,29 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         detail = f"{gpus}, started by torchrun or SLURM; this machine has {here} GPU(s)"
         fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
         yield judged(section, "processes", enough, detail, fix, "warning")
-    folder = RunDirectory(config.output_dir)
-    existing = _existing(folder.path)
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        fix = "--output_dir=FOLDER on a disk that you may write to"
-        yield Check(section, "output_dir", "missing", f"{existing} cannot be written to", fix=fix)
-    elif config.resume == "none" and (folder.metrics.exists() or list_checkpoints(folder.checkpoints)):
-        fix = "--resume auto to go on with it, or another --output_dir"
-        yield Check(section, "output_dir", "warning", f"{folder} already holds a run", fix=fix)
-    else:
-        yield Check(section, "output_dir", "ok", str(folder))
+    yield _output_dir(config)
     if description is not None:
         size = count_weights(config, description.transformer).total
         if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
             fix = f"--optimizer.learning_rate={unusual[1]:g}"
             yield Check(section, "optimizer.learning_rate", "warning", unusual[0], fix=fix)
+
+
+def _output_dir(config: RunConfig) -> Check:
+    """Check that a run may read and write its directory, and that no other run is in it."""
+    section, name = "configuration", "output_dir"
+    folder = RunDirectory(config.output_dir)
+    existing, fix = _existing(folder.path), "--output_dir=FOLDER on a disk that you may write to"
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        return Check(section, name, "missing", f"{existing} cannot be written to", fix=fix)
+    try:
+        holds_run = folder.metrics.exists() or list_checkpoints(folder.checkpoints)
+    except (OSError, CheckpointError) as error:
+        return Check(section, name, "missing", str(error), fix=fix)
+    if config.resume == "none" and holds_run:
+        fix = "--resume auto to go on with it, or another --output_dir"
+        return Check(section, name, "warning", f"{folder} already holds a run", fix=fix)
+    return Check(section, name, "ok", str(folder))
 
 
 def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
@@ -243,7 +251,7 @@ def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
 def _existing(path: Path) -> Path:
     """The deepest part of a path that exists."""
     path = path.expanduser().absolute()
-    while not path.exists():
+    while not os.path.exists(path):  # where Path's raises: in a folder that may not be read
         path = path.parent
     return path
 

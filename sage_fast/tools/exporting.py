@@ -8,13 +8,14 @@ FOLDER/
 """
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
@@ -27,8 +28,8 @@ from sage_fast.checkpoint import Checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config
-from sage_fast.config.schema import RunConfig
-from sage_fast.evaluation import PairedTest
+from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.models.transformer import Layout
@@ -36,12 +37,15 @@ from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_a
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.lora import described as described_adapter
 from sage_fast.policy.trained import use_weights
+from sage_fast.run.directory import EXPORT_RECORD as RECORD
 from sage_fast.run.directory import RunDirectory
-from sage_fast.tools.checkpoints import choose_checkpoint
+from sage_fast.run.resume import check_same_run
+from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
+
+logger = logging.getLogger(__name__)
 
 Format = Literal["lora", "full"]
 
-RECORD = "export.json"
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
@@ -100,12 +104,15 @@ def export(
         overwrite: replace an export of another run, format or layout in `output_dir`.
 
     Raises:
-        ConfigError: a format or layout that the run does not have, or a folder with other files.
+        ConfigError: a format or layout that the run does not have, overrides that make another model of it, or a folder
+            with other files.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
+    if format not in (None, *get_args(Format)):
+        raise ConfigError(f"--format is {format!r}; choose lora or full, or leave it out.")
     source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
     directory = RunDirectory(source.folder.parent.parent)
-    folder = Path(output_dir or directory.exported)
+    folder = Path(output_dir or directory.exported).expanduser()
     with tempfile.TemporaryDirectory() as saved:
         # By way of a file, so that what the checkpoint holds is checked and overridden as any configuration is.
         file = Path(saved) / "checkpoint.yaml"
@@ -113,6 +120,7 @@ def export(
         config = load_config(file, overrides)
     if not trust_config:
         check_trust(config, source.folder, named_code([], overrides), rewards=False)
+    check_same_run(source.state["config"], to_dict(config), source.folder, only=TRAINED_MODEL)
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
@@ -257,19 +265,31 @@ def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
     return transformer
 
 
+def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
+    """Paired tests after an update, or after the last evaluation where it has none; nothing of a run without any."""
+    files = run.evaluations()
+    update = update if update in files else max(files, default=0)
+    if not update or 0 not in files:
+        return {}
+    try:
+        before, after = (Evaluation.load(files[at]) for at in (0, update))
+        tests = paired_tests(before, after)
+    except ValueError as error:
+        logger.warning("The model card has no table: %s", error)
+        return {}
+    return {"after": update, "is_last": update == max(files), "noises": after.noises, "tests": tests}
+
+
 def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     """Write README.md, config.yaml and the pictures of a run that the card shows."""
     save_config(config, RunDirectory(result.folder).config)
-    shown = {run.reward_plot: "Reward of the run", run.before_after: "Same prompts and noise, before and after"}
+    paired, shown = _measured(run, result.update), {run.reward_plot: "Reward of the run"}
+    if paired.get("is_last"):  # the picture is of the last evaluation
+        shown[run.before_after] = "Same prompts and noise, before and after"
     pictures = {file.name: caption for file, caption in shown.items() if file.is_file()}
     for name in pictures:
         with replacing(result.folder / name) as partial:
             shutil.copyfile(run.path / name, partial)
-    paired: dict[str, Any] = {}
-    if run.result.is_file():
-        paired = json.loads(run.result.read_text(encoding="utf-8"))
-        found = {"reward": paired["reward"], **paired["scores"]}
-        paired["tests"] = {name: PairedTest(**test) for name, test in found.items()}
     lora, family = result.format == "lora", model_family(config.model.family)
     base, licence, diffusers = family.pipeline_base(config.model), family.licence, metadata.version("diffusers")
     pipeline = family.pipeline_class(config.model)

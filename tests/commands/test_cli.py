@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast import __version__
 from sage_fast.commands.cli import COMMANDS, main, parse
-from sage_fast.commands.common import split_words
+from sage_fast.commands.common import load_run_config, prompt_words, split_words
 from sage_fast.config.load import load_config
 from sage_fast.models import video_files
 from sage_fast.run.provenance import git_commit
@@ -39,9 +39,15 @@ def test_files_options_and_overrides_are_told_apart(tmp_path: Path, monkeypatch:
     more = ["--reward.rewards+=mine", "--reward.weights", "{VQ: 1, MQ: 2}", "--reward.weights={VQ: 1, MQ: 2}"]
     options, overrides = parse(["train", "a.yaml", "seed=1", more[0], "--print_config", *more[1:], "b.yaml"])
     assert options.config == ["a.yaml", "b.yaml"] and options.print_config
-    assert overrides == ["--seed=1", *more]
-    for word in ("--output-dir=a_b", "--output_dir=a_b"):
-        assert parse(["train", "toy_cpu", word])[1] == ["--output_dir=a_b"]
+    assert overrides == ["--seed=1", more[0], more[3], more[3]]
+    for word in ("--output-dir=a_b", "--output_dir=a_b", "--output_dir=a b"):
+        assert parse(["train", "toy_cpu", word])[1] == parse(["train", word, "toy_cpu"])[1]
+        assert parse(["train", "toy_cpu", *word.split("=")])[1] == [f"--output_dir={word.partition('=')[2]}"]
+    for command in ("train", "plan"):  # the value is not taken for a file
+        words = ["--rollout.eta", "0.3", "--seed", "3", "toy_cpu", "--lora.alpha", "-2"]
+        options, overrides = parse([command, *words])
+        assert options.config == ["toy_cpu"]
+        assert overrides == ["--rollout.eta=0.3", "--seed=3", "--lora.alpha=-2"]
     Path("seed=1").write_text("seed: 2\n")
     assert split_words(["seed=1", "seed=2"]) == (["seed=1"], ["--seed=2"]), "a file may have an equals sign in its name"
 
@@ -197,6 +203,17 @@ def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(conf
     record = json.loads((output / "generation.json").read_text())[names[1]]
     assert (record["weights"], record["sampler"], record["num_steps"], record["noise_seed"]) == ("base", "ode", 4, 3)
     assert record["prompt"]["text"] == "a blue square moving up"
+
+
+def test_a_prompt_file_is_a_default_that_the_words_of_the_user_change(config_file: Path, tmp_path: Path) -> None:
+    """And it may be one that ships, as under `evaluation.prompts`; the run's own num_prompts is not for it."""
+    words = ["--checkpoint", "none", "--evaluation.num_prompts=2", "--seed", "3", "--evaluation.seed=4"]
+    assert generate(config_file, Path("prompts/toy_eval.csv"), tmp_path / "v", *words) == 0
+    record = json.loads((tmp_path / "v/generation.json").read_text())
+    assert [entry["noise_seed"] for entry in record.values()] == [4, 4]
+    options, _ = parse(["generate", str(config_file), "--prompts=a.txt", "--output_dir=~/v"])
+    assert load_run_config(options, prompt_words(options)).evaluation.num_prompts is None
+    assert options.output_dir == Path.home() / "v"
 
 
 def test_two_seeds_are_two_videos_of_a_prompt_that_has_its_own_and_the_record_says_which(

@@ -22,6 +22,13 @@ WORDS = {
     "number": ("--rollout.eta=high", ["rollout.eta is 'high'", "a valid number"]),
     "mapping": ("--reward.weights=VQ:1", ["reward.weights is 'VQ:1'", "{NAME: VALUE}"]),
     "append": ("--seed+=1", ["seed is not a list", "--seed=VALUE"]),
+    "append-to-null": (
+        "--lora.target_modules+=x",
+        ["lora.target_modules is not a list", "--lora.target_modules=VALUE"],
+    ),
+    "too-few": ("--optimizer.betas=[0.9]", ["optimizer.betas is [0.9], but it must be a list of 2 numbers."]),
+    "too-many": ("--optimizer.betas=[0.9,0.9,0.9]", ["[0.9, 0.9, 0.9], but it must be a list of 2 numbers."]),
+    "no-such-key": ("--keys zzz", ["--keys: unknown key 'zzz'"]),
     "choice": ("--rollout.sde_type=ddim", ["rollout.sde_type is 'ddim'", "sage_grpo"]),
     "infinite": ("--optimizer.learning_rate=.inf", ["optimizer.learning_rate is inf", "finite"]),
     "noise": (
@@ -53,9 +60,11 @@ WORDS = {
     "output": ("--output_dir=good.yaml/run", ["output_dir", "good.yaml/run", "cannot be written"]),
     "preset": ("ablations/kl_nine", ["ablations/kl_nine", "ablations/kl_none"]),
     "gpus": ("--gpus=0", ["--gpus is 0", "at least 1"]),
+    "many-gpus": ("--gpus=100000000", ["--gpus is 100000000", "at most 10000"]),
 }
 FILES = {
     "key-in-a-file": ("rollout: {etaa: 1}\n", ["late.yaml: unknown key 'rollout.etaa'", "Did you mean rollout.eta"]),
+    "dotted-key": ("rollout.eta: 0.2\n", ["late.yaml: 'rollout.eta' has a dot in it", "nested: rollout: {eta: ...}."]),
     "key-twice": ("rollout:\n  eta: 1\n  eta: 2\n", ["late.yaml:3", "eta is given twice, first in line 2", "keep one"]),
     "word-for-a-truth": (
         "checkpoint:\n  asynchronous: yes\n",
@@ -73,6 +82,8 @@ REQUESTS = {
     "base": ("evaluate RUN --output_dir=o --checkpoint none", "compares a trained model with the base model"),
     "resamples": ("evaluate RUN --output_dir=o --resamples 3", "--resamples is 3"),
     "one-prompt": ("evaluate RUN --output_dir=o --prompts one.txt", "at least 2 prompts"),
+    "no-prompts": ("generate RUN --output_dir=o --prompts=", "evaluation.prompts: .: a prompt file ends in .csv"),
+    "memory": ("plan good.yaml --memory nan", "--memory is nan; it must be more than 0"),
     "sampler": ("generate good.yaml --output_dir=o --checkpoint none --sampler ddim", "--sampler is 'ddim'"),
     "adapter": ("generate good.yaml --output_dir=o --lora /nowhere", "There is no adapter /nowhere"),
     "both-prompts": ("generate good.yaml --output_dir=o --prompt x --prompts one.txt", "were both given"),

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from sage_fast.config.errors import ConfigError
@@ -48,6 +49,34 @@ def test_parts_of_lists_mappings_and_sections_are_set_one_by_one() -> None:
     assert config.reward.options == {"videoalign": {"path": "/v", "fps": 24}, "clip_score": {"path": "/clip"}}
     assert config.reward.weights == {"VQ": 3.0, "MQ": 1.0, "TA": 1.0}
     assert (config.rollout.eta, config.rollout.shift, config.optimizer.betas) == (0.3, 5.0, (0.8, 0.9))
+
+
+def test_a_word_adds_to_what_a_file_has_or_leaves_empty() -> None:
+    Path("empty.yaml").write_text("reward: {options: , weights: , rewards: }\nlora: {target_modules: [attn.to_q]}\n")
+    words = ["--reward.options.toy.x=1", "--reward.weights.VQ=3", "--reward.rewards+=a:b", "--lora.target_modules+=k"]
+    config = load_config(["toy_cpu", "empty.yaml"], words)
+    assert config.reward.options == {"toy": {"x": 1}} and config.reward.weights == {"VQ": 3.0, "MQ": 1.0, "TA": 1.0}
+    assert config.reward.rewards == ["toy", "a:b"] and config.lora.target_modules == ["attn.to_q", "k"]
+    Path("half.yaml").write_text("reward: {options: {toy: }}\n")
+    assert load_config(["toy_cpu", "half.yaml"], words[:1]).reward.options == {"toy": {"x": 1}}
+    Path("odd.yaml").write_text("reward: {options: {toy: 3}, weights: [1], rewards: toy}\n")
+    for word, key in zip(words, ("reward.options.toy", "reward.weights", "reward.rewards"), strict=False):
+        with pytest.raises(ConfigError, match=rf"{key} is not a (list|mapping), so nothing can be added"):
+            load_config(["toy_cpu", "odd.yaml"], [word])
+
+
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.txt").write_text("a")
+    words = {
+        "data.prompts": "~/mine.txt",
+        "evaluation.prompts": "~/gone.txt",
+        "output_dir": "~/r",
+        "model.adapter": "~/a",
+    }
+    config = load_config("toy_cpu", words)
+    assert (config.data.prompts, config.evaluation.prompts) == (f"{tmp_path}/mine.txt", f"{tmp_path}/gone.txt")
+    assert (config.output_dir, config.model.adapter) == (f"{tmp_path}/r", f"{tmp_path}/a")
 
 
 def test_a_path_is_relative_to_the_file_that_names_it(tmp_path: Path) -> None:
@@ -122,6 +151,13 @@ def test_every_number_has_an_upper_bound_and_every_key_a_meaning() -> None:
     assert not [key for key in values if f"  --{key}  (" not in listed] and ")\n\n" not in listed
 
 
+def test_keys_are_found_by_other_names_and_in_any_case() -> None:
+    assert describe_keys("lr") == describe_keys("optimizer.learning_rate") and "--optimizer.lea" in describe_keys("lr")
+    assert describe_keys("KL") == describe_keys("kl")
+    with pytest.raises(ConfigError, match="unknown key 'kl_mod9'. Did you mean objective.kl_mode"):
+        describe_keys("kl_mod9")
+
+
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "failing_module.py").write_text("\n1 / 0")
@@ -132,7 +168,15 @@ def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_configuration_is_made_in_python_too(tmp_path: Path) -> None:
     config = load_config(overrides={"output_dir": tmp_path, "data.prompts": "p", "optimizer.betas": (0.8, 0.9)})
     assert (config.output_dir, config.optimizer.betas) == (str(tmp_path), (0.8, 0.9))
-    with pytest.raises(ConfigError, match=r"data\.prompts is missing"):
-        load_config(overrides={"output_dir": "x", "data.shuffle": False})
+    arrays = {"seed": np.int64(3), "optimizer.betas": np.array([0.5, 0.25]), "lora.alpha": np.float32(2)}
+    config = load_config("toy_cpu", arrays)
+    assert (config.seed, config.optimizer.betas, config.lora.alpha) == (3, (0.5, 0.25), 2.0)
+    for more in ({"data.shuffle": False}, {}):
+        with pytest.raises(ConfigError, match=r"data\.prompts is missing. .* by --data\.prompts=VALUE"):
+            load_config(overrides={"output_dir": "x", **more})
+    with pytest.raises(
+        ConfigError, match=r"'sde_window\.size' has a dot in it. Write it nested: sde_window: {size: \.\.\.}"
+    ):
+        load_config("toy_cpu", {"rollout": {"sde_window.size": 2}})
     with pytest.raises(ConfigError, match=r"unknown key 'rollout\.et'"):
         load_config("toy_cpu", {"rollout.et": 1})

@@ -90,6 +90,11 @@ def trl(prompts: Sequence[str], completions: Sequence[str], **kwargs: Any) -> li
     return [float(len(text)) for text in completions]
 
 
+def alone(videos: Tensor, *, scale: float = 1.0) -> Tensor:
+    """A function without prompts."""
+    return scale * brightness(videos, [])
+
+
 class Swapped:
     """The same as a class."""
 

@@ -41,6 +41,8 @@ def test_whatever_scores_or_returns_what_scores_is_a_reward() -> None:
         ("Bright", {"size": 3}, r"= \{'size': 3\} does not fit"),
         ("OBJECT", {"scale": 3}, "is an object and takes no options"),
         ("trl", {}, r"takes \(prompts, completions, kwargs\), but a reward is called as f\(videos, prompts\)"),
+        ("alone", {}, r"takes \(videos, scale\), but .* this order. If it makes a reward, .*alone\.videos=VALUE"),
+        ("alone", {"scale": 2.0}, r"takes \(videos, scale\), but a reward is called as f\(videos, prompts\)"),
         ("Swapped", {}, r"takes \(prompts, videos\), but a reward is called as f\(videos, prompts\)"),
     ],
 )

@@ -76,6 +76,14 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
     assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(f"process {os.getpid()} on")
 
 
+def test_an_export_is_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (runs / "done", runs / "fails", runs / "gone"):
+        (folder / "export.json").touch()
+    main(["status", str(runs), "--json"])
+    assert [Path(run["run"]).name for run in json.loads(capsys.readouterr().out)] == ["goes", "hangs"]
+    assert main(["status", str(runs / "done")]) == 2
+
+
 def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
     """It may go without progress for as long as it has before, and for longer before its first update."""
     assert patience(GOING) == 60.0

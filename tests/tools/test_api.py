@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
@@ -64,7 +65,8 @@ def test_ten_lines(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.Monkey
     assert row["reward/mean"] == pytest.approx(row["reward/brightness_mean"])
     report = run.evaluate(num_videos=1, resamples=100)
     assert list(report.scores) == ["Reward", "brightness"] and "brightness" in str(report)
-    paths = run.generate(["a red circle moving left", "a blue square moving up"], seed=3)
+    texts = np.array(["a red circle moving left", "a blue square moving up"])
+    paths = run.generate(texts, seed=np.int64(3))  # type: ignore[arg-type]
     assert [path.parent for path in paths] == [run.output_dir / "generated"] * 2
     assert video_files.read_video(paths[0]).shape[1] == 3
     moved = open_run(shutil.move(run.output_dir, tmp_path / "moved"))
@@ -129,6 +131,10 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"callbacks": print}, "sage_fast.Callback"),
         ({"prompts": "setup.py"}, "prompts is 'setup.py', a file"),
+        ({"prompts": "captions.csv"}, "prompts is 'captions.csv', a file"),
+        ({"prompts": ["a red circle moving left", "p3.TXT"]}, "prompts is 'p3.TXT', a file"),
+        ({"prompts": {"prompt": "a red circle"}}, "prompts is {'prompt': 'a red circle'}, but it must be a text"),
+        ({"reward": lambda videos: videos}, "takes (videos), but a reward is called as f(videos, prompts)"),
         ({"reward": {"on_failure": "stop"}}, '**{"reward.KEY": value}'),
         ({"num_updates": 3}, "unknown key 'num_updates'. Did you mean training.num_updates?"),
         ({"training": 3}, "training is 3, but it must hold keys such as training.num_updates"),
@@ -181,6 +187,7 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
     [
         (lambda run: sage_fast.generate(run, "a", num_videos=0), "num_videos is 0;", "--num-videos is 0;"),
         (lambda run: sage_fast.generate(run, "a", sampler="x"), "sampler is 'x';", "--sampler is 'x';"),
+        (lambda run: sage_fast.generate(run, "a", seed=1.5), "evaluation.seed is 1.5", "--"),  # type: ignore[arg-type]
         (lambda run: sage_fast.evaluate(run, resamples=1), "resamples is 1;", "--resamples is 1;"),
         (
             lambda run: sage_fast.generate(run, "a"),

@@ -84,6 +84,7 @@ PROBLEMS: dict[str, tuple[str, str, str, str]] = {
     "reward-option": ("--reward.options.toy.size=3", "reward toy", "size", "reward.options.toy"),
     "prompts": ("--data.prompts=gone.csv", "prompts", "gone.csv", ""),
     "output": ("--output_dir=/dev/null/run", "output_dir", "cannot be written", "--output_dir=FOLDER"),
+    "long-output": (f"--output_dir={'x' * 300}", "output_dir", "File name too long", "--output_dir=FOLDER"),
     "wandb": ("--logging.report_to=[wandb]", "logging.report_to", "wandb", "pip install wandb"),
 }
 

@@ -25,6 +25,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.evaluation import Evaluation
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.toy.components import Toy
@@ -32,6 +33,7 @@ from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model
 from sage_fast.policy.lora import ADAPTER_FILE, base_digest, train_all, trainable_parameters
 from sage_fast.run.run import Run
+from sage_fast.tools import exporting
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
 from tests.tiny.checkpoints import save_diffusers_layout
@@ -112,8 +114,7 @@ def test_a_full_run_exports_its_transformer_bit_for_bit(tiny_run: MakeRun, tmp_p
         export(run.directory, tmp_path / "o", format="lora")
     save_diffusers_layout(tmp_path / "model")
     with pytest.raises(ConfigError, match="needs the base model of the run"):
-        words = ["--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}"]
-        export(run.directory, tmp_path / "o", overrides=words)
+        export(run.directory, tmp_path / "o", overrides=[f"--model.path={tmp_path / 'model'}"])
     assert not list((tmp_path / "o").glob("*.safetensors"))
 
 
@@ -172,7 +173,61 @@ def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(finished_run
         export(checkpoint, tmp_path / "o")
 
 
-def test_the_card_leads_from_the_base_model_to_the_result(finished_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--format=full", "--lora.alpha=64"),
+        ("--layout=peft", "--lora.rank=3"),
+        ("--training.mode=full",),
+        ("--seed=1",),
+    ],
+)
+def test_an_export_is_of_the_model_that_was_trained(
+    finished_run: Path, tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = words != ("--seed=1",)
+    assert main(["export", str(finished_run), "--output_dir", str(tmp_path / "o"), *words]) == 2 * changes
+    assert (f"{words[-1][2:].partition('=')[0]}: " in capsys.readouterr().err) is changes
+    assert (tmp_path / "o").exists() is not changes
+
+
+def test_a_format_is_checked_in_python_too(finished_run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="format is 'Lora'; choose lora or full"):
+        export(finished_run, tmp_path / "o", format="Lora")  # type: ignore[arg-type]
+
+
+def test_checkpoints_without_metrics_are_exported(finished_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(finished_run / "checkpoints", tmp_path / "run/checkpoints")
+    export(tmp_path / "run", tmp_path / "o")
+    assert "## Before and after" not in (tmp_path / "o/README.md").read_text()
+
+
+def test_the_card_has_the_evaluation_of_its_update_and_says_of_how_many_videos(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    for update, gain in ((0, 0.0), (1, 0.5), (2, 0.25)):
+        file = run / f"evaluation/update-{update:06d}.json"
+        Evaluation(prompts=["a", "b"], scores={"VQ": [gain, gain]}, reward=[gain, gain], noises=3).save(file)
+    (run / "checkpoints/best.json").write_text('{"update": 1, "score": 0.5}')
+    for checkpoint, told, absent in (
+        ("best", "against update 1 of", "before_after.png"),
+        ("auto", "update 2 of", "#!"),
+    ):
+        folder = export(run, tmp_path / checkpoint, checkpoint=checkpoint).folder
+        card = (folder / "README.md").read_text()
+        assert "2 prompts, 3 videos each from the same noise: update 0 against" in card and told in card
+        assert f"| {'0.5' if checkpoint == 'best' else '0.25'} |" in card and absent not in card
+        assert (folder / "before_after.png").exists() is (checkpoint == "auto")
+    file.write_text("{")
+    assert "## Before and after" not in (export(run, tmp_path / "auto").folder / "README.md").read_text()
+
+
+def test_the_card_leads_from_the_base_model_to_the_result(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A run of the public model needs a GPU; this one passes for it.
+    monkeypatch.setattr(exporting, "check_same_run", lambda *runs, only: {})
     words = ["--model.family=hunyuan15", "--model.path=null", "--rollout.shift=9"]
     export(finished_run, tmp_path / "o", overrides=words)
     card = ModelCard.load(tmp_path / "o/README.md")

@@ -12,7 +12,7 @@ DEMO_ARGS ?=
 GUARD_ARGS ?=
 PYTEST_ARGS ?=
 # Test processes: three for two cores, since some wait for ranks, servers or disks. Each computes on one thread.
-JOBS ?= $(shell $(PYTHON) -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
+JOBS ?= $(shell $(BIN)/python -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
 REPEATS ?= 100
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks experiments examples)
 
@@ -28,7 +28,10 @@ export PYTHONDONTWRITEBYTECODE :=
 # The version of an interpreter, as 3.11.
 version = $(shell $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 ifneq ($(and $(filter command line,$(origin PYTHON)),$(wildcard $(READY))),)
-ifneq ($(call version,$(PYTHON)),$(call version,$(BIN)/python))
+asked := $(call version,$(PYTHON))
+ifeq ($(asked),)
+$(error PYTHON=$(PYTHON) does not run. Leave it out: $(VENV) is ready)
+else ifneq ($(asked),$(call version,$(BIN)/python))
 $(error $(VENV) is of Python $(call version,$(BIN)/python), not of $(PYTHON). Delete it, or name another: VENV=.venv-other)
 endif
 endif
@@ -103,6 +106,6 @@ docs: $(DOCS_READY)  ## build the documentation as a site: build/docs/index.html
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "Built build/docs/index.html. With search: python -m http.server --directory build/docs"
 
-clean:  ## delete caches and build output; keeps .venv and runs
+clean:  ## delete caches and build output; keeps environments and runs
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .benchmarks
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . \( -path './.venv*' -o -path ./$(VENV) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -11,7 +11,6 @@ what is over its limit or was not measured.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,21 +68,29 @@ def measure() -> Result:
     return result
 
 
-def judge_timings(given: Path | None) -> list[Verdict]:
-    """Hold the timings of a given run, or on a CPU of one that is made now, to their limits.
+def read_run(path: Path | None) -> Result | None:
+    """The run of a file; None on a CPU, which makes its own.
 
     Raises:
         ValueError: no run is given on a GPU, or the one that is given is not a full one.
     """
-    if given is None and torch.cuda.is_available():
-        raise ValueError(
-            "The guard is given the run of a GPU: python -m benchmarks device --output_file RUN.json, --result."
-        )
+    if path is None:
+        if torch.cuda.is_available():
+            raise ValueError(
+                "The guard is given the run of a GPU: python -m benchmarks device --output_file RUN.json, --result."
+            )
+        return None
+    run = results.read_result(path)
+    if run.get("smoke"):
+        raise ValueError(f"{path} is not a full run of a benchmark: measure without --smoke.")
+    return run
+
+
+def judge_timings(given: Result | None) -> list[Verdict]:
+    """Hold the timings of a given run, or of one that is made now, to their limits."""
     verdicts: list[Verdict] = []
     for _ in range(ATTEMPTS if given is None else 1):
-        run = measure() if given is None else json.loads(given.read_text("utf-8"))
-        if "environment" not in run or run.get("smoke"):
-            raise ValueError(f"{given} is not a full run of a benchmark: measure without --smoke.")
+        run = measure() if given is None else given
         found = results.ratios(run)
         limits = budgets.timing_limits("gpu" if run["environment"]["gpu"] else "cpu")
         verdicts = [Verdict(limit, found.get(limit.name)) for limit in limits]
@@ -100,12 +107,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--result", type=Path, help="JSON file of a run; a CPU makes its own")
     options = parser.parse_args(argv)
     chosen = options.only or [*every, TIMINGS]
-    verdicts = budgets.judge(budgets.read_budgets(), [name for name in every if name in chosen])
+    with_timings = options.result is not None or TIMINGS in chosen
     try:
-        verdicts += judge_timings(options.result) if options.result or TIMINGS in chosen else []
+        run = read_run(options.result) if with_timings else None  # before the counts, which take a minute
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    verdicts = budgets.judge(budgets.read_budgets(), [name for name in every if name in chosen])
+    verdicts += judge_timings(run) if with_timings else []
     failed = regressions(verdicts)
     print(table(verdicts), f"REGRESSED\n{failed}" if failed else f"All {len(verdicts)} budgets hold.", sep="\n\n")
     return 1 if failed else 0

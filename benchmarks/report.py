@@ -11,7 +11,6 @@ the planner's and needs no result.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -83,12 +82,7 @@ def read_results(files: Iterable[Path]) -> Results:
     """
     devices: dict[str, DeviceResults] = {}
     for file in sorted(files, key=lambda path: (path.parent.name, path.name)):
-        try:
-            content = json.loads(file.read_text("utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(content, dict) or not {"environment", "cells"} <= content.keys():
-            raise ValueError(f'{file} has no "environment" and "cells": not a result of `python -m benchmarks`.')
+        content = results.read_result(file)
         if content.get("smoke"):
             continue
         device = devices.setdefault(file.parent.name, DeviceResults(folder=file.parent.name))

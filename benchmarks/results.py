@@ -4,7 +4,9 @@ The format is that of `benchmarks.session`. A timing counts when it is done and 
 the same result and has passed, so a check that is missing is as red as one that failed.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
@@ -14,6 +16,23 @@ Rows = dict[tuple[str, str, str], dict[str, Record]]
 
 COMPLETE = ("done", "out of memory", "absent")
 """Beginnings of the status of a record that needs no more work."""
+
+
+def read_result(path: Path) -> Result:
+    """The result of a file.
+
+    Raises:
+        ValueError: the file does not hold a benchmark's result.
+    """
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    result: Result = content if isinstance(content, dict) else {}
+    environment, cells = result.get("environment"), result.get("cells")
+    if not (isinstance(environment, dict) and "gpu" in environment and isinstance(cells, dict)):
+        raise ValueError(f'{path} has no "environment" and "cells": not a result of `python -m benchmarks`.')
+    return result
 
 
 def name_of(*parts: str) -> str:

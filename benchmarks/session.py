@@ -21,12 +21,13 @@ import argparse
 import faulthandler
 import importlib
 import itertools
-import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,8 @@ from benchmarks import harness, results
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record, Result
 from sage_fast.commands.common import RenamedOption
+from sage_fast.models.attention.attention import BACKENDS
+from sage_kernels.registry import OPS
 
 BUDGET = 510.0
 """Seconds of a whole run."""
@@ -279,8 +282,10 @@ def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
     parser.add_argument("--output_file", type=Path, help="JSON; default benchmarks/results/<device>/<date>-<commit>...")
     parser.add_argument("--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS)
-    parser.add_argument("--op", action="append", default=[], help="of the kernels, this op only; may be repeated")
-    parser.add_argument("--attention", default="auto", help="backend of the transformer's attention and of its peers")
+    words = "of the kernels, this op only; may be repeated"
+    parser.add_argument("--op", action="append", default=[], choices=OPS, metavar="NAME", help=words)
+    words = "backend of the transformer's attention and of its peers"
+    parser.add_argument("--attention", default="auto", choices=("auto", *BACKENDS), metavar="NAME", help=words)
     parser.add_argument("--public", type=Path, help="of the peers: folder with checkouts of the public trainers")
     # `supervise` gives its processes the time at which it began.
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -296,15 +301,23 @@ def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
     command = [sys.executable, "-m", *program, *argv, "--started", repr(benchmarks.STARTED)]
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     for _ in range(MOST_RESTARTS):
-        process = subprocess.Popen(command)
-        try:
-            status = process.wait()
-        finally:
-            process.kill()
+        with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+            try:
+                status = process.wait()
+            finally:
+                process.kill()
         if status in (0, RED, REFUSED):
             return 1 if status == RED else status
         print(f"A process ended with status {status} (-N is signal N); another one goes on", flush=True)
     return 1
+
+
+def end_with_supervisor(stdin: int = 0) -> None:
+    """Wait for the end of the supervising process, however it comes, and end this one: the next run of the same command
+    would measure beside it. The supervisor holds the other end of this one's input.
+    """
+    os.read(stdin, 1)
+    os._exit(1)
 
 
 def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False) -> int:
@@ -323,10 +336,10 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
         # A CPU has no ceiling: the large product takes it minutes.
         for suite in [*([CEILINGS] if not on_cpu or torch.cuda.is_available() else []), *suites]:
             session.run(suite)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # an OSError is of the result's file
         print(error, file=sys.stderr)
         return REFUSED
-    except Exception:  # noqa: BLE001  cells have their own guards: this is a full disk, or a mistake of this module
+    except Exception:  # noqa: BLE001  cells have their own guards: this is a mistake of this module
         traceback.print_exc()
         return REFUSED
     print(results.table(session.result))
@@ -349,10 +362,10 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
     result: Result = {"environment": environment, "smoke": options.smoke, "cells": {}}
     if path is not None and path.is_file():
         print(f"going on from {path}")
-        found = json.loads(path.read_text("utf-8"))
-        known = found.get("environment", {})
+        found = results.read_result(path)
+        known = found["environment"]
         wrong = [f"its {key} is another" for key in ("commit", "gpu", "packages") if known.get(key) != environment[key]]
-        if found.get("smoke") != options.smoke or "cells" not in found:
+        if found.get("smoke") != options.smoke:
             wrong.append("it is not a result of this command")
         if wrong:
             raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
@@ -371,6 +384,7 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         supervised=options.started is not None,
     )
     if session.supervised:
+        threading.Thread(target=end_with_supervisor, daemon=True).start()
         session.blame()
     return session
 

@@ -150,13 +150,41 @@ def test_git_commit_of_a_clean_a_changed_and_no_checkout(tmp_path, monkeypatch):
     assert git_commit(tmp_path / "below") == "0123456789"
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
-def test_make_needs_a_recent_python(tmp_path):
+@pytest.fixture
+def make(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
     for name in ("Makefile", "setup.py", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
-    command = ["make", "setup", "PYTHON=false"]
     own = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}  # not that of `make test`
-    refused = subprocess.run(command, cwd=tmp_path, env=own, capture_output=True, text=True, check=False)
+
+    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["make", *words], cwd=tmp_path, env=own | environment, capture_output=True, text=True, check=False
+        )
+
+    return run
+
+
+def test_make_needs_a_recent_python(make, tmp_path):
+    refused = make("setup", "PYTHON=false")
     assert refused.returncode != 0
     assert "Python 3.11 or newer" in refused.stdout
     assert not (tmp_path / ".venv").exists()
+
+
+def test_make_needs_no_python_beside_its_environment(make, tmp_path):
+    """A ready one has its own, and no other environment is touched."""
+    caches = [tmp_path / folder / "__pycache__" for folder in (".venv/lib", ".venv-newest", "env", "sage_fast")]
+    for folder in (tmp_path / ".venv/bin", *caches):
+        folder.mkdir(parents=True)
+    python = tmp_path / ".venv/bin/python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv/.ready").touch()
+    jobs = (3 * (os.cpu_count() or 1) + 1) // 2
+    assert f"-m pytest -n {jobs} " in make("test", "--dry-run", PYTHON="python3.99").stdout
+    refused = make("test", "--dry-run", "PYTHON=python3.99").stderr
+    assert "PYTHON=python3.99 does not run." in refused and "Delete" not in refused
+    assert make("clean", "VENV=env").returncode == 0
+    assert [folder.exists() for folder in caches] == [True, True, True, False]

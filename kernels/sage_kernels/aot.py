@@ -307,14 +307,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m sage_kernels.aot", description=__doc__.split("\n")[0])
     parser.add_argument("ops", nargs="*", help="ops to build; all by default")
-    parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), help="80 for sm_80")
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, help="80: sm_80")
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name}")
     output.add_argument("--json", action="store_true", help="print records instead of a table")
     options = parser.parse_args(argv)
     known = specs()
     if unknown := sorted(set(options.ops) - known.keys()):
-        raise ValueError(f"unknown ops {unknown}; known are {sorted(known)}")
+        parser.error(f"unknown ops {unknown}; known are {sorted(known)}")
+    if common.INTERPRETED:
+        parser.error("kernels are interpreted: unset TRITON_INTERPRET to compile them")
     builds = [
         build(op, name, kernel, arch)
         for op in known

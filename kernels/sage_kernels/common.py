@@ -84,22 +84,24 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def check_tensors(op: str, tensors: Mapping[str, object]) -> None:
+def check_tensors(op: str, tensors: Mapping[str, object], *, optional: Sequence[str] = ()) -> None:
     """Refuse arguments that are not tensors, not of a supported dtype, or on several devices.
 
     Args:
         op: name of the op, for the message.
-        tensors: argument name -> argument; an absent optional argument is None and is skipped.
+        tensors: argument name -> argument.
+        optional: names of those that may be None.
 
     Raises:
         ValueError: says which argument, what was given and what is allowed.
     """
     first: tuple[str, torch.device] | None = None
     for name, tensor in tensors.items():
-        if tensor is None:
+        if tensor is None and name in optional:
             continue
         if not isinstance(tensor, Tensor):
-            raise ValueError(f"{op}: {name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+            given = "None" if tensor is None else f"a {type(tensor).__name__}"
+            raise ValueError(f"{op}: {name} is {given}; it must be a torch.Tensor")
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(
                 f"{op}: {name} has dtype {tensor.dtype}; allowed are float32, bfloat16 and float16. "
@@ -131,7 +133,7 @@ def check_ndim(op: str, name: str, tensor: Tensor, legend: str) -> None:
 
 def check_eps(op: str, eps: float) -> None:
     """Refuse an epsilon that is not a positive number: a constant row would divide by zero."""
-    if not eps > 0.0:
+    if not isinstance(eps, int | float) or not eps > 0.0:
         raise ValueError(f"{op}: eps is {eps!r}; it must be a number above zero, for instance 1e-6")
 
 
@@ -140,7 +142,7 @@ def check_latents(op: str, tensors: Mapping[str, Tensor | None], noise_ids: Tens
 
     Values on a GPU are not read: words and steps beyond 32 bits are taken modulo 2^32.
     """
-    check_tensors(op, tensors)
+    check_tensors(op, tensors, optional=("v_anchor",))
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks import __main__, budgets, guard, results
+from benchmarks import __main__, budgets, guard, report, results
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes, traced
 from benchmarks.session import parser_of
@@ -302,11 +302,27 @@ def test_a_timing_is_there_and_within_its_limit(
     assert status == (fault != "none")
 
 
-def test_a_run_that_is_not_a_full_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for run in (gpu_result() | {"smoke": True}, {}):
-        (tmp_path / "run.json").write_text(json.dumps(run))
-        assert guard.main(["--only", "timings", "--result", str(tmp_path / "run.json")]) == 1
-        assert "is not a full run" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (json.dumps(gpu_result() | {"smoke": True}), " is not a full run"),
+        ("{}", ' has no "environment" and "cells"'),
+        ('{"environment": {"gpu": null}, "cells": []}', ' has no "environment" and "cells"'),
+        ("[]", ' has no "environment" and "cells"'),
+        ('{"cells"', " is not valid JSON"),
+    ],
+    ids=["smoke", "empty", "cells", "list", "damaged"],
+)
+def test_a_run_that_is_not_a_full_one_is_refused_before_anything_is_counted(
+    text: str, words: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(budgets, "judge", None)
+    (tmp_path / "run.json").write_text(text)
+    assert guard.main(["--result", str(tmp_path / "run.json")]) == 1
+    assert f"error: {tmp_path}/run.json{words}" in capsys.readouterr().err
+    if "full" not in words:
+        assert report.main([str(tmp_path / "run.json")]) == 2
+        assert words in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the timings are those of a CPU")

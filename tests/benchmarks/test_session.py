@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
@@ -45,14 +46,20 @@ def broken(*arguments: object, **options: object) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_fault_ends_a_run(tmp_path: Path) -> None:
-    """Killed in its second cell and started again: what was done is kept, and every fault is one cell's."""
+    """Killed in its second cell and started again: what was done is kept, and every fault is one cell's.
+
+    The supervisor alone is killed. The process that measures ends with it, for the next run would measure beside it.
+    """
     path = tmp_path / "run.json"
     command = [sys.executable, "-m", "tests.benchmarks.faults", "--output_file", str(path)]
     path.with_suffix(".wait").touch()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True) as first:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
         assert any(line.endswith("waiting killed\n") for line in first.stdout)
-        os.killpg(first.pid, signal.SIGKILL)
+        first.kill()
+        killed = time.monotonic()
+        first.stdout.read()
+        assert time.monotonic() - killed < 30.0, "both processes write there; the suite's own limit is 60 s"
     before = json.loads(path.read_text("utf-8"))["cells"]
     assert before["waiting good"]["status"] == "done" and before["waiting killed"]["status"] == "running"
     path.with_suffix(".wait").unlink()
@@ -76,11 +83,35 @@ def test_no_fault_ends_a_run(tmp_path: Path) -> None:
 def test_a_child_that_came_to_its_end_has_no_successor(
     status: int, given: int, processes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = Mock(**{"return_value.wait.return_value": status})
+    started = MagicMock(**{"return_value.__enter__.return_value.wait.return_value": status})
     monkeypatch.setattr(subprocess, "Popen", started)
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     assert sessions.supervise(("benchmarks", "device"), []) == given
     assert started.call_count == processes
+
+
+def test_a_process_ends_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    ours, supervisors = os.pipe()
+    waiting = threading.Thread(target=sessions.end_with_supervisor, args=(ours,))
+    waiting.start()
+    assert not ended.wait(0.2)
+    os.close(supervisors)
+    assert ended.wait(10.0)
+    waiting.join()
+    os.close(ours)
+
+
+@pytest.mark.parametrize(("option", "others"), [("--op", "adaln"), ("--attention", "auto")])
+def test_an_unknown_name_is_refused_before_anything_runs(
+    option: str, others: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sessions, "supervise", Mock(side_effect=AssertionError))
+    with pytest.raises(SystemExit, match="2"):
+        sessions.main("device", [option, "nonsense"])
+    said = capsys.readouterr().err
+    assert f"argument {option}: invalid choice: 'nonsense' (choose from" in said and others in said
 
 
 def test_a_missing_parity_is_as_red_as_a_failed_one(session: MakeSession) -> None:
@@ -154,6 +185,13 @@ def test_a_file_of_another_run_is_refused(
     monkeypatch.setattr(harness, "environment", lambda: environment | {"commit": "1"})
     assert sessions.execute([], options) == sessions.REFUSED
     assert "own.json: its commit is another. Name another file" in capsys.readouterr().err
+    own.write_text("[]", "utf-8")
+    assert sessions.execute([], options) == sessions.REFUSED
+    assert "own.json has no" in capsys.readouterr().err
+    options.output_file = own / "below.json"
+    assert sessions.execute([CEILINGS], options) == sessions.REFUSED
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "cannot write below.json" in said
     options.smoke = False
     assert sessions.execute([], options) == sessions.REFUSED
     assert "run with --smoke" in capsys.readouterr().err

@@ -34,6 +34,9 @@ def test_a_tail_is_room_behind_every_row(dtype: torch.dtype, device: torch.devic
     )
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
     torch.library.opcheck(torch.ops.sage_kernels.adaln, (x, scale, shift, 1e-6, 12), test_utils="test_faketensor")
+    for wrong in (-1, -20, 2.5, None):
+        with pytest.raises(ValueError, match=f"^adaln: tail is {wrong}; it must be a number of columns, 0 or more"):
+            adaln(x, scale, shift, tail=wrong)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("modulation", [True, False])

@@ -13,7 +13,7 @@ import torch
 import triton
 from triton.backends.nvidia.compiler import CUDABackend
 
-from sage_kernels import launch, registry
+from sage_kernels import aot, common, launch, registry
 from sage_kernels.aot import ARCHITECTURES, MAX_REGISTERS, RECORDS, Build, global_accesses, launched_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,6 +125,24 @@ for function, block, warps in ((copy, 1024, 4), (hoard, 8192, 1)):
     assert "copy for sm_90: x_ptr is a stream but has loads [4]" in done.stdout
     assert "out_ptr" not in done.stdout
     assert "hoard for sm_90" in done.stdout and "spill instructions" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "unknown ops ['nonsense']; known are ['adaln'"),
+        (["--arch", "75"], "argument --arch: invalid choice: 75 (choose from 80, 89"),
+        (["--arch", "90", "--json"], "kernels are interpreted: unset TRITON_INTERPRET"),
+    ],
+    ids=["op", "architecture", "interpreter"],
+)
+def test_a_mistake_of_the_command_line_is_its_own_line(
+    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "INTERPRETED", True)
+    with pytest.raises(SystemExit, match="2"):
+        aot.main(arguments)
+    assert f"error: {words}" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

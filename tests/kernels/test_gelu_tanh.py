@@ -69,6 +69,17 @@ def test_linear_gelu_tanh(needs_gradient: bool, device: torch.device) -> None:
     torch.testing.assert_close(given.double(), expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 5), (2, 0)], ids=str)
+def test_linear_gelu_tanh_has_the_shape_of_torchs_linear(shape: tuple[int, ...], device: torch.device) -> None:
+    """Also where the product has the GELU in its epilogue, as on a GPU."""
+    for where in (device, torch.device("meta")):
+        x, weight, bias = (torch.zeros(*size, device=where) for size in ((*shape, 8), (16, 8), (16,)))
+        assert linear_gelu_tanh(x, weight, bias).shape == (*shape, 16)
+        assert linear_gelu_tanh(x, weight.requires_grad_(), bias).shape == (*shape, 16)
+    with pytest.raises(ValueError, match="^linear_gelu_tanh: bias is None;"):
+        linear_gelu_tanh(x, weight, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_epilogue_of_the_matrix_product_is_the_tanh_form() -> None:

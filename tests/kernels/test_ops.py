@@ -135,6 +135,9 @@ def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
     make_inputs: Any = spec.make_inputs
     other = dataclasses.replace(spec, make_inputs=lambda *args: make_inputs(*args) | {"eps": 0.5})
     assert parity.failures(parity.compare(other, odd_case(spec), torch.float32, device)) == []
+    for eps in (0.0, float("nan"), None, "1e-6"):
+        with pytest.raises(ValueError, match=f"^{name}: eps is {eps!r}; it must be a number above zero"):
+            spec.op(**inputs_of(spec, device), eps=eps)
 
 
 @pytest.mark.parametrize("dims", [(3, 1, 32), (1, 3, 32)], ids=["samples", "tokens"])
@@ -250,6 +253,8 @@ def test_refuses_what_does_not_fit(spec: OpSpec, device: torch.device) -> None:
     for name in names:
         with pytest.raises(ValueError, match=rf"^{spec.name}: {name} .*complex64"):
             spec.op(**inputs | {name: inputs[name].to(torch.complex64)})
+        with pytest.raises(ValueError, match=rf"^{spec.name}: .*\b{name}\b.* is None[;,]"):
+            spec.op(**inputs | {name: None})
     for name in names if len(names) > 1 else ():
         # Which of two arguments is at fault is a matter of taste, that the shape is named is not.
         with pytest.raises(ValueError, match=rf"^{spec.name}: .* shape \("):

@@ -234,13 +234,15 @@ def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int 
         is 16 bytes wide whatever the tail is. Computed in float32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0.
+        ValueError: shapes that do not fit, another dtype, tensors on several devices, eps <= 0, tail < 0.
     """
     common.check_tensors("adaln", {"x": x, "scale": scale, "shift": shift})
     common.check_ndim("adaln", "x", x, "(B, N, D)")
     for name, tensor in (("scale", scale), ("shift", shift)):
         common.check_shape("adaln", name, tensor, (x.shape[0], x.shape[2]), "(B, D)")
     common.check_eps("adaln", eps)
+    if not isinstance(tail, int) or tail < 0:  # the kernel would write its rows beyond a smaller buffer
+        raise ValueError(f"adaln: tail is {tail!r}; it must be a number of columns, 0 or more")
     return _adaln(x, scale, shift, eps, tail)
 
 

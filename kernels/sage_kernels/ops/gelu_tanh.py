@@ -90,8 +90,9 @@ def launch_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if x.device.type == "cpu":
         # There the PyTorch function below applies the erf form of GELU, another function.
         return launch_forward(F.linear(x, weight, bias))
-    rows = torch.ops.aten._addmm_activation(bias, x.flatten(0, -2), weight.t(), use_gelu=True)
-    return rows.unflatten(0, x.shape[:-1])
+    *shape, width = x.shape  # one row has no dimension to flatten
+    rows = torch.ops.aten._addmm_activation(bias, x.reshape(math.prod(shape), width), weight.t(), use_gelu=True)
+    return rows.view(*shape, weight.shape[0])
 
 
 gelu_tanh_backward = operator(
@@ -143,7 +144,7 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit, tensors on several devices.
     """
-    common.check_tensors("gelu_tanh", {"x": x, "weight": weight, "bias": bias})
+    common.check_tensors("linear_gelu_tanh", {"x": x, "weight": weight, "bias": bias})
     common.check_ndim("linear_gelu_tanh", "weight", weight, "(M, K)")
     common.check_shape("linear_gelu_tanh", "bias", bias, weight.shape[:1], "(M,)")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:

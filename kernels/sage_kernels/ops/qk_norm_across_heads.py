@@ -286,7 +286,7 @@ def qk_norm_across_heads(
     """
     op = "qk_norm_across_heads"
     tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
-    common.check_tensors(op, tensors)
+    common.check_tensors(op, tensors, optional=("cos", "sin"))
     common.check_ndim(op, "q", q, "(B, N, H, D)")
     common.check_ndim(op, "k", k, "(B, M, H, D)")
     batch, num_q, heads, head_dim = q.shape

@@ -312,8 +312,11 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
     fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(cycle))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
+        where, fix = " in the SDE window", "Widen rollout.sde_window"
+        if not rollout.sde_window.size:
+            where, fix = "", "Raise training.timestep_fraction or rollout.num_steps,"
         raise ConfigError(
-            f"{fewest} trainable step(s) of {rollout.sde_type} in the SDE window, of which a share of "
+            f"{fewest} trainable step(s) of {rollout.sde_type}{where}, of which a share of "
             f"{training.timestep_fraction:g} trains {trained}: too few for training.updates_per_rollout = "
-            f"{training.updates_per_rollout}. Widen rollout.sde_window or lower updates_per_rollout."
+            f"{training.updates_per_rollout}. {fix} or lower updates_per_rollout."
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
-from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot, check_same_shapes
+from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, evaluate
@@ -47,6 +47,9 @@ from sage_fast.rollout import (
     rollout_table,
 )
 from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
+
+if TYPE_CHECKING:
+    from sage_fast.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -481,15 +484,20 @@ class Trainer:
         own = {name: tuple(shape) for name, shape in self.engine.shapes.items()}
         check_same_shapes(own, shapes["weights"], "weights")
         for group in self._snapshots():
-            if group not in shapes:
-                raise ValueError(f"The checkpoint has no {group} weights, but this run's config needs them.")
-            check_same_shapes(own, shapes[group], group)
+            check_same_shapes(own, shapes.get(group, own), group)
 
-    def load(self, tensors: TensorSource, state: Mapping[str, Any]) -> None:
+    def load(self, checkpoint: "Checkpoint", state: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint that fits. Collective."""
-        self.engine.load_tensors(tensors)
+        self.engine.load_tensors(checkpoint)
         for group, snapshot in self._snapshots().items():
-            snapshot.load_tensors(tensors, group)
+            if group in checkpoint.tensors:
+                snapshot.load_tensors(checkpoint, group)
+                continue
+            # A key that was changed on resume asks for it. An anchor is that of update 0, until a moving one is due.
+            if group != "anchor":
+                snapshot.refresh()
+            begins = "those of update 0" if group == "anchor" else "its trained weights"
+            logger.warning("The checkpoint has no %s weights: they begin as %s.", group, begins)
         # The warm-up of the learning rate goes on from here.
         self.engine.updates = int(state["optimizer"]["updates"])
         self.update = int(state["update"])

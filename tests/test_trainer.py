@@ -434,7 +434,7 @@ def test_skipped_updates_are_part_of_the_state(tiny_run: MakeRun, monkeypatch: p
     trainer, resumed = build_trainer(config), build_trainer(config)
     poison_gradients(trainer, monkeypatch, {0})
     trainer.iterate()
-    resumed.load(Mock(), json.loads(json.dumps(trainer.state())))  # the weights have not moved
+    resumed.load(Mock(tensors=trainer.tensors()), json.loads(json.dumps(trainer.state())))  # the weights have not moved
     poison_gradients(resumed, monkeypatch, {1})
     with pytest.raises(TrainingError, match="Update 2"):
         resumed.iterate()

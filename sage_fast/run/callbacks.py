@@ -122,9 +122,12 @@ class Callbacks:
         if self._failure is None:
             return
         name, error = self._failure
+        ended, go_on = f"after update {update} and nothing of it is lost", "continue"
+        if update == 0:
+            ended, go_on = "before its first update", "start it again"
         raise CallbackError(
-            f"Callback {name} raised {describe(error)}. The run in {directory} was ended after update {update} and "
-            "nothing of it is lost: fix or remove the callback, and continue with resume set to auto."
+            f"Callback {name} raised {describe(error)}. The run in {directory} was ended {ended}: fix or remove the "
+            f"callback, and {go_on} with resume set to auto."
         ) from error
 
     def tell(self, event: str, record: object) -> None:

@@ -7,7 +7,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint.folder import checkpoint_name, update_of
+from sage_fast.checkpoint.folder import (
+    BEST,
+    CHECKPOINT_NAME,
+    checkpoint_name,
+    list_checkpoints,
+    read_best,
+    update_of,
+)
 from sage_fast.config.errors import ConfigError, RunDirectoryError
 from sage_fast.config.schema import settings_of
 
@@ -79,7 +86,22 @@ class RunDirectory(os.PathLike[str]):
         """
         made = [self.checkpoints, self.metrics, self._evaluation, self.samples, self.tensorboard, self.wandb_id]
         made += [self.config, *sorted(self.path.glob("environment*.json")), self.reward_plot, self.before_after]
-        return [path for path in (*made, self.page, self.status) if path.exists()]
+        made += [self.page, self.status, *sorted(self.path.glob("abandoned-*"))]
+        return [path for path in made if path.exists()]
+
+    def made_after(self, update: int) -> list[Path]:
+        """Files of later updates, and what is made of the last one, in the order in which they are renamed.
+
+        The newest checkpoint goes first: a run that is killed in between goes on from an older one of the same part.
+        """
+        numbered = [*reversed(list_checkpoints(self.checkpoints)), *self.path.glob("environment-*.json")]
+        numbered += [path for folder in (self._evaluation, self.samples) for path in folder.glob("*")]
+        names = ((CHECKPOINT_NAME.fullmatch(path.stem.removeprefix("environment-")), path) for path in numbered)
+        later = [path for name, path in names if name and int(name[1]) > update]
+        results = [self.result, self.before_after] if later else []
+        # Without its pin an update that is made again is not taken for the best.
+        best = [self.checkpoints / BEST] if read_best(self.checkpoints, newest=update) is None else []
+        return [path for path in (*best, *later, *results) if path.exists()]
 
     # ------------------------------------------------------------------------------------------ content
 

@@ -83,7 +83,7 @@ class WeightsAndBiases:
     Its identity is kept in ``<run_dir>/wandb_run_id``, so that a resumed run goes on with it.
 
     Raises:
-        ConfigError: wandb is not installed.
+        ConfigError: wandb is not installed, or begins no run.
     """
 
     def __init__(self, directory: RunDirectory, settings: Mapping[str, Any]) -> None:
@@ -96,9 +96,15 @@ class WeightsAndBiases:
         id_file = directory.wandb_id
         run_id = id_file.read_text("utf-8").strip() if id_file.exists() else None
         project = os.environ.get("WANDB_PROJECT", "sage-fast")
-        self._run: Any = wandb.init(
-            project=project, dir=str(directory), name=directory.path.name, id=run_id, resume="allow"
-        )
+        try:
+            self._run: Any = wandb.init(
+                project=project, dir=str(directory), name=directory.path.name, id=run_id, resume="allow"
+            )
+        except Exception as error:  # it has many kinds, and passes on those of the network
+            raise ConfigError(
+                f"logging.report_to has wandb, which cannot begin: {error}. Run `wandb login`, set WANDB_MODE=offline, "
+                "or leave it out."
+            ) from error
         # A resumed run may have other settings, and updates that W&B has seen: its own steps only rise.
         self._run.config.update(dict(settings), allow_val_change=True)
         self._run.define_metric("update")
@@ -142,7 +148,7 @@ class MetricsLogger:
         settings: what the run is made with, which trackers keep with its curves: name -> JSON values.
 
     Raises:
-        ConfigError: wandb was asked for and is not installed.
+        ConfigError: wandb was asked for and is not installed, or begins no run.
         OSError: the directory cannot be created or written to.
     """
 
@@ -153,6 +159,7 @@ class MetricsLogger:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self._warned: set[tuple[object, str]] = set()
         self._file: FileIO | None = None
         if run_dir is None:
             return
@@ -192,39 +199,45 @@ class MetricsLogger:
             with suppress(OSError):  # the next start drops a line that was cut short
                 self._file.truncate(start)
             raise
-        for tracker in self._trackers:
-            tracker.log(update, values)
+        self._tell("log", f"numbers of update {update}", update, values)
 
     def show(self, update: int, sheet: Path, samples: Samples) -> None:
-        """Hand the samples of an evaluation to the trackers. Where one does not take them, that is a warning."""
-        for tracker in self._trackers:
-            try:
-                tracker.show(update, sheet, samples)
-            # Whatever a tracker raises: the numbers are safe, and a run does not end for a picture.
-            except Exception as error:  # noqa: BLE001
-                logger.warning("%s has no samples of update %d: %s", type(tracker).__name__, update, error)
+        """Hand the samples of an evaluation to the trackers."""
+        self._tell("show", f"samples of update {update}", update, sheet, samples)
 
-    def truncate_after(self, update: int) -> None:
-        """Drop the records of updates after ``update``: a resumed run writes those again."""
+    def truncate_after(self, update: int, but: str | None = None) -> None:
+        """Drop the records of updates after ``update``: a resumed run writes those again.
+
+        Args:
+            but: a key whose records of this update are dropped too.
+        """
         if self._file is None:
             return
         self._file.close()
-        self._file = self._open(update)
-        for tracker in self._trackers:
-            tracker.truncate_after(update)
+        self._file = self._open(update, but)
+        self._tell("truncate_after", f"return to update {update}", update)
 
     def close(self) -> None:
         """Close the file and the trackers. Calling it again does nothing."""
         if self._file is not None:
             self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._tell("close", "end of the run")
 
-    def _open(self, last: float) -> FileIO:
-        """Open the file to append to, without records of later updates and without a line that was cut short."""
+    def _tell(self, method: str, what: str, *arguments: Any) -> None:
+        """Call a method of every tracker. Where it fails, that is one warning: the numbers are safe in the file."""
+        for tracker in self._trackers:
+            try:
+                getattr(tracker, method)(*arguments)
+            except Exception as error:  # noqa: BLE001  whatever a tracker raises, a run does not end for it
+                if (tracker, method) not in self._warned:
+                    logger.warning("%s has no %s (said once): %s", type(tracker).__name__, what, error)
+                self._warned.add((tracker, method))
+
+    def _open(self, last: float, but: str | None = None) -> FileIO:
+        """Open the file to append to, without what `truncate_after` drops and without a line that was cut short."""
         written = self.path.read_bytes() if self.path.exists() else b"\n"
         rows = read_metrics(self.path) if self.path.exists() else []
-        kept = [row for row in rows if row["update"] <= last]
+        kept = [row for row in rows if row["update"] < last or (row["update"] == last and but not in row)]
         # A last line without its end, whole or not, would run on into the next record.
         if len(kept) < len(rows) or not written.endswith(b"\n"):
             write_text(self.path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in kept))

@@ -2,7 +2,8 @@
 
     --resume none      a new run; refused where there is one already
     --resume auto      the newest checkpoint; a run that was stopped before its first one starts again
-    --resume PATH      that checkpoint; later ones are renamed, not deleted
+    --resume PATH      that checkpoint of this run, what came later is renamed, not deleted; or of another, in a new
+                       directory
     --resume restart   a new run; what is there is moved to previous-1/, previous-2/, ...
 
 A run's history is never overwritten by one that starts at update 0: where checkpoints should be and none can be used,
@@ -13,14 +14,13 @@ import difflib
 import logging
 import os
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from sage_fast.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
-from sage_fast.checkpoint.folder import agree, update_of
+from sage_fast.checkpoint.folder import agree
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
@@ -44,12 +44,12 @@ def find_start(
             word are separated by commas.
 
     Returns:
-        The checkpoint, None for update 0; whether an earlier run's files have to be moved out of the way first; and the
-        keys that the user allowed to differ from the checkpoint's.
+        The checkpoint, None for update 0; whether there is a run, which has to be moved out of the way or is the
+        checkpoint's; and the keys that the user allowed to differ from the checkpoint's.
 
     Raises:
-        ConfigError: a new run would start where there is one already, the checkpoint is of another configuration, or a
-            launcher repeats what would fail again.
+        ConfigError: a new run, or the checkpoint of another one, would start where there is one already, the checkpoint
+            is of another configuration, or a launcher repeats what would fail again.
         CheckpointError: the checkpoint cannot be used, or none can where there should be some.
     """
     allow_changes = [key.strip() for word in allow_changes for key in word.split(",") if key.strip()]
@@ -73,9 +73,21 @@ def find_start(
             # Rank 0 reads the log, and what it finds wrong is raised on all ranks.
             agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
         return None, has_run, {}
+    # Not one that was abandoned either: its records are no longer those of this run.
+    if has_run and not world.broadcast(any(map(checkpoint.folder.samefile, list_checkpoints(checkpoints)))):
+        raise ConfigError(
+            f"output_dir {str(directory)!r} already holds a run, and {checkpoint.folder} is not one of its checkpoints."
+            " Choose another output_dir, or move that run aside."
+        )
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
+    done, step = int(checkpoint.state["trainer"]["update"]), config.training.updates_per_rollout
+    if done % step and done < config.training.num_updates:
+        raise ConfigError(
+            f"training.updates_per_rollout is {step}, but {checkpoint.folder} has {done} updates, not a multiple of "
+            "it. Keep the value, or go on from another checkpoint by --resume PATH."
+        )
     logger.info("Going on from %s.", checkpoint.folder)
-    return checkpoint, False, changes
+    return checkpoint, has_run, changes
 
 
 def _refuse_repetition(directory: RunDirectory, world: World) -> None:
@@ -100,13 +112,18 @@ def _refuse_repetition(directory: RunDirectory, world: World) -> None:
 def _check_may_start_again(config: RunConfig) -> None:
     """CheckpointError unless a run without a usable checkpoint was stopped before it had saved its first one.
 
-    The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first.
+    The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first. An
+    evaluation and the end of a run wait for theirs, and a run that has gone on after an update had one.
     """
     directory = RunDirectory(config.output_dir)
     folders = list_checkpoints(directory.checkpoints)
     rows = read_metrics(directory.metrics) if directory.metrics.exists() else []
     reached = max((row["update"] for row in rows), default=0)
-    if not folders and reached < 2 * config.checkpoint.every:
+    status, _ = read_status(directory)
+    ended = status is not None and status.state in ("finished", "stopped") and status.update > 0
+    evaluated = any(row["update"] > 0 and "eval/reward_mean" in row for row in rows)
+    resumed = any(directory.path.glob("environment-update-*.json"))
+    if not (folders or reached >= 2 * config.checkpoint.every or ended or evaluated or resumed):
         logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
         return
     why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
@@ -207,12 +224,15 @@ def move_aside(directory: RunDirectory) -> None:
     logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
 
 
-def abandon_after(checkpoints: Path, update: int) -> None:
-    """Rename the checkpoints of updates that will be made again, so that the newest is always this run's."""
-    for folder in list_checkpoints(checkpoints):
-        if update_of(folder) > update:
-            aside = folder.with_name(f"abandoned-{folder.name}")
-            # A return to an earlier update, made before, may have left a folder of that name.
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            logger.warning("Going back to update %d; what came later is kept as %s.", update, aside)
+def abandon_after(directory: RunDirectory, update: int) -> None:
+    """Rename what was made of updates that will be made again, so that the newest is always this run's."""
+    later = directory.made_after(update)
+    number, prefix = 1, "abandoned-"
+    # A return to an earlier update, made before, may have left files of these names.
+    while any(path.with_name(prefix + path.name).exists() for path in later):
+        number += 1
+        prefix = f"abandoned-{number}-"
+    for path in later:
+        path.rename(path.with_name(prefix + path.name))
+    if later:
+        logger.warning("Going back to update %d; what came later is kept as %s*.", update, prefix)

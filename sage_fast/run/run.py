@@ -177,7 +177,8 @@ class Run:
         self.lease = Lease(self.directory, world)
         # Compared again once the lease is held: meanwhile, as the model loads, another run may come and go.
         self._contents = self._look()
-        self.checkpoint, self._sets_aside, self._changes = find_start(config, world, allow_changes)
+        self.checkpoint, self._has_run, self._changes = find_start(config, world, allow_changes)
+        self._sets_aside = self._has_run and self.checkpoint is None
         state = {"update": 0, "rollouts": 0}
         if self.checkpoint is not None:
             state = self.checkpoint.state["trainer"]
@@ -277,17 +278,22 @@ class Run:
             self._measure_baseline()  # scores on disk are not this run's
             return
         state = checkpoint.state
-        self.metrics.truncate_after(int(state["trainer"]["update"]))
-        is_own = checkpoint.folder.resolve().parent == self.checkpoints.resolve()
+        update, record, pending = int(state["trainer"]["update"]), state["record"], state["pending"]
+        # The changes of an earlier start from here have led to no checkpoint: the run never had them.
+        self.metrics.truncate_after(update, but="config/changes")
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
-        self.evaluation.restore_baseline(state["baseline"] if is_own else None)
+        self.evaluation.restore_baseline(state["baseline"] if self._has_run else None)
         self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
-        # A checkpoint of another directory has its records there.
-        self._restore_record(state["record"] if is_own else None, pending=state["pending"])
-        if self._changes and not self._has_logged(self.trainer.update, {"config/changes"}):
-            text = "; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())
-            self.metrics.log({"update": self.trainer.update, "config/changes": text})
+        text = "; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())
+        changes = {"update": update, "config/changes": text} if text else None
+        if not self._has_run:
+            # Another run's, whose records are in its directory. From now on this one goes on by itself.
+            record = changes
+            self._save(record, pending=pending)
+        self._restore_record(record, pending=pending)
+        if changes is not None and not self._has_logged(update, changes.keys()):
+            self.metrics.log(changes)
 
     def _loop(self) -> bool:
         """Iterate, save, evaluate and log until the last update or a request to stop.
@@ -325,6 +331,7 @@ class Run:
             if done or evaluates or stopping or self._due(config.checkpoint.every):
                 seconds_saving, saved = self._save(record, pending=evaluates), trainer.update
             if evaluates and stopping:
+                self.progress.finished(record)
                 return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
             self._finish_update(record, evaluates=evaluates)
             self._tell_of_checkpoints()
@@ -431,10 +438,10 @@ class Run:
         try:
             if self._sets_aside:
                 move_aside(self.files)
-            elif self.config.resume not in ("none", "auto"):
-                abandon_after(self.checkpoints, resumed)
-            # A resumed config must not restart the run.
-            resume = "auto" if self.config.resume == "restart" else self.config.resume
+            elif self._has_run and self.config.resume != "auto":
+                abandon_after(self.files, resumed)
+            # A resumed config must neither restart the run nor go back once more.
+            resume = "none" if self.config.resume == "none" else "auto"
             save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
@@ -462,7 +469,9 @@ class Run:
         update = self.trainer.update
         scored = self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
         evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
-        if pending and self.config.evaluation.every and not evaluated:
+        # Evaluation may have been switched on since the last update.
+        due = pending or update >= self.config.training.num_updates
+        if due and self.config.evaluation.every and not evaluated:
             # The update may be logged without its evaluation; it is logged again, with the scores.
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)

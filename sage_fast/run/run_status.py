@@ -134,7 +134,7 @@ class RunProgress:
         self._write()
 
     def learn(self, record: Mapping[str, Any]) -> None:
-        """Take over the times and the paired gain of an update's record."""
+        """Take over the times, the reward and the paired gain of an update's record."""
         if "time/iteration" in record:
             self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
         if "time/evaluation" in record:
@@ -142,6 +142,11 @@ class RunProgress:
         if "eval/paired_gain" in record:
             self._gains[record["update"]] = record["eval/paired_gain"], record["eval/paired_gain_stderr"]
             self.status = replace(self.status, worse=describe_worse(self._gains))
+        if "eval/reward_mean" in record:
+            self.status = replace(self.status, reward=record["eval/reward_mean"], gain=record["eval/paired_gain"])
+        elif "reward/mean" in record and self.status.gain is None:
+            # The reward of a training batch stands in until an evaluation has one.
+            self.status = replace(self.status, reward=record["reward/mean"])
 
     def seconds_left(self) -> float | None:
         """From the last update to the end of the run, by the measured times; None as long as there are none."""
@@ -149,7 +154,7 @@ class RunProgress:
         if not self._iterations:
             return None
         seconds = math.ceil(max(0, total - update) / self._step) * fmean(self._iterations)
-        if every and self._evaluations:
+        if every and self._evaluations and update < total:
             # One at every multiple, and one at the end.
             seconds += (math.ceil(total / every) - update // every) * fmean(self._evaluations)
         return seconds
@@ -194,25 +199,21 @@ class RunProgress:
         """Show the result of an iteration."""
         self.learn(record)
         update, parts = record["update"], []
-        scores: dict[str, Any] = {}
         if "reward/mean" in record:
             parts.append(f"reward {record['reward/mean']:.4g}")
-            if self.status.gain is None:
-                # The reward of a training batch stands in until an evaluation has one.
-                scores = {"reward": record["reward/mean"]}
-        if "eval/reward_mean" in record:
-            scores = {"reward": record["eval/reward_mean"], "gain": record["eval/paired_gain"]}
-            parts.append(f"evaluation {scores['reward']:.4g} (gain {scores['gain']:+.3g})")
-        self.status = replace(self.status, update=update, slowest=record.get("time/slowest"), **scores)
+        if evaluated := "eval/reward_mean" in record:
+            parts.append(f"evaluation {record['eval/reward_mean']:.4g} (gain {record['eval/paired_gain']:+.3g})")
+        # A baseline evaluated on resume belongs to update 0, which the run has passed.
+        done = max(update, self.status.update)
+        self.status = replace(self.status, update=done, slowest=record.get("time/slowest"))
         # In a second step, since the time left is counted from the update that was just set.
         self.status = replace(self.status, seconds_left=self.seconds_left())
-        if "gain" in scores and self.status.worse is not None and self.shown:
+        if evaluated and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
         if self._bar is None:
             self._print("  ".join([f"update {update}/{self.status.num_updates}", *parts]))
         else:
-            # A baseline evaluated on resume belongs to update 0, which the bar has passed.
-            self._bar.update(max(0, update - self._bar.n))
+            self._bar.update(done - self._bar.n)
             gain = "" if self.status.gain is None else f" gain {self.status.gain:+.3g}"
             self._summary = f"reward {record.get('reward/mean', self.status.reward or math.nan):.4g}{gain} "
             self._bar.set_description_str(self._summary)

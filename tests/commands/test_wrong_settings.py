@@ -40,7 +40,14 @@ WORDS = {
     "micro-batch": ("--rollout.micro_batch_size=3", ["rollout.micro_batch_size is 3", "a divisor"]),
     "window": ("--rollout.sde_window.size=9", ["rollout.sde_window.size is 9", "at most rollout.num_steps = 4"]),
     "window-that-moves": ("--rollout.sde_window.stride=2", ["rollout.sde_window.stride is 2", "size is null"]),
-    "window-updates": ("--rollout.sde_window.size=1 --training.updates_per_rollout=2", ["too few for training."]),
+    "window-updates": (
+        "--rollout.sde_window.size=1 --training.updates_per_rollout=2",
+        ["in the SDE window", "too few for training.", "Widen rollout.sde_window or"],
+    ),
+    "steps-updates": (
+        "--training.num_updates=8 --training.updates_per_rollout=8",
+        ["of sage_grpo, of which", "too few for training.", "Raise training.timestep_fraction or rollout.num_steps,"],
+    ),
     "updates": ("--training.num_updates=3 --training.updates_per_rollout=2", ["num_updates is 3", "a multiple of"]),
     "equalizer": ("--objective.ratio=ratio_norm", ["ratio is 'ratio_norm'", "set equalizer to false"]),
     "kl-share": ("--training.kl_share_every=5 --objective.kl_mode=none", ["kl_share_every is 5", "choose a KL mode"]),

@@ -80,6 +80,13 @@ def test_a_callback_that_raises_ends_the_run_after_it_is_saved(tiny_run: MakeRun
         assert numbers(Run(tiny_run(*words, "--resume=auto")).train().output_dir) == expected, event
 
 
+def test_a_callback_that_raises_before_the_first_update_leaves_nothing_to_continue(tiny_run: MakeRun) -> None:
+    failing = Recorder(("on_evaluation", 0, ZeroDivisionError("mine")))
+    with pytest.raises(CallbackError, match="before its first update: .*start it again with resume set to auto"):
+        Run(tiny_run(), callbacks=[failing]).train()
+    assert failing.heard() == [("on_evaluation", 0)]
+
+
 def test_a_callback_stops_the_run(tiny_run: MakeRun) -> None:
     ends_after_it_is_saved(tiny_run("--training.num_updates=3"), "on_update", StopRun("far enough"))
 

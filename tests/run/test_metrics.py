@@ -146,6 +146,30 @@ def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_ke
     assert run.finish.call_count == 2
 
 
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, sheet, monkeypatch, caplog):
+    run = MagicMock(id="abc")
+    run.log.side_effect = run.finish.side_effect = RuntimeError("the service is gone")
+    monkeypatch.setitem(sys.modules, "wandb", MagicMock(**{"init.return_value": run}))
+    logger = MetricsLogger(tmp_path, report_to=["wandb", "tensorboard"])
+    for update in (1, 2):
+        logger.log({"update": update, "a": 0.5})
+        logger.show(update, sheet, [])
+    logger.truncate_after(1)
+    logger.close()
+    said = [record.getMessage() for record in caplog.records if record.name == "sage_fast.run.metrics"]
+    parts = ("numbers of update 1", "samples of update 1", "end of the run")
+    assert said == [f"WeightsAndBiases has no {part} (said once): the service is gone" for part in parts]
+    assert [row["update"] for row in read_metrics(logger.path)] == [1] and list((tmp_path / "tensorboard").iterdir())
+
+
+def test_wandb_that_cannot_begin_is_an_error_with_its_fix(tmp_path, monkeypatch):
+    wandb = MagicMock()
+    wandb.init.side_effect = RuntimeError("api_key not configured (no-tty)")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with pytest.raises(ConfigError, match=r"logging\.report_to has wandb.*no-tty.*wandb login.*WANDB_MODE=offline"):
+        MetricsLogger(tmp_path, report_to=["wandb"])
+
+
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"logging\.report_to has wandb.*pip install wandb"):

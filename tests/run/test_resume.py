@@ -1,6 +1,7 @@
 """Where a run begins, what it keeps, and that a reason to stop which comes back can be dealt with."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint.folder import read_best
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
-from sage_fast.config.load import dump_config
+from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.directory import read_metrics
+from sage_fast.run.callbacks import Callback, StopRun
+from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.resume import abandon_after, keep_videos
 from sage_fast.run.run import Run
 from tests.made_runs import numbers
@@ -53,6 +56,49 @@ def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: Make
     assert Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update == 4
 
 
+def test_changes_of_a_start_that_led_to_nothing_are_not_on_record(tiny_run: MakeRun) -> None:
+    run = Run(tiny_run(QUIET)).train().output_dir
+    words = (QUIET, "--training.num_updates=3", "--resume=auto")
+    for rate in ("0.5", "5e-4"):
+        lost = Run(tiny_run(*words, f"--optimizer.learning_rate={rate}"), allow_changes=["optimizer.learning_rate"])
+        lost.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            lost.train()
+        changes = [row.get("config/changes") for row in numbers(run)]
+        assert changes == [None, None, f"optimizer.learning_rate 0.001 -> {float(rate):g}"]
+    Run(tiny_run(*words)).train()
+    assert [row.get("config/changes") for row in numbers(run)] == [None] * 3
+
+
+def test_an_average_and_an_anchor_may_come_later(tiny_run: MakeRun) -> None:
+    """The average begins with the weights of the checkpoint; a fixed anchor is the model that the run started from."""
+    words = (QUIET, "--optimizer.learning_rate=0.05")
+    first = Run(tiny_run(*words, "--objective.kl_mode=none"))
+    start = {name: p.detach().clone() for name, p in first.trainer.parameters.items()}
+    first.train()
+    before = first.trainer.parameters
+    new = ("--training.ema_decay=0.5", "--objective.kl_mode=fixed", "--training.num_updates=3", "--resume=auto")
+    second = Run(tiny_run(*words, *new), allow_changes=["training.ema_decay,objective.kl_mode"])
+    second.train()
+    assert second.trainer.ema is not None and second.trainer.objective.anchor is not None
+    for name, weight in second.trainer.parameters.items():
+        assert torch.equal(second.trainer.objective.anchor.values[name], start[name])
+        average = before[name].lerp(weight, 0.75)  # after so few updates the decay is 3 / 12
+        torch.testing.assert_close(second.trainer.ema.values[name], average.detach())
+    assert any(not torch.equal(before[name], start[name]) for name in start)
+
+
+def test_updates_per_rollout_divide_what_is_left(tiny_run: MakeRun, finished_run: Path) -> None:
+    words = ("--training.num_updates=4", "--training.updates_per_rollout=2")
+    for update, fits in ((1, False), (2, True)):
+        words = (*words[:2], f"--resume={finished_run / f'checkpoints/update-{update:06d}'}")
+        if fits:
+            assert Run(tiny_run(*words), allow_changes=["training.updates_per_rollout"]).checkpoint is not None
+        else:
+            with pytest.raises(ConfigError, match="updates_per_rollout is 2, but .* has 1 updates, not a multiple"):
+                Run(tiny_run(*words), allow_changes=["training.updates_per_rollout"])
+
+
 def test_the_command_line_takes_several_keys(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_run()
     file = Path(config.output_dir).with_suffix(".yaml")
@@ -62,6 +108,29 @@ def test_the_command_line_takes_several_keys(tiny_run: MakeRun, capsys: pytest.C
 
 
 # ------------------------------------------------------------------------------------------ a run's history is kept
+
+
+@pytest.mark.parametrize("sign", ["finished", "evaluated", "resumed", None])
+def test_a_short_run_whose_checkpoints_are_gone_is_not_started_over(
+    tiny_run: MakeRun, finished_run: Path, tmp_path: Path, sign: str | None
+) -> None:
+    """It ends before its second checkpoint would be due, and has left one sign that there was a first."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    if sign != "finished":
+        (run / "status.json").unlink()
+    if sign != "evaluated":
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        rows = [{key: row[key] for key in row if not (row["update"] and key.startswith("eval/"))} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if sign == "resumed":
+        (run / "environment-update-000001.json").touch()
+    words = ("--checkpoint.every=9", "--resume=auto")
+    if sign is None:
+        assert Run(tiny_run(*words)).checkpoint is None
+    else:
+        with pytest.raises(CheckpointError, match=r"reached update 2, but its checkpoints are gone"):
+            Run(tiny_run(*words))
 
 
 @pytest.mark.parametrize("how", ["damaged", "deleted"])
@@ -235,8 +304,109 @@ def test_a_run_keeps_its_videos_on_other_ranks(tiny_run: MakeRun) -> None:
         keep_videos(config, 8, 3)
 
 
-def test_a_return_to_an_earlier_update_renames_the_later_ones_alone(tmp_path: Path) -> None:
-    for update in (999_999, 1_000_000, 1_000_001):
-        (tmp_path / f"update-{update}").mkdir()
-    abandon_after(tmp_path, 1_000_000)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["abandoned-update-1000001", "update-1000000", "update-999999"]
+# ------------------------------------------------------------------------------------------ back, and from another run
+
+
+def test_a_return_to_an_earlier_update_renames_what_came_later_and_deletes_nothing(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+
+    def make(text: str, *updates: int) -> None:
+        files = [run.result, run.before_after]
+        for update in updates:
+            files += [run.checkpoints / f"update-{update}/state.json", run.environment_after(update)]
+            files += [run.evaluation(update), run.sample_folder(update) / "00.mp4", run.sheet(update)]
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+    def pin(update: int) -> None:
+        (run.checkpoints / "best.json").write_text(json.dumps({"update": update, "score": 0.5}))
+
+    make("first", 999_999, 1_000_000, 1_000_001)
+    (run.checkpoints / "update-1000001-mine").mkdir()
+    (run.checkpoints / "update-1000001-mine/state.json").write_text("a copy of the user's")
+    pin(1_000_001)
+    before = contents(tmp_path)
+    abandon_after(run, 1_000_000)
+    make("second", 1_000_001)
+    assert read_best(run.checkpoints) is None, "the part that was left must not vouch for what is made again"
+    pin(1_000_000)
+    abandon_after(run, 1_000_000)
+    assert read_best(run.checkpoints) == (1_000_000, 0.5)
+    after, made_again = contents(tmp_path), 0
+    assert {re.sub("abandoned-(2-)?", "", name) for name in after} == before.keys()
+    for name, content in after.items():
+        later = re.search("1000001(?!-mine)|result|before_after", name) is not None
+        assert ("abandoned-" in name) == later or "best.json" in name
+        if later:
+            assert content == (b"second" if "abandoned-2-" in name else b"first")
+            made_again += "abandoned-2-" in name
+    assert made_again == 7
+    abandon_after(run, 1_000_000)
+    assert contents(tmp_path) == after, "there is nothing to leave"
+
+
+def test_a_run_goes_back_once_and_takes_nothing_of_what_came_later_for_its_own(
+    tiny_run: MakeRun, finished_run: Path
+) -> None:
+    config = tiny_run()
+    run = Path(config.output_dir)
+    shutil.copytree(finished_run, run)
+    words = ("--optimizer.learning_rate=0.05", "--evaluation.every=4", "--training.num_updates=4")
+    back = tiny_run(*words, f"--resume={run / 'checkpoints/update-000001'}")
+    stopped = Run(back, allow_changes=["optimizer.learning_rate"], callbacks=[Stops()]).train()
+    assert stopped.update == 2 and stopped.test is None
+    assert not (run / "evaluation/result.json").exists() and not (run / "before_after.png").exists()
+    assert list(RunDirectory(run).evaluations()) == [0] and read_best(run / "checkpoints") is None
+    assert load_config(run / "config.yaml").resume == "auto", "or the next start would go back again"
+    assert [row["update"] for row in numbers(run)] == [0, 1, 1, 2]
+
+
+class Stops(Callback):
+    """Ends a run after its first rollout."""
+
+    def on_rollout(self, record: Any) -> None:
+        raise StopRun("that is enough")
+
+
+@pytest.mark.parametrize("kind", ["another", "abandoned"])
+def test_a_checkpoint_of_other_records_is_not_mixed_into_a_run(
+    tiny_run: MakeRun, finished_run: Path, tmp_path: Path, kind: str
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    own = run / "checkpoints/update-000002"
+    given = finished_run / "checkpoints/update-000001"
+    if kind == "abandoned":
+        given = own.rename(own.with_name("abandoned-update-000002"))
+    before = contents(run)
+    with pytest.raises(ConfigError, match=rf"already holds a run, and {given} is not one of .*another output_dir"):
+        Run(tiny_run(f"--resume={given}"))
+    assert contents(run) == before
+    (tmp_path / "link").symlink_to(run / "checkpoints/update-000001")
+    assert Run(tiny_run(f"--resume={tmp_path / 'link'}")).checkpoint is not None, "its own, by another name"
+    assert Run(tiny_run(f"--resume={given}", f"--output_dir={tmp_path / 'new'}")).checkpoint is not None
+
+
+def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a_kill(
+    tiny_run: MakeRun, finished_run: Path, tmp_path: Path
+) -> None:
+    given = finished_run / "checkpoints/update-000001"
+    words = (
+        "--training.num_updates=3",
+        "--checkpoint.every=9",
+        "--evaluation.every=9",
+        "--optimizer.learning_rate=5e-4",
+    )
+    branch = Run(tiny_run(*words, f"--resume={given}"), allow_changes=["optimizer.learning_rate"])
+    branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        branch.train()
+    Run(tiny_run(*words, "--resume=auto")).train()
+    whole = (f"--output_dir={tmp_path / 'whole'}", f"--resume={given}")
+    Run(tiny_run(*words, *whole), allow_changes=["optimizer.learning_rate"]).train()
+    rows = numbers(branch.directory)
+    assert rows == numbers(tmp_path / "whole")
+    assert [row.get("config/changes") for row in rows] == [None, "optimizer.learning_rate 0.001 -> 0.0005", None, None]
+    shutil.rmtree(branch.checkpoints)
+    with pytest.raises(CheckpointError, match="its checkpoints are gone"):
+        Run(tiny_run(*words, "--resume=auto"))

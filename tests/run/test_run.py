@@ -23,6 +23,7 @@ from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.metrics import MetricsLogger
 from sage_fast.run.run import Run
+from sage_fast.run.run_status import read_status
 from sage_fast.tools.api import train
 from tests.made_runs import draw_nothing, numbers
 
@@ -162,6 +163,26 @@ def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_b
         assert rows[2] == numbers(tmp_path / "whole")[2]
 
 
+def test_evaluation_that_is_switched_on_after_the_end_compares_the_last_update(
+    tiny_run: MakeRun, finished_run: Path
+) -> None:
+    run = Run(tiny_run("--evaluation.every=0")).train().output_dir
+    result = Run(tiny_run("--resume=auto")).train()
+    assert result.finished and result.update == 2 and result.test is not None
+    for update in (0, 2):
+        name = f"evaluation/update-{update:06d}.json"
+        assert (run / name).read_text() == (finished_run / name).read_text()
+    rows = {row["update"]: row for row in numbers(run)}
+    assert [rows[update] for update in (0, 1, 2)] == numbers(finished_run)
+    status, _ = read_status(run)
+    assert status is not None and (status.state, status.update) == ("finished", 2)
+    assert status.gain == rows[2]["eval/paired_gain"] and status.reward == rows[2]["eval/reward_mean"]
+    # A look at a run that is finished changes nothing that its status tells.
+    Run(tiny_run("--resume=auto")).train()
+    again, _ = read_status(run)
+    assert again is not None and (again.update, again.reward, again.gain) == (2, status.reward, status.gain)
+
+
 def test_who_asks_to_stop_does_not_wait_for_an_evaluation_and_loses_none(
     tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +206,8 @@ def test_who_asks_to_stop_does_not_wait_for_an_evaluation_and_loses_none(
     assert not broken.train().finished
     assert list_checkpoints(tmp_path / "broken/checkpoints")[-1].name.endswith("2")
     assert [row["update"] for row in numbers(tmp_path / "broken")] == [0, 1]
+    status, _ = read_status(tmp_path / "broken")
+    assert status is not None and (status.state, status.update) == ("stopped", 2)
     for _ in range(2):  # going on once more makes up for nothing twice
         Run(with_output(tiny_run(*options), tmp_path / "broken", resume="auto")).train()
         assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")

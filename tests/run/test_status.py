@@ -143,6 +143,11 @@ def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> Non
     shown.finished({"update": 2, "time/iteration": 8.0, "time/checkpoint": 2.0})
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
     assert shown.seconds_left() == shown.status.seconds_left == 49 * 10 + 4 * 50
+    shown.finished({"update": 98, "time/iteration": 8.0, "time/checkpoint": 2.0})
+    shown.finished({"update": 0, "time/evaluation": 50.0})  # a baseline that is made on resume
+    assert shown.status.update == 98 and shown.seconds_left() == 10 + 50
+    shown.finished({"update": 100, "time/iteration": 10.0})
+    assert shown.seconds_left() == 0
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 

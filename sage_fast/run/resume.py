@@ -21,7 +21,7 @@ from typing import Any
 
 from sage_fast.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
 from sage_fast.checkpoint.folder import agree
-from sage_fast.config.errors import CheckpointError, ConfigError
+from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys
 from sage_fast.distributed.world import World
@@ -36,7 +36,7 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 def find_start(
     config: RunConfig, world: World, allow_changes: Collection[str] = ()
-) -> tuple[Checkpoint | None, bool, Changes]:
+) -> tuple[Checkpoint | None, bool, bool, Changes]:
     """Decide where a run begins; nothing is touched. Collective.
 
     Args:
@@ -44,8 +44,8 @@ def find_start(
             word are separated by commas.
 
     Returns:
-        The checkpoint, None for update 0; whether there is a run, which has to be moved out of the way or is the
-        checkpoint's; and the keys that the user allowed to differ from the checkpoint's.
+        The checkpoint, None for update 0; whether an earlier run's files have to be moved out of the way first; whether
+        the checkpoint is another run's; and the keys that the user allowed to differ from the checkpoint's.
 
     Raises:
         ConfigError: a new run, or the checkpoint of another one, would start where there is one already, the checkpoint
@@ -59,25 +59,26 @@ def find_start(
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
     has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0  # without a row nothing has begun
-    has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)))
+    has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)) or _has_resumed(directory))
     if resume == "none" and has_run:
         raise ConfigError(
             f"output_dir {str(directory)!r} already holds a run. Continue it by --resume auto, move it aside and "
             "start again by --resume restart, or choose another output_dir."
         )
     if resume == "restart":
-        return None, has_run, {}
+        return None, has_run, False, {}
     checkpoint = find_checkpoint(resume, checkpoints, world)
     if checkpoint is None:
         if has_run:
             # Rank 0 reads the log, and what it finds wrong is raised on all ranks.
             agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
-        return None, has_run, {}
+        return None, has_run, False, {}
     # Not one that was abandoned either: its records are no longer those of this run.
-    if has_run and not world.broadcast(any(map(checkpoint.folder.samefile, list_checkpoints(checkpoints)))):
+    branches = not world.broadcast(any(map(checkpoint.folder.samefile, list_checkpoints(checkpoints))))
+    if branches and world.broadcast(_holds_updates(directory)):
         raise ConfigError(
             f"output_dir {str(directory)!r} already holds a run, and {checkpoint.folder} is not one of its checkpoints."
-            " Choose another output_dir, or move that run aside."
+            " Continue that run by --resume auto, move it aside, or choose another output_dir."
         )
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
     done, step = int(checkpoint.state["trainer"]["update"]), config.training.updates_per_rollout
@@ -87,7 +88,21 @@ def find_start(
             "it. Keep the value, or go on from another checkpoint by --resume PATH."
         )
     logger.info("Going on from %s.", checkpoint.folder)
-    return checkpoint, has_run, changes
+    return checkpoint, has_run and branches, branches, changes
+
+
+def _has_resumed(directory: RunDirectory) -> bool:
+    """True if a run here has begun at a checkpoint."""
+    return any(directory.path.glob("environment-update-*.json"))
+
+
+def _holds_updates(directory: RunDirectory) -> bool:
+    """True if there is more than the evaluation of update 0, which is made again."""
+    try:
+        rows = read_metrics(directory.metrics) if directory.metrics.exists() else []
+    except RunDirectoryError:
+        return True
+    return bool(list_checkpoints(directory.checkpoints)) or any(row["update"] > 0 for row in rows)
 
 
 def _refuse_repetition(directory: RunDirectory, world: World) -> None:
@@ -122,7 +137,12 @@ def _check_may_start_again(config: RunConfig) -> None:
     status, _ = read_status(directory)
     ended = status is not None and status.state in ("finished", "stopped") and status.update > 0
     evaluated = any(row["update"] > 0 and "eval/reward_mean" in row for row in rows)
-    resumed = any(directory.path.glob("environment-update-*.json"))
+    resumed = _has_resumed(directory)
+    if resumed and not folders and reached == 0:
+        raise CheckpointError(
+            f"The run in {directory} was stopped before it had saved the checkpoint that it begins with. Repeat its "
+            "--resume PATH, or start from the first update by --resume restart."
+        )
     if not (folders or reached >= 2 * config.checkpoint.every or ended or evaluated or resumed):
         logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
         return
@@ -181,7 +201,9 @@ def check_same_run(
     if refused:
         shown = "; ".join(f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now" for key in refused[:4])
         advice = "Use the same values, or start a new run in another output_dir."
-        if not never.keys() & refused:
+        if only != ".*":
+            advice = "These weights are of the former: leave the others out."
+        elif not never.keys() & refused:
             advice = (
                 "Use the same values, start a new run in another output_dir, or go on with the new ones on record by "
                 f"--allow-changes {','.join(refused)}."
@@ -235,4 +257,4 @@ def abandon_after(directory: RunDirectory, update: int) -> None:
     for path in later:
         path.rename(path.with_name(prefix + path.name))
     if later:
-        logger.warning("Going back to update %d; what came later is kept as %s*.", update, prefix)
+        logger.warning("Going back to update %d; what came later is kept in %s as %s*.", update, directory, prefix)

@@ -177,8 +177,7 @@ class Run:
         self.lease = Lease(self.directory, world)
         # Compared again once the lease is held: meanwhile, as the model loads, another run may come and go.
         self._contents = self._look()
-        self.checkpoint, self._has_run, self._changes = find_start(config, world, allow_changes)
-        self._sets_aside = self._has_run and self.checkpoint is None
+        self.checkpoint, self._sets_aside, self._branches, self._changes = find_start(config, world, allow_changes)
         state = {"update": 0, "rollouts": 0}
         if self.checkpoint is not None:
             state = self.checkpoint.state["trainer"]
@@ -282,18 +281,22 @@ class Run:
         # The changes of an earlier start from here have led to no checkpoint: the run never had them.
         self.metrics.truncate_after(update, but="config/changes")
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
-        self.evaluation.restore_baseline(state["baseline"] if self._has_run else None)
+        self.evaluation.restore_baseline(None if self._branches else state["baseline"])
         self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
-        text = "; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())
-        changes = {"update": update, "config/changes": text} if text else None
-        if not self._has_run:
+        changes = ["; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())]
+        if self._branches:
             # Another run's, whose records are in its directory. From now on this one goes on by itself.
-            record = changes
-            self._save(record, pending=pending)
+            record = None
+            self._save(record, pending=pending, changes=changes[0])
+            self.writer.wait()
+            if self.world.is_main:
+                save_config(replace(self.config, resume="auto"), self.files.config)
+        else:
+            changes.insert(0, state.get("changes", ""))
         self._restore_record(record, pending=pending)
-        if changes is not None and not self._has_logged(update, changes.keys()):
-            self.metrics.log(changes)
+        for text in filter(None, changes):
+            self.metrics.log({"update": update, "config/changes": text})
 
     def _loop(self) -> bool:
         """Iterate, save, evaluate and log until the last update or a request to stop.
@@ -438,10 +441,11 @@ class Run:
         try:
             if self._sets_aside:
                 move_aside(self.files)
-            elif self._has_run and self.config.resume != "auto":
+            elif self.config.resume not in ("none", "auto") and not self._branches:
                 abandon_after(self.files, resumed)
-            # A resumed config must neither restart the run nor go back once more.
-            resume = "none" if self.config.resume == "none" else "auto"
+            # A resumed config must neither restart the run nor go back once more; another run's checkpoint is where it
+            # begins until it has one of its own.
+            resume = self.config.resume if self._branches or self.config.resume == "none" else "auto"
             save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
@@ -486,12 +490,13 @@ class Run:
             found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
 
-    def _save(self, record: dict[str, Any] | None, *, pending: bool) -> float:
+    def _save(self, record: dict[str, Any] | None, *, pending: bool, changes: str = "") -> float:
         """Save a checkpoint, and return the seconds that training waited for it.
 
         Args:
             record: the metrics of its update. The log may lose them before the checkpoint does.
             pending: whether an evaluation of this update is still to be made.
+            changes: what a run that begins here has changed of another one's configuration.
         """
         start = time.perf_counter()
         self._tell("checkpoint", 0, 1, "")
@@ -503,6 +508,7 @@ class Run:
             "model": trainer.model_digest,
             "record": record,
             "pending": pending,
+            "changes": changes,
             "baseline": None if baseline is None else asdict(baseline),
             "config": to_dict(self.config),
         }

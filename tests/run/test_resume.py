@@ -410,3 +410,40 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
     shutil.rmtree(branch.checkpoints)
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         Run(tiny_run(*words, "--resume=auto"))
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["in-the-baseline", "after-it"])
+def test_a_branch_that_is_killed_before_its_checkpoint_begins_there_again(
+    tiny_run: MakeRun, finished_run: Path, monkeypatch: pytest.MonkeyPatch, scored: bool
+) -> None:
+    words = ("--training.num_updates=3", "--evaluation.every=9")
+    branch = Run(tiny_run(*words, f"--resume={finished_run / 'checkpoints/update-000001'}"))
+    with monkeypatch.context() as patch:
+        patch.setattr(*(branch, "_save") if scored else (branch.evaluation, "run"), Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            branch.train()
+    with pytest.raises(CheckpointError, match="Repeat its --resume PATH"):
+        Run(tiny_run(*words, "--resume=auto"))
+    kept = load_config(branch.directory / "config.yaml")
+    assert kept.resume.endswith("update-000001")
+    again = Run(kept)
+    assert again.train().finished and [row["update"] for row in numbers(again.directory)] == [0, 2, 3]
+    assert load_config(branch.directory / "config.yaml").resume == "auto"
+
+
+def test_every_change_of_a_branch_is_on_record_once(tiny_run: MakeRun, finished_run: Path) -> None:
+    words, key = ("--training.num_updates=3", QUIET), "optimizer.learning_rate"
+    given = f"--resume={finished_run / 'checkpoints/update-000001'}"
+    branch = Run(tiny_run(*words, given, f"--{key}=5e-4", "--evaluation.every=0"), allow_changes=[key])
+    branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        branch.train()
+    for _ in range(2):
+        last = Run(tiny_run(*words, "--resume=auto", f"--{key}=3e-4"), allow_changes=[key])
+        last.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            last.train()
+    found = [
+        row["config/changes"] for row in read_metrics(branch.directory / "metrics.jsonl") if "config/changes" in row
+    ]
+    assert found == [f"{key} 0.001 -> 0.0005", f"{key} 0.0005 -> 0.0003"]

@@ -444,7 +444,7 @@ class Run:
             elif self.config.resume not in ("none", "auto") and not self._branches:
                 abandon_after(self.files, resumed)
             # A resumed config must neither restart the run nor go back once more; another run's checkpoint is where it
-            # begins until it has one of its own.
+            # begins until its own is saved.
             resume = self.config.resume if self._branches or self.config.resume == "none" else "auto"
             save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)

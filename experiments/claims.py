@@ -260,7 +260,7 @@ def about(findings: Findings, experiment: str, quantity: str, arm: str, value: f
 
 
 def by_construction(findings: Findings, experiment: str, ours: str, holds: bool) -> Evidence:
-    """What follows from the formulas; a test holds it to the code."""
+    """Consequences of the formulas; a test holds them to the code."""
     return Evidence(ours=ours, holds=holds)
 
 

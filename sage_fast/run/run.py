@@ -19,7 +19,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +46,7 @@ from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
+from sage_fast.run.attention_choice import settle_attention
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
@@ -89,11 +90,13 @@ def build_trainer(
     world: World = SINGLE_PROCESS,
     progress: Progress = lambda phase, done, total, subject: None,
     done: tuple[int, int] = (0, 0),
+    attention: str = "auto",
 ) -> Trainer:
     """Load the model, the rewards and the prompts of a run. Collective.
 
     Args:
         progress, done: see `Trainer`.
+        attention: backend of the checkpoint that the run goes on from, see `settle_attention`.
 
     Raises:
         ConfigError: a part is missing or does not fit.
@@ -103,14 +106,13 @@ def build_trainer(
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
     check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
-    if world.sp > 1:
-        try:
-            description = describe_model(config.model)
-        except ConfigError:
-            pass  # nothing is known before it is loaded; then `shard_sequence` asks
-        else:
-            check_heads(world.sp, description.transformer["num_attention_heads"])
+    description = None
+    with suppress(ConfigError):  # nothing is known before it is loaded; then `shard_sequence` asks
+        description = describe_model(config.model)
     try:
+        if description is not None:
+            check_heads(world.sp, description.transformer["num_attention_heads"])
+            config = settle_attention(config, description, world, attention)
         components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
             config.reward,
@@ -179,14 +181,17 @@ class Run:
         self._contents = self._look()
         self.checkpoint, self._sets_aside, self._branches, self._changes = find_start(config, world, allow_changes)
         state = {"update": 0, "rollouts": 0}
+        attention = "auto"
         if self.checkpoint is not None:
             state = self.checkpoint.state["trainer"]
+            attention = self.checkpoint.state.get("attention", "auto")
             config = self.config = keep_videos(config, self.checkpoint.state["videos_per_rollout"], world.dp_degree)
         self.trainer = build_trainer(
             config,
             self.world,
             lambda phase, done, total, subject: self.guard.progress(),
             (int(state["update"]), int(state["rollouts"])),
+            attention,
         )
         self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
         # A path may name other files on another node.
@@ -504,6 +509,7 @@ class Run:
         state = {
             "trainer": trainer.state(),
             "videos_per_rollout": trainer.videos_per_rollout,
+            "attention": trainer.config.model.attention,
             "prompts": self.prompts_digest,
             "model": trainer.model_digest,
             "record": record,

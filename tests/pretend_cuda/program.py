@@ -27,7 +27,7 @@ MODES: dict[str, list[str]] = {
     "full": [UNEVALUATED, "--optimizer.learning_rate=0.001", "--training.mode=full", "--objective.kl_mode=dual"],
     "muon": [TRAINED, UNEVALUATED, "--optimizer.name=muon", "--model.checkpointing=selective"],
     "stock": [TRAINED, UNEVALUATED, "--model.forward=stock", "--model.checkpointing=full"],
-    "bfloat16": [TRAINED, UNEVALUATED, "--model.dtype=bfloat16", "--model.attention=sdpa"],
+    "bfloat16": [TRAINED, UNEVALUATED, "--model.dtype=bfloat16"],
     "several_updates": [TRAINED, UNEVALUATED, "--training.updates_per_rollout=2"],
 }
 """Training modes that are compared with the CPU."""
@@ -54,7 +54,7 @@ def write_run(folder: Path, **model: Any) -> Path:
 
 
 def train(file: Path, *words: str) -> dict[str, Any]:
-    """Weights before and after a run, the deviation of its first ratios from 1, and where its videos are."""
+    """Weights before and after a run, the deviation of its first ratios from 1, where its videos are, its attention."""
     import torch
 
     from sage_fast.config.load import load_config, to_dict
@@ -75,6 +75,7 @@ def train(file: Path, *words: str) -> dict[str, Any]:
         "before": before,
         "after": numbers(run.trainer.parameters.values()),
         "first_ratio": first,
+        "attention": run.trainer.config.model.attention,
         "videos_on": decoder.decode(latents).device.type,
     }
 

@@ -35,7 +35,8 @@ logger = logging.getLogger(__name__)
 
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
-# The order in which `auto` tries, by major compute capability: the fastest published first. bf16, head dim 128:
+# The order in which `auto` tries, by major compute capability: the fastest published first. A training run on a GPU
+# times what is installed instead (`run/attention_choice.py`). bf16, head dim 128:
 # * Hopper, forward / backward TFLOP/s on an H100: FlashAttention-3 648 / 561, cuDNN 595 / 516, FlashAttention-2
 #   370 / 322 (Shah et al., arXiv 2407.08608, section 4.1). FlashAttention-4 has no figure there and is left to an
 #   explicit choice.
@@ -102,10 +103,10 @@ def resolve_backend(
 
 
 def backend_report(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, deterministic: bool = False
 ) -> dict[str, str | None]:
     """Backends on a device: name -> None if it can run there, else the reason why not."""
-    use = Use(torch.device(device), dtype, head_dim)
+    use = Use(torch.device(device), dtype, head_dim, deterministic)
     return {name: LIBRARIES[name].unavailable(use) for name in BACKENDS}
 
 

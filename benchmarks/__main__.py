@@ -7,13 +7,13 @@ from collections.abc import Sequence
 SUITES = {
     "device": "everything that needs a GPU, most valuable first, into one JSON file",
     "kernels": "every op of sage_kernels: GB/s, share of the copy bandwidth, ratio to eager and torch.compile",
-    "transformer": "the full size, fused, against diffusers: forward, training step, rollout step; attention backends",
+    "transformer": "9 layers, fused, against diffusers: forward, training step, rollout step; attention backends",
     "iteration": "one whole GRPO iteration of the true model",
     "decode": "decoding a video, against diffusers",
     "peers": "updates of public trainers, by their own code in --public FOLDER, and ours in turns on a CPU",
     "cpu": "the fused forward and diffusers' in turns on a CPU, which the guard holds on every change",
 }
-"""Command -> what it times; each is a file of benchmarks/suites, but for the first."""
+"""Command -> what it times."""
 COMMANDS = {
     "guard": "exact budgets of benchmarks/budgets.yaml, and limits of timings",
     "report": "tables and plots of committed results, and the parts of the documents that come from them",
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     if name in SUITES:
         from benchmarks import session
 
-        return session.main(name, rest)
+        return session.main(name, rest, SUITES[name])
     status: int = importlib.import_module(f"benchmarks.{name}").main(rest)
     return status
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import sage_kernels
-from benchmarks.workload import Shape
+from benchmarks.shapes import Shape
 from sage_fast.models.attention.attention import attention
 from sage_fast.models.hunyuan15.backbone import velocity as policy_velocity
 from sage_fast.models.hunyuan15.fused import accelerate

@@ -141,16 +141,34 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr) -> None:  # type: 
 
 
 def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, tuple[Callable[[], object], int]]:
-    """Calls that reach what the device can, and their work: a large bfloat16 product (`matmul`) and its operations, or
-    two ways to copy 1 GiB on a GPU (1 MiB on a CPU) and the bytes that they read and write.
+    """Calls that reach what the device can, and their work.
+
+    matmul: a large bfloat16 product, operations. product up, product down: those of a feed-forward at 480p, also in 8
+    bits with a scale for each row. copy: two ways to copy 1 GiB on a GPU (1 MiB on a CPU), bytes read and written.
     """
+    calls: dict[str, Callable[[], object]]
     if name == "matmul":
         size = 64 if smoke else 8192
         a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
         return {"device": (lambda: a @ b, 2 * size**3)}
+    if name.startswith("product"):
+        m, k, n = (48, 32, 64) if smoke else (32760, 2048, 8192)
+        if name.endswith("down"):
+            k, n = n, k
+        x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
+        weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
+        calls = {"bfloat16": lambda: x @ weight.T}
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+            small, small_weight = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight))
+            # On a CPU torch 2.11 takes one scale for all rows.
+            rows, columns = (m, n) if device.type == "cuda" else (1, 1)
+            scales = torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)
+            half: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}  # as torchao trains
+            calls["float8"] = lambda: torch._scaled_mm(small, small_weight.T, *scales, **half)
+        return {name: (call, 2 * m * k * n) for name, call in calls.items()}
     numel, block = 2**28 if device.type == "cuda" else 2**18, 4096
     source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
-    calls: dict[str, Callable[[], object]] = {
+    calls = {
         "memcpy": lambda: target.copy_(source),
         "Triton": lambda: _copy_kernel[numel // block,](source, target, BLOCK=block, num_warps=8),
     }

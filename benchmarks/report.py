@@ -12,6 +12,7 @@ the planner's and needs no result.
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,8 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import harness, results
+from benchmarks import harness, predicted, results
 from benchmarks.results import Result
+from benchmarks.suites.iteration import STEP
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES
@@ -32,10 +34,15 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
 HEADLINES = ("transformer forward B / P1", "transformer forward B / P2", "transformer train B / P2")
+OFF = 0.2
+"""Share of a prediction by which it may miss what was measured before the page says so."""
+ITERATION = f"iteration {STEP} B seconds per video"
 GPU_TABLES = {
-    "Steps of the full-size transformer": ("transformer",),
+    "One iteration, and decoding a video": ("iteration", "decode"),
+    "Steps of 9 layers of the transformer": ("transformer",),
     "Attention backends": ("attention",),
     "Kernels": ("kernels",),
+    "Ceilings": ("ceilings",),
 }
 """Heading -> suites below it."""
 
@@ -63,6 +70,22 @@ class DeviceResults:
         cpu = newest["cpu"]
         return f"CPU ({cpu['model']}, {cpu['torch_threads']} thread{'s' if cpu['torch_threads'] > 1 else ''})"
 
+    @property
+    def planned(self) -> str | None:
+        """The planner's name of the GPU; None where it has none."""
+        gpu = self.environments[max(self.environments)]["gpu"]
+        return predicted.device_of(gpu["name"]) if gpu else None
+
+    @property
+    def over_plan(self) -> dict[str, float]:
+        """Measured seconds over those of the plan, of every timing that it predicts."""
+        return {
+            results.name_of(*step, who): row["seconds"]["median"] / row["predicted"]
+            for step, contenders in results.rows(self.result).items()
+            for who, row in contenders.items()
+            if "predicted" in row
+        }
+
     def source(self, suite: str) -> str:
         """Device and file of the newest figures of a suite, as a line."""
         file = max(file for cell, file in self.files.items() if self.result["cells"][cell]["suite"] == suite)
@@ -89,6 +112,13 @@ def read_results(files: Iterable[Path]) -> Results:
         device.environments[file.name] = content["environment"]
         device.result["cells"] |= content["cells"]
         device.files |= dict.fromkeys(content["cells"], file.name)
+    for device in devices.values():
+        if device.planned is None:
+            continue
+        for (suite, _, _), contenders in results.rows(device.result).items():
+            for row in contenders.values():
+                if seconds := predicted.seconds(suite, row, device.planned):
+                    row["predicted"] = seconds
     return list(devices.values())
 
 
@@ -135,7 +165,15 @@ def gpu_block(found: Results) -> str:
     """Timings of every GPU, or one sentence where there is no result of any."""
     if not (gpus := gpus_of(found)):
         return NO_GPU
-    return "\n".join(f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items())
+    tables = [f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items()]
+    return "\n".join([*(off_plan(device) for device in gpus), *tables])
+
+
+def off_plan(device: DeviceResults) -> str:
+    """What the plan misses, in a sentence."""
+    missed = [f"{name} {ratio:.2f}" for name, ratio in device.over_plan.items() if abs(ratio - 1) > OFF]
+    said = f"**The plan is off by more than a fifth**, measured over predicted: {', '.join(missed)}."
+    return f"{device.name}: {said if missed else 'the plan is within a fifth of every figure that it predicts.'}\n"
 
 
 def headline_block(found: Results) -> str:
@@ -146,6 +184,10 @@ def headline_block(found: Results) -> str:
         shown = [
             f"{name.removeprefix('transformer ')}: {1 / ratios[name]:.2f}x" for name in HEADLINES if name in ratios
         ]
+        if ITERATION in ratios:
+            shown.append(f"iteration of 2 steps: {ratios[ITERATION]:.1f} s per video")
+        if off := evidence([device], device.planned):
+            shown.append(f"seconds over the plan's: {off}")
         if shown:
             lines.append(f"* {device.name}: {'; '.join(shown)}\n")
     return "".join(lines) or NO_GPU
@@ -194,8 +236,14 @@ def cards_block(found: Results) -> str:
         assert plan.fits, preset
         peak, update = cells_of_plan(plan)
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
-        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update])
-    return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)"), rows)
+        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update, evidence(found, device)])
+    return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)", "measured over predicted there"), rows)
+
+
+def evidence(found: Results, device: str | None) -> str:
+    """Measured seconds over the plan's, on a device: median and range of all that it predicts."""
+    ratios = [ratio for measured in found if measured.planned == device for ratio in measured.over_plan.values()]
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {

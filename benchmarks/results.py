@@ -5,6 +5,7 @@ the same result and has passed, so a check that is missing is as red as one that
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def duration(seconds: Mapping[str, float]) -> str:
 
 
 def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
-    """Duration, rate, share of the ceiling, peak memory, time over ours and note of a row; "" where there is none."""
+    """The columns of `HEAD` for a row; "" where there is nothing."""
     ours, over = contenders.get("ours"), ""
     if ours is not None and ours is not row:
         over = f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
@@ -119,17 +120,18 @@ def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
         f"{row['share']:.0%}" if "share" in row else "",
         f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
         over,
+        f"{row['seconds']['median'] / row['predicted']:.2f}x of {row['predicted']:.3g} s" if "predicted" in row else "",
         row.get("note", ""),
     ]
 
 
-HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", "")
+HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", "of the plan", "")
 
 
 def table(result: Result) -> str:
     """A run in a screenful or two: every figure, and what is missing and why."""
     lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""] if result["smoke"] else []
-    form = "{:44} {:30} {:>13} {:>10} {:>8} {:>20}  {}"
+    form = "{:44} {:30} {:>13} {:>10} {:>8} {:>20} {:>16}  {}"
     lines.append(form.format("", *HEAD).rstrip())
     for (suite, step, shape), contenders in rows(result).items():
         for contender, row in contenders.items():
@@ -151,6 +153,14 @@ def problems(result: Result) -> Iterator[str]:
             yield f"{name}: {record['status']}"
         elif missing := red(result, record.get("needs", ())):
             yield f"{name}: no figure, because {missing[0]} has not passed"
+
+
+def left(result: Result) -> str:
+    """Number of cells by suite that wait for another run."""
+    waiting = Counter(
+        r["suite"] for r in result["cells"].values() if r["status"].startswith(("skipped: the t", "running"))
+    )
+    return ", ".join(f"{suite} {count}" for suite, count in waiting.items()) or "nothing"
 
 
 def succeeded(result: Result) -> bool:

@@ -11,6 +11,8 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
                rate, unit and share of the ceiling, peak_memory_gb, a note
     telemetry  seconds, state of the GPU before and after
 
+and `calls`, beginning of a run -> its seconds so far, and `ended`, suite -> the run that has come to its end.
+
 The file is written before and after every cell, and a later run with the same file goes on with what is missing.
 
 A run measures in a child process (`supervise`). Where that can measure no more (a sticky CUDA error), is ended by a
@@ -19,7 +21,6 @@ signal, or has used up a cell's time, another one goes on with the next cell.
 
 import argparse
 import faulthandler
-import importlib
 import itertools
 import logging
 import math
@@ -30,7 +31,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,8 @@ from sage_kernels.registry import OPS
 
 BUDGET = 510.0
 """Seconds of a whole run."""
+ARRIVAL = 45.0
+"""Of a lease, before a run begins on it: the machine's start, copying."""
 CELL_SHARE = 1 / 24
 """Of a run's time, for the rounds of one cell beyond the fewest."""
 SETTLED = ("done", "absent")
@@ -133,7 +136,8 @@ class Session:
         """Measure the cells of a suite that are not there yet."""
         self._suite_ends = math.inf if self.smoke else time.monotonic() + suite.limit
         setup = f"{suite.name} setup"
-        if self._tried(setup):
+        ended = self.result.setdefault("ended", {})
+        if self._tried(setup) or ended.get(suite.name) == self.started:
             return
         self.cells[setup] = {"suite": suite.name, "needs": [], "status": RUNNING, "run": self.started}
         self._end_process_after(LEAST_SECONDS)
@@ -146,6 +150,7 @@ class Session:
             self.cells[setup] |= {"status": failure(error)}
         else:
             del self.cells[setup]
+        ended[suite.name] = self.started
         self._suite_ends = math.inf
         self.save()
         self._require_device()
@@ -234,6 +239,7 @@ class Session:
 
     def save(self) -> None:
         """Write the result so far."""
+        self.result.setdefault("calls", {})[str(self.started)] = time.monotonic() - self.started
         if self.path is not None:
             harness.write_result(self.path, self.result)
 
@@ -251,7 +257,7 @@ def timing(step: str, shape: str, contender: str, seconds: Quantiles, **more: An
 
 
 def ceiling_cells(session: Session) -> Iterator[Cell]:
-    """Copy bandwidth and the rate of a large product, the denominators of every share.
+    """Copy bandwidth and the rate of a large product, the denominators of every share; and what 8 bits would give.
 
     A kernel can reach at least the rate of one copy: the ceiling is the faster of memcpy and a Triton copy.
     """
@@ -263,8 +269,9 @@ def ceiling_cells(session: Session) -> Iterator[Cell]:
             rows.append(timing(name, "", contender, seconds, **{amount: size}))
         return {"rows": rows}
 
-    yield Cell(suite="ceilings", name="copy", work=partial(measured, "copy", "bytes"))
-    yield Cell(suite="ceilings", name="matmul", work=partial(measured, "matmul", "flop"))
+    for name in ("copy", "matmul", "product up", "product down"):
+        amount = "bytes" if name == "copy" else "flop"
+        yield Cell(suite="ceilings", name=name, work=partial(measured, name, amount))
 
 
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
@@ -273,13 +280,13 @@ CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
 # ------------------------------------------------------------------------------------------ the command
 
 
-def parser_of(command: str, description: str | None) -> argparse.ArgumentParser:
+def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     """Options that the commands share."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {command}", description=(description or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {command}", description=description)
     parser.add_argument("--smoke", action="store_true", help="tiny shapes and few rounds; runs without a GPU")
     parser.add_argument("--budget", type=float, default=BUDGET, help=f"seconds of the whole run ({BUDGET:.0f})")
+    words = "seconds for which a GPU is lent, for this run and the next; with --smoke the order that is predicted"
+    parser.add_argument("--lease", type=float, help=words)
     parser.add_argument("--output_file", type=Path, help="JSON; default benchmarks/results/<device>/<date>-<commit>...")
     parser.add_argument("--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS)
     words = "of the kernels, this op only; may be repeated"
@@ -320,6 +327,11 @@ def end_with_supervisor(stdin: int = 0) -> None:
     os._exit(1)
 
 
+def left_of(lease: float, calls: Mapping[str, float]) -> float:
+    """Seconds that a lease has left for one more run, after these."""
+    return lease - sum(calls.values()) - ARRIVAL * (len(calls) + 1)
+
+
 def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str = "", on_cpu: bool = False) -> int:
     """Run suites as the command line asks.
 
@@ -333,8 +345,7 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
     """
     try:
         session = _open(options, suffix=suffix, on_cpu=on_cpu)
-        # A CPU has no ceiling: the large product takes it minutes.
-        for suite in [*([CEILINGS] if not on_cpu or torch.cuda.is_available() else []), *suites]:
+        for suite in suites:
             session.run(suite)
     except (ValueError, OSError) as error:  # an OSError is of the result's file
         print(error, file=sys.stderr)
@@ -345,6 +356,13 @@ def execute(suites: Sequence[Suite], options: argparse.Namespace, *, suffix: str
     print(results.table(session.result))
     if session.path is not None:
         print(f"written to {session.path}")
+    if options.lease and options.smoke:
+        from benchmarks import predicted  # traces the model
+
+        print(predicted.table(options.lease))
+    elif options.lease:
+        left = max(0.0, left_of(options.lease, session.result["calls"]))
+        print(f"{left:.0f} s of the lease are left for another run; to measure: {results.left(session.result)}")
     if results.succeeded(session.result):
         return 0
     return RED if session.supervised else 1
@@ -370,11 +388,17 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         if wrong:
             raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
         result = found
+    budget = options.budget
+    if options.lease:
+        earlier = {run: seconds for run, seconds in result.get("calls", {}).items() if run != str(options.started)}
+        budget = min(budget, left_of(options.lease, earlier))
+        if budget <= 0:
+            raise ValueError(f"{path}: its {len(earlier)} runs have used the lease of {options.lease:.0f} s.")
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
         # A smoke run measures nothing, so on a busy machine it may take its time.
-        budget=math.inf if options.smoke else options.budget,
+        budget=math.inf if options.smoke else budget,
         path=path,
         result=result,
         ops=options.op,
@@ -389,13 +413,12 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
     return session
 
 
-def main(name: str, argv: Sequence[str]) -> int:
-    """The command of `benchmarks/suites/<name>.py`, or of all that needs a GPU (`device`): its suites in a child
-    process, or in this one for a smoke run.
-    """
-    module = importlib.import_module("benchmarks.device" if name == "device" else f"benchmarks.suites.{name}")
-    options = parser_of(name, module.__doc__).parse_args(argv)
+def main(name: str, argv: Sequence[str], purpose: str = "") -> int:
+    """A command of `benchmarks.device`: its suites in a child process, or in this one for a smoke run."""
+    from benchmarks.device import WITHOUT_GPU, suites_of
+
+    options = parser_of(name, purpose).parse_args(argv)
     if options.started is None and not options.smoke:
         return supervise(("benchmarks", name), argv)
     suffix = "" if name == "device" else f"-{name}"
-    return execute(module.SUITES, options, suffix=suffix, on_cpu=getattr(module, "ON_CPU", False))
+    return execute(suites_of(name), options, suffix=suffix, on_cpu=name in WITHOUT_GPU)

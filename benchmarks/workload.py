@@ -1,9 +1,8 @@
-"""Work of the suites: shapes, a transformer with random weights, its inputs, its FLOPs.
+"""Work of the suites: a transformer with random weights, its inputs, its FLOPs.
 
 Letters: N video tokens, L text tokens, D width.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
 from torch import Tensor, nn
 
+from benchmarks.shapes import TINY_HEAD_DIM, TINY_HEADS, Shape
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15 as HUNYUAN_VIDEO_15
@@ -25,8 +25,8 @@ NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
 """Sampler and guidance of the reference recipe."""
 
 TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
-    "num_attention_heads": 2,
-    "attention_head_dim": 16,
+    "num_attention_heads": TINY_HEADS,
+    "attention_head_dim": TINY_HEAD_DIM,
     "num_layers": 2,
     "num_refiner_layers": 1,
     "text_embed_dim": 48,
@@ -35,43 +35,6 @@ TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
     "rope_axes_dim": (4, 6, 6),
 }
 """For smoke runs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One size of video with its conditioning, batch 1.
-
-    Example:
-        >>> Shape(name="B", latent=(32, 21, 30, 52), text_tokens=250, padding=(1000, 256, 729)).video_tokens
-        32760
-    """
-
-    name: str
-    latent: tuple[int, int, int, int]
-    """(C, F, H, W)."""
-    text_tokens: int
-    """Valid tokens of the prompt."""
-    padding: tuple[int, int, int]
-    """Text, glyph and image tokens that diffusers' pipeline passes, valid or not."""
-
-    @property
-    def video_tokens(self) -> int:
-        return math.prod(self.latent[1:])
-
-
-PIPELINE_PADDING = (1000, 256, 729)
-A = Shape(name="A", latent=(32, 21, 22, 39), text_tokens=250, padding=PIPELINE_PADDING)
-"""352x624, 81 frames."""
-B = Shape(name="B", latent=(32, 21, 30, 52), text_tokens=250, padding=PIPELINE_PADDING)
-"""480x832, 81 frames."""
-SHAPES = (A, B)
-PARITY = Shape(name="parity", latent=(32, 3, 7, 9), text_tokens=37, padding=(64, 16, 24))
-"""Small and odd, for a comparison in float64."""
-SMOKE = (
-    Shape(name="A", latent=(32, 2, 3, 4), text_tokens=5, padding=(12, 6, 7)),
-    Shape(name="B", latent=(32, 2, 3, 5), text_tokens=5, padding=(12, 6, 7)),
-)
-"""Stand-ins for A and B in a smoke run."""
 
 
 @dataclass(frozen=True, kw_only=True)

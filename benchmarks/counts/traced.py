@@ -21,7 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.workload import HUNYUAN_VIDEO_15, A, B, Shape
+from benchmarks.shapes import A, B, Shape
+from benchmarks.workload import HUNYUAN_VIDEO_15
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.fused import Rotary

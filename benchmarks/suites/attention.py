@@ -9,9 +9,8 @@ Letters: B batch, N tokens, H heads, D head dimension.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.errors import relative_error, verdict
 from benchmarks.results import Record, Result
-from benchmarks.session import Cell, Session, Suite, timing
-from benchmarks.workload import HUNYUAN_VIDEO_15, SHAPES, SMOKE, TINY, Shape
+from benchmarks.session import Cell, Session, timing
+from benchmarks.shapes import HEAD_DIM, HEADS, SHAPES, SMOKE, TINY_HEAD_DIM, TINY_HEADS, Shape
 from sage_fast.models.attention.attention import attention, backend_report, resolve_backend
 
 SUITE = "attention"
@@ -96,10 +95,9 @@ def check(backend: str, device: torch.device, sizes: Sequence[tuple[int, int]], 
     return verdict(worst, ALLOWED) | ({"reason": f"wrong are {'; '.join(wrong[:6])}"} if wrong else {})
 
 
-def time_backend(session: Session, backend: str, shape: Shape, config: Mapping[str, Any]) -> Record:
+def time_backend(session: Session, backend: str, shape: Shape, heads: int, head_dim: int) -> Record:
     """A row per direction."""
     tokens = shape.video_tokens + shape.text_tokens
-    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
     q, k, v, grad = draw((1, tokens, heads, head_dim), session.device, torch.bfloat16)
     out, lse = attention(q, k, v, backend=backend)
     calls = {
@@ -116,14 +114,13 @@ def time_backend(session: Session, backend: str, shape: Shape, config: Mapping[s
 
 def cells(session: Session) -> Iterator[Cell]:
     """Parity of every backend at small sizes; then both shapes, parity and time."""
-    config = TINY if session.smoke else HUNYUAN_VIDEO_15
-    head_dim = config["attention_head_dim"]
+    heads, head_dim = (TINY_HEADS, TINY_HEAD_DIM) if session.smoke else (HEADS, HEAD_DIM)
     backends = list(backend_report(session.device, torch.bfloat16, head_dim))
     small = [(SMALL + remainder, 4) for remainder in REMAINDERS]
     for backend in backends:
         work = partial(check, backend, session.device, small, head_dim)
         yield Cell(suite=SUITE, name=f"parity {backend}", work=work)
-    for shape in reversed(SMOKE if session.smoke else SHAPES):
+    for shape in SMOKE if session.smoke else SHAPES:
         for backend in backends:
             small_parity, parity = f"{SUITE} parity {backend}", f"{SUITE} parity {shape.name} {backend}"
             if (backend == PLAIN and not session.smoke) or session.cells[small_parity]["status"].startswith("absent"):
@@ -131,7 +128,7 @@ def cells(session: Session) -> Iterator[Cell]:
             size = (shape.video_tokens + shape.text_tokens, 1)
             work = partial(check, backend, session.device, [size], head_dim)
             yield Cell(suite=SUITE, name=f"parity {shape.name} {backend}", work=work, needs=(small_parity,))
-            work = partial(time_backend, session, backend, shape, config)
+            work = partial(time_backend, session, backend, shape, heads, head_dim)
             yield Cell(suite=SUITE, name=f"{shape.name} {backend}", work=work, needs=(small_parity, parity))
 
 
@@ -147,15 +144,10 @@ def fastest(result: Result) -> str | None:
     return min(seconds, key=seconds.__getitem__, default=None)
 
 
-def choose(session: Session, config: Mapping[str, Any]) -> str:
+def choose(session: Session) -> str:
     """Attention of the transformer and its peers: the one that --attention names, else the fastest that passed in this
     run, else what a training run would take.
     """
     found = fastest(session.result) if session.attention == "auto" else None
-    head_dim, dtype = config["attention_head_dim"], torch.bfloat16
-    return found or resolve_backend(
-        session.attention, device=session.device, dtype=dtype, head_dim=head_dim, deterministic=False
-    )
-
-
-SUITES = (Suite(name=SUITE, cells=cells, limit=45.0),)
+    head_dim = TINY_HEAD_DIM if session.smoke else HEAD_DIM
+    return found or resolve_backend(session.attention, device=session.device, dtype=torch.bfloat16, head_dim=head_dim)

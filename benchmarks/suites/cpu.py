@@ -23,7 +23,8 @@ from benchmarks.contenders import Velocity
 from benchmarks.errors import pooled_error, verdict
 from benchmarks.harness import quantiles
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite, timing
+from benchmarks.session import Cell, Session, timing
+from benchmarks.shapes import Shape
 from benchmarks.steps import forward, train
 from sage_fast.kernels import REFERENCE
 from sage_fast.models.family import Components
@@ -37,7 +38,7 @@ from sage_fast.trainer import Trainer
 SUITE = "cpu"
 CONTENDERS = ("ours", "P2")
 CONFIG = workload.TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12)}
-SHAPE = workload.Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
+SHAPE = Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
 STEPS = {"forward": (forward, 120), "train": (train, 100)}
 """Step -> what it runs, and its rounds."""
 UPDATES = {"toy": (6, 3, 8, 10), "wide": (18, 9, 2, 4)}
@@ -152,7 +153,3 @@ def cells(session: Session) -> Iterator[Cell]:
     for shape in UPDATES:
         work = lambda shape=shape: measure_updates(shape, session.smoke)  # noqa: E731
         yield Cell(suite=SUITE, name=f"single_pass {shape}", work=work)
-
-
-SUITES = (Suite(name=SUITE, cells=cells),)
-ON_CPU = True

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from benchmarks import public
 from benchmarks.results import Record
-from benchmarks.session import Cell, Session, Suite
+from benchmarks.session import Cell, Session
 from benchmarks.suites import cpu
 from sage_fast.config.load import load_config
 from sage_fast.models.toy.codec import PatchCodec
@@ -146,7 +146,3 @@ def measure(
         said.append(session.cells.get(alone, {}).get("checkout", ""))
         row |= {"flop": one.flop, "peak_mb": peak, "note": ", ".join(filter(None, said))}
     return record
-
-
-SUITES = (Suite(name=SUITE, cells=cells),)
-ON_CPU = True

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
-from benchmarks import results
+from benchmarks import device, results
 from benchmarks.session import Session
 from benchmarks.suites import decode
 from benchmarks.suites.decode import Contest
@@ -38,7 +38,7 @@ def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.Mo
     monkeypatch.setattr(decode, "stock_decode", lambda *arguments: right(*arguments) ^ 1)
     monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
     found = session()
-    found.run(decode.SUITES[0])
+    found.run(device.SUITES["decode"])
     assert found.cells["decode parity tiny"]["errors"] == {"levels": 1.0} and results.rows(found.result) == {}
     assert not results.succeeded(found.result)
 

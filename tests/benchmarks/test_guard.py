@@ -273,9 +273,9 @@ def test_ratios_are_those_of_what_passed() -> None:
     found = results.ratios(gpu_result())
     assert found["transformer forward B / P2"] == pytest.approx(0.75)
     # The single pass needs no rollout beside it; alone it stands beside the peers' training step.
-    assert found["transformer single_pass B / P2"] == pytest.approx(5.2 / 7.5)
-    assert found["iteration 2 videos of 4 steps B seconds per video"] == pytest.approx(55.0)
-    assert found["transformer train B GB of memory"] == 55.0
+    assert found["transformer single_pass B / P2"] == pytest.approx(2.0 / 2.4)
+    assert found["iteration 2 videos of 2 steps B seconds per video"] == pytest.approx(32.0)
+    assert found["iteration 2 videos of 2 steps B GB of memory"] == 41.0
     assert not any("P2c" in name or "wrong" in name or name.endswith("/ ours") for name in found)
 
 
@@ -287,7 +287,7 @@ def test_a_timing_is_there_and_within_its_limit(
     run, name = gpu_result(), "transformer forward B ours"
     run["cells"] |= {f"kernels {op} B {who}": timed("kernels", op, "B", who, 1e-5) for op, who in KERNELS}
     if fault == "slow":
-        run["cells"][name]["rows"][0]["seconds"] = quantiles(1.1)
+        run["cells"][name]["rows"][0]["seconds"] = quantiles(0.25)
     elif fault == "red":
         run["cells"]["transformer parity ours"]["passed"] = False
     elif fault == "absent":

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import public, results
+from benchmarks import device, public, results
 from benchmarks.session import Session
 from benchmarks.suites import cpu, peers
 
@@ -52,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_trainers_that_work_take_turns_with_ours_and_the_others_are_named(folder: Path, session: MakeSession) -> None:
     run = session(public=folder)
-    run.run(peers.SUITES[0])
+    run.run(device.SUITES["peers"])
     (grpo,) = results.rows(run.result).values()
     assert list(grpo) == ["ours", "ours, single pass", "flow_grpo"]
     assert list(grpo["ours"]["over"]) == ["ours, single pass", "flow_grpo"]
@@ -83,5 +83,5 @@ def test_code_that_has_changed_is_named(old: str, new: str, said: str, folder: P
 
 def test_without_a_folder_the_sources_are_named(session: MakeSession) -> None:
     run = session()
-    run.run(peers.SUITES[0])
+    run.run(device.SUITES["peers"])
     assert "git clone https://github.com/yifan123/flow_grpo" in run.cells["peers setup"]["status"]

@@ -12,12 +12,13 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
-from benchmarks import contenders, results
+from benchmarks import contenders, device, results
 from benchmarks.contenders import Velocity
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.session import Session, Suite
+from benchmarks.shapes import SMOKE
 from benchmarks.suites import attention, iteration, transformer
-from benchmarks.workload import SMOKE, TINY, adapt, random_inputs, random_transformer
+from benchmarks.workload import TINY, adapt, random_inputs, random_transformer
 from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
@@ -27,7 +28,7 @@ from tests.benchmarks.made_up import gpu_result
 
 MakeSession = Callable[..., Session]
 CPU = torch.device("cpu")
-SHAPE = SMOKE[1]
+SHAPE = SMOKE[0]
 
 
 def tiny(dtype: torch.dtype = torch.float64) -> HunyuanVideo15Transformer3DModel:
@@ -156,7 +157,7 @@ def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatc
 
     monkeypatch.setattr(attention, "gradients", scaled)
     found = session()
-    found.run(attention.SUITES[0])
+    found.run(device.SUITES["attention"])
     assert {who for contenders in results.rows(found.result).values() for who in contenders} == {"reference"}
     assert attention.fastest(found.result) is None, "it is not chosen either"
     assert "NVIDIA" in found.cells["attention parity flash3"]["status"], "what is absent is no failure"
@@ -165,9 +166,9 @@ def test_a_wrong_attention_backend_is_not_timed(session: MakeSession, monkeypatc
 def test_the_fastest_backend_that_passed_is_ours(session: MakeSession) -> None:
     result = gpu_result()
     assert attention.fastest(result) == "cudnn", "a wrong one that is faster does not count"
-    assert attention.choose(session(result["cells"]), TINY) == "cudnn"
-    assert attention.choose(session(result["cells"], attention="sdpa"), TINY) == "sdpa"
-    assert attention.choose(session(), TINY) == "sdpa", "before any was measured: what a run would take"
+    assert attention.choose(session(result["cells"])) == "cudnn"
+    assert attention.choose(session(result["cells"], attention="sdpa")) == "sdpa"
+    assert attention.choose(session()) == "sdpa", "before any was measured: what a run would take"
 
 
 def test_float64_attention_is_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +227,7 @@ def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatc
     assert cells["transformer parity P2"]["status"].startswith("failed: ZeroDivisionError")
     assert cells["transformer parity ours"]["bounds"]["velocity"] == SANE
     assert cells["transformer forward B P2"]["status"] == "skipped: transformer parity P2 has not passed"
-    assert cells["transformer forward B ours"]["rows"][0]["note"] == "not compared with P2 at full size"
+    assert cells["transformer forward B ours"]["rows"][0]["note"] == "not compared with P2 at this size"
 
 
 @pytest.mark.slow
@@ -235,5 +236,5 @@ def test_an_iteration_whose_first_ratios_are_not_1_has_no_figure(
 ) -> None:
     monkeypatch.setattr(iteration.Trainer, "iterate", lambda self: {"ratio/first_max_deviation": 1e-3})
     found = session()
-    found.run(iteration.SUITES[0])
+    found.run(device.SUITES["iteration"])
     assert found.cells["iteration parity"]["errors"] == {"ratio": 1e-3} and results.rows(found.result) == {}

@@ -1,0 +1,140 @@
+"""Seconds that the plan gives for what is timed: beside each measured figure, and for a lease before it begins."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+from benchmarks.results import Record
+from benchmarks.session import BUDGET, left_of
+from benchmarks.suites import attention, iteration, kernels, transformer
+from benchmarks.suites.transformer import Timed
+from sage_fast.config.load import load_config
+from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.estimate import Plan, make_plan
+from sage_fast.planning.trace import Cost, trace
+from sage_fast.planning.work import velocity_call
+from sage_kernels.registry import specs
+
+# Assumed seconds.
+STARTING = 20.0
+"""Of a run before its first cell."""
+MODEL = 10.0
+"""Of a suite that makes a model: its library, its weights, its parity."""
+COMPILING = 1.0
+"""Until Triton has compiled the kernels of an op, or a library has planned its call of a new size."""
+INDUCTOR = 4.0
+"""Until Inductor has compiled an op."""
+INDUCTOR_BLOCK = 45.0
+"""The same of a block."""
+
+VIDEO: dict[str, dict[str, int]] = {"B": {}, "A": {"video.height": 352, "video.width": 624}}
+
+
+def device_of(gpu: str) -> str | None:
+    """The planner's name of a GPU."""
+    return next((name for name in DEVICES if name in gpu.lower().replace(" ", "")), None)
+
+
+@cache
+def plan_of(shape: str, device: str) -> Plan:
+    """The plan of the iteration that is timed, at a shape."""
+    return make_plan(load_config(iteration.RECIPE, iteration.CHANGES | VIDEO[shape]), DEVICES[device], sizes={})
+
+
+def step_seconds(step: str, shape: str, layers: int, backend: str, device: str) -> float:
+    """A step of ours at a depth."""
+    plan = plan_of(shape, device)
+    description = replace(plan.description, transformer={**plan.description.transformer, "num_layers": layers})
+    call = replace(velocity_call(plan.config, description, True), checkpointing="selective")
+    if step == "forward":
+        call = replace(call, guidance_scale=1.0, trained="full")  # without adapters
+    elif step != "rollout":
+        call = replace(call, gradient=True, guidance="paired" if step == "train" else "split")
+    return DEVICES[device].seconds(trace(call), "bfloat16", backend)[0]
+
+
+def seconds(suite: str, row: Record, device: str) -> float | None:
+    """Seconds of a row; None where the plan says nothing of it."""
+    step, shape, who = row["step"], row["shape"], row["contender"]
+    if suite == "attention" and who in DEVICES[device].attention:
+        cost = Cost(**{"attention" if step == "forward" else "attention_backward": row["flop"]})
+        return DEVICES[device].seconds(cost, "bfloat16", who)[0]
+    if who != "ours":
+        return None
+    if suite == "transformer":
+        return step_seconds(step, shape, row["layers"], row["attention"], device)
+    if suite == "iteration" and step == iteration.STEP:
+        return row["videos"] * plan_of(shape, device).seconds_per_video
+    if suite == "decode" and shape in VIDEO:
+        return decode_seconds(shape, device)[0]
+    return None
+
+
+def decode_seconds(shape: str, device: str) -> tuple[float, float]:
+    """The fastest and the slowest decoding of a video."""
+    (phase,) = (phase for phase in plan_of(shape, device).phases if phase.name == "decode")
+    return phase.predicted, phase.predicted + phase.doubt
+
+
+# ------------------------------------------------------------------------------------------ a lease
+
+
+def transformer_seconds(order: Sequence[Timed]) -> float:
+    """All cells of an order, each with a call that is compared."""
+    total = 0.0
+    for timed in order:
+        ours = step_seconds(timed.step, timed.shape, transformer.LAYERS, "auto", "h100")
+        # By count: what eager blocks read and write, a mask, a forward that is computed again.
+        peer = 2.7 if timed.contender == "P1" else 1.5 if timed.trains else 1.3
+        total += ours * (1.0 if timed.contender == "ours" else peer) * (1 + transformer.ROUNDS)
+    return total
+
+
+def suite_seconds() -> dict[str, float]:
+    """Seconds of every suite on an H100, in their order."""
+    plan = plan_of("B", "h100")
+    ops, compiled = (
+        len(list(kernels.variants(specs().values(), (contender,), smoke=False))) for contender in ("ours", "compiled")
+    )
+    # At B a check by two contenders and two rounds of each; at A also those of a third, and its warm-up.
+    decoding = 6 * decode_seconds("B", "h100")[1] + 9 * decode_seconds("A", "h100")[1]
+    return {
+        "starting": STARTING,
+        "ceilings": 5.0,
+        "attention": 2 * (len(attention.REMAINDERS) + len(VIDEO)) * COMPILING,
+        "kernels parity": ops * COMPILING,
+        "transformer": MODEL + transformer_seconds(transformer.ORDER),
+        "decode": decoding,
+        "iteration": MODEL + 4 * plan.seconds_per_video * plan.slowest,
+        "kernels bandwidth": ops * COMPILING,
+        "transformer compiled": 3 * INDUCTOR_BLOCK + transformer_seconds(transformer.COMPILED_ORDER),
+        "kernels compiled": compiled * INDUCTOR,
+    }
+
+
+def order(lease: float) -> list[tuple[str, int, float, float]]:
+    """(suite, run of the lease in which it ends, when it begins and ends there).
+
+    What a run's budget does not hold goes on in the next.
+    """
+    found = []
+    run = 1
+    now = 0.0
+    budget = min(BUDGET, left_of(lease, {}))
+    for suite, taken in suite_seconds().items():
+        begins = now
+        now += taken
+        if now > budget:
+            run += 1
+            begins = STARTING
+            now += STARTING - budget
+            budget = left_of(lease, {"first": budget})
+        found.append((suite, run, begins, now))
+    return found
+
+
+def table(lease: float) -> str:
+    """The order, as text."""
+    lines = [f"Predicted on an H100, with a lease of {lease:.0f} s:", "", "run  begins    ends  suite"]
+    lines += [f"{run:3}  {begins:4.0f} s  {ends:4.0f} s  {suite}" for suite, run, begins, ends in order(lease)]
+    return "\n".join(lines)

@@ -115,7 +115,7 @@ def suite_seconds() -> dict[str, float]:
 def order(lease: float) -> list[tuple[str, int, float, float]]:
     """(suite, run of the lease in which it ends, when it begins and ends there).
 
-    What a run's budget does not hold goes on in the next.
+    A suite that a run's budget does not hold goes on in the next.
     """
     found = []
     run = 1

@@ -170,7 +170,7 @@ def gpu_block(found: Results) -> str:
 
 
 def off_plan(device: DeviceResults) -> str:
-    """What the plan misses, in a sentence."""
+    """A sentence on the figures that the plan misses."""
     missed = [f"{name} {ratio:.2f}" for name, ratio in device.over_plan.items() if abs(ratio - 1) > OFF]
     said = f"**The plan is off by more than a fifth**, measured over predicted: {', '.join(missed)}."
     return f"{device.name}: {said if missed else 'the plan is within a fifth of every figure that it predicts.'}\n"

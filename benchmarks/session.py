@@ -393,7 +393,7 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         earlier = {run: seconds for run, seconds in result.get("calls", {}).items() if run != str(options.started)}
         budget = min(budget, left_of(options.lease, earlier))
         if budget <= 0:
-            raise ValueError(f"{path}: its {len(earlier)} runs have used the lease of {options.lease:.0f} s.")
+            raise ValueError(f"{path}: the runs that it holds have used up the lease of {options.lease:.0f} s.")
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,

@@ -304,12 +304,12 @@ def test_runs_share_a_lease(
     assert budgets == [510.0, pytest.approx(303.0)]
     assert status == sessions.REFUSED
     printed = capsys.readouterr()
-    assert "gpu.json: its 2 runs have used the lease of 900 s." in printed.err
+    assert "gpu.json: the runs that it holds have used up the lease of 900 s." in printed.err
     assert printed.out.count(" s of the lease are left for another run; to measure: nothing\n") == 2
 
 
 def test_a_process_that_follows_a_fault_begins_where_the_last_one_was(session: MakeSession) -> None:
-    """What an ended suite needs is not imported again; a later run looks for what is missing."""
+    """The modules of an ended suite are not imported again; a later run looks for what is missing."""
     imported = []
     suite = Suite(name="some", cells=lambda run: imported.append(run) or iter([cell("good", row)]))
     first = session()

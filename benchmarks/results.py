@@ -15,6 +15,8 @@ Result = dict[str, Any]
 Rows = dict[tuple[str, str, str], dict[str, Record]]
 """(suite, step, shape) -> contender -> row."""
 
+LATE = "skipped: the time is used up"
+"""Status of a cell that waits for another run."""
 COMPLETE = ("done", "out of memory", "absent")
 """Beginnings of the status of a record that needs no more work."""
 
@@ -157,9 +159,7 @@ def problems(result: Result) -> Iterator[str]:
 
 def left(result: Result) -> str:
     """Number of cells by suite that wait for another run."""
-    waiting = Counter(
-        r["suite"] for r in result["cells"].values() if r["status"].startswith(("skipped: the t", "running"))
-    )
+    waiting = Counter(r["suite"] for r in result["cells"].values() if r["status"] in (LATE, "running"))
     return ", ".join(f"{suite} {count}" for suite, count in waiting.items()) or "nothing"
 
 

@@ -169,7 +169,7 @@ class Session:
         if red := results.red(self.result, cell.needs):
             record["status"] = f"skipped: {red[0]} has not passed"
         elif self.left <= 0:
-            record["status"] = "skipped: the time is used up"
+            record["status"] = results.LATE
         else:
             self.cells[cell.key] = record
             self.save()
@@ -389,7 +389,7 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
             raise ValueError(f"{path}: {', '.join(wrong)}. Name another file with --output_file.")
         result = found
     budget = options.budget
-    if options.lease:
+    if options.lease and not options.smoke:
         earlier = {run: seconds for run, seconds in result.get("calls", {}).items() if run != str(options.started)}
         budget = min(budget, left_of(options.lease, earlier))
         if budget <= 0:

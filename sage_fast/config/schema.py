@@ -6,7 +6,7 @@ The sections are in `sections.py`. `load.py` reads and writes all of them as YAM
 import os
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, REGISTERED, UPDATES, resolve
@@ -132,6 +132,11 @@ class RunConfig:
     def samples_by_ode(self) -> bool:
         """True if a rollout draws no noise after its start."""
         return self.rollout.sde_type == "ode" or self.rollout.eta == 0
+
+    @property
+    def compute_dtype(self) -> Literal["float32", "bfloat16"]:
+        """Type in which the transformer computes: its own, or that in which FSDP gathers float32 masters."""
+        return self.distributed.param_dtype if self.training.mode == "full" else self.model.dtype
 
     @property
     def sampling_guidance(self) -> float:

@@ -170,8 +170,8 @@ class ModelConfig(Section, key="model"):
     attention: Literal["auto", "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"] = free(
         "auto", MACHINE
     )
-    """Attention backend of the fused forward. On a GPU `auto` times the installed ones at the size of the videos, logs
-    the fastest, and keeps it through a resume; a backend that is named here and cannot run is an error."""
+    """Attention backend of the fused forward. A run on a GPU times the installed ones for `auto` at the size of its
+    videos, logs the fastest, and keeps it through a resume. A backend that is named here and cannot run is an error."""
     deterministic: bool = free(False, MACHINE)
     """Only attention backends whose backward pass gives the same bits every time."""
     checkpointing: Literal["none", "feed_forward", "selective", "full", "auto"] = free("none", MACHINE)

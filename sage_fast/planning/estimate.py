@@ -29,7 +29,7 @@ from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, PICTURES, MemoryPlan, checkpoint_bytes
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import compute_dtype, count_weights, gathered_weights
+from sage_fast.planning.weights import count_weights, gathered_weights
 from sage_fast.planning.work import Visits, visits
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
@@ -346,7 +346,7 @@ def make_plan(
     slower = longer.total / forward.total - 1
     seconds_per_evaluation, evaluation_doubt = None, 0.0
     if section.every:
-        one, _ = device.seconds(held.calls.evaluation, compute_dtype(config), config.model.attention)
+        one, _ = device.seconds(held.calls.evaluation, config.compute_dtype, config.model.attention)
         # The ranks that share a video take turns at decoding.
         decoded = math.ceil(batches * section.batch_size / layout.sp)
         scoring = sum(costs.seconds for costs in reward_costs(config.reward, config.evaluation_video).values())
@@ -405,7 +405,7 @@ def _phases(
     updates = config.training.updates_per_rollout
 
     def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
-        predicted, bound = device.seconds(cost, compute_dtype(config), config.model.attention)
+        predicted, bound = device.seconds(cost, config.compute_dtype, config.model.attention)
         wait = sum(e.waiting(device) for e in exchanges if e.phase == name) / videos + slower * predicted
         return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
 

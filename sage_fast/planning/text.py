@@ -10,7 +10,6 @@ from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARES, ELEM
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
-from sage_fast.planning.weights import compute_dtype
 from sage_fast.planning.work import anchor_share
 
 FEW_VIDEOS, FEW_PROMPTS = 64, 8
@@ -205,7 +204,7 @@ def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digi
 def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
     config, device, layout = plan.config, plan.device, plan.layout
-    product, _, _, attention = device.rates(compute_dtype(config), config.model.attention)
+    product, _, _, attention = device.rates(config.compute_dtype, config.model.attention)
     most, least = CONVOLUTION_SHARES
     pictures = f" ({plan.description.image_tokens} of a picture)" if plan.description.image_tokens else ""
     lines = [

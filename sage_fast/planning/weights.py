@@ -103,11 +103,6 @@ def _pinned(tensor: torch.Tensor) -> int:
     return 1 << (tensor.numel() - 1).bit_length()
 
 
-def compute_dtype(config: RunConfig) -> Literal["float32", "bfloat16"]:
-    """In which the transformer computes: its own type, or that in which FSDP gathers float32 masters."""
-    return config.distributed.param_dtype if config.training.mode == "full" else config.model.dtype
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gathered:
     """How FSDP holds the weights on each GPU.
@@ -140,7 +135,7 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     """
     section, full = config.distributed, config.training.mode == "full"
     stored = getattr(torch, config.model.dtype).itemsize
-    item = int(getattr(torch, compute_dtype(config)).itemsize)
+    item = int(getattr(torch, config.compute_dtype).itemsize)
     whole = float(weights.total * item)
     keep: Literal["never", "rollout", "always"]
     if section.keep_gathered != "auto":

@@ -18,7 +18,7 @@ from sage_fast.data import best_and_worst, num_trained
 from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import compute_dtype, hashable, targets_of
+from sage_fast.planning.weights import hashable, targets_of
 from sage_fast.rollout import rollout_table
 from sage_fast.sharding.ulysses import share_of
 
@@ -82,7 +82,7 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),
         text_tokens=description.text_tokens,
-        dtype=compute_dtype(config),
+        dtype=config.compute_dtype,
         trained=config.training.mode,
         rank=config.lora.rank,
         target_modules=targets_of(config),

@@ -17,7 +17,6 @@ from sage_fast.distributed.world import World
 from sage_fast.models.attention.attention import backend_report, call_backward, call_forward
 from sage_fast.models.attention.libraries import Use
 from sage_fast.models.family import ModelDescription
-from sage_fast.planning.weights import compute_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ def settle_attention(config: RunConfig, model: ModelDescription, world: World, k
     if (config.model.attention, config.model.forward, device.type) != ("auto", "fused", "cuda"):
         return config
     head_dim = model.transformer["attention_head_dim"]
-    use = Use(device, getattr(torch, compute_dtype(config)), head_dim, config.model.deterministic)
+    use = Use(device, getattr(torch, config.compute_dtype), head_dim, config.model.deterministic)
     reasons = backend_report(*use)
     own = [name for name, reason in reasons.items() if reason is None and name != "reference"]
     ranks = world.gather(own)

@@ -288,6 +288,7 @@ def test_runs_share_a_lease(
 ) -> None:
     environment = {"commit": "0", "gpu": None, "packages": {}}
     monkeypatch.setattr(harness, "environment", lambda: environment)
+    monkeypatch.setattr(sessions.benchmarks, "STARTED", time.monotonic())
     path = tmp_path / "gpu.json"
     options = sessions.parser_of("device", "").parse_args(["--lease=900", f"--output_file={path}"])
     budgets = []

@@ -15,7 +15,8 @@ from torch import Tensor
 from benchmarks import contenders, device, results
 from benchmarks.contenders import Velocity
 from benchmarks.errors import SANE, WORST, pooled_error
-from benchmarks.session import Session, Suite
+from benchmarks.harness import quantiles
+from benchmarks.session import Session, Suite, timing
 from benchmarks.shapes import SMOKE
 from benchmarks.suites import attention, iteration, transformer
 from benchmarks.workload import TINY, adapt, random_inputs, random_transformer
@@ -228,6 +229,23 @@ def test_a_peer_fails_alone(session: MakeSession, monkeypatch: pytest.MonkeyPatc
     assert cells["transformer parity ours"]["bounds"]["velocity"] == SANE
     assert cells["transformer forward B P2"]["status"] == "skipped: transformer parity P2 has not passed"
     assert cells["transformer forward B ours"]["rows"][0]["note"] == "not compared with P2 at this size"
+
+
+@pytest.mark.parametrize(("budget", "warm"), [(200.0, "done"), (50.0, "skipped: the time is used up")])
+def test_a_warm_iteration_begins_where_it_will_end(
+    budget: float, warm: str, session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ended in its middle it would cost the seconds and leave nothing."""
+    first = {"ratio/first_max_deviation": 0.0, "time/iteration": 70.0}
+    made = Mock(first=first, measure=lambda step, metrics: {"rows": [timing(step, "B", "ours", quantiles([1.0]))]})
+    monkeypatch.setattr(iteration, "Iteration", lambda session: made)
+    found = session(budget=budget)
+    found.run(device.SUITES["iteration"])
+    statuses = {name: record["status"] for name, record in found.cells.items()}
+    assert statuses == {"iteration parity": "done", "iteration B cold": "done", "iteration B": warm}
+    assert made.iterate.called == (warm == "done")
+    steps = [step for _, step, _ in results.rows(found.result)]
+    assert steps == [f"{iteration.STEP}, cold", iteration.STEP][: len(steps)] and len(steps) == 1 + (warm == "done")
 
 
 @pytest.mark.slow

@@ -159,13 +159,13 @@ def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, 
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
         calls = {"bfloat16": lambda: x @ weight.T}
         if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
-            small, small_weight = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight))
+            x_float8, weight_float8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight))
             # On a CPU torch 2.11 takes one scale for all rows.
             rows, columns = (m, n) if device.type == "cuda" else (1, 1)
             scales = torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)
-            half: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}  # as torchao trains
-            calls["float8"] = lambda: torch._scaled_mm(small, small_weight.T, *scales, **half)
-        return {name: (call, 2 * m * k * n) for name, call in calls.items()}
+            options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}  # as torchao trains
+            calls["float8"] = lambda: torch._scaled_mm(x_float8, weight_float8.T, *scales, **options)
+        return {contender: (call, 2 * m * k * n) for contender, call in calls.items()}
     numel, block = 2**28 if device.type == "cuda" else 2**18, 4096
     source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
     calls = {

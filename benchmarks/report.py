@@ -23,9 +23,10 @@ from typing import Any
 from benchmarks import harness, predicted, results
 from benchmarks.results import Result
 from benchmarks.suites.iteration import STEP
+from benchmarks.suites.transformer import LAYERS
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
-from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.devices import DEVICES, key_of
 from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import between
@@ -39,7 +40,7 @@ OFF = 0.2
 ITERATION = f"iteration {STEP} B seconds per video"
 GPU_TABLES = {
     "One iteration, and decoding a video": ("iteration", "decode"),
-    "Steps of 9 layers of the transformer": ("transformer",),
+    f"Steps of {LAYERS} layers of the transformer": ("transformer",),
     "Attention backends": ("attention",),
     "Kernels": ("kernels",),
     "Ceilings": ("ceilings",),
@@ -74,7 +75,7 @@ class DeviceResults:
     def planned(self) -> str | None:
         """The planner's name of the GPU; None where it has none."""
         gpu = self.environments[max(self.environments)]["gpu"]
-        return predicted.device_of(gpu["name"]) if gpu else None
+        return key_of(gpu["name"]) if gpu else None
 
     @property
     def over_plan(self) -> dict[str, float]:
@@ -189,7 +190,7 @@ def headline_block(found: Results) -> str:
         if off := evidence([device], device.planned):
             shown.append(f"seconds over the plan's: {off}")
         if shown:
-            lines.append(f"* {device.name}: {'; '.join(shown)}\n")
+            lines.append(f"* {device.name}, {LAYERS} of 54 layers: {'; '.join(shown)}\n")
     return "".join(lines) or NO_GPU
 
 

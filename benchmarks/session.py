@@ -393,7 +393,10 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
         earlier = {run: seconds for run, seconds in result.get("calls", {}).items() if run != str(options.started)}
         budget = min(budget, left_of(options.lease, earlier))
         if budget <= 0:
-            raise ValueError(f"{path}: the runs that it holds have used up the lease of {options.lease:.0f} s.")
+            raise ValueError(
+                f"A lease of {options.lease:.0f} s has no time left for a run: {len(earlier)} run(s) of {path} took "
+                f"{sum(earlier.values()):.0f} s, and each loses {ARRIVAL:.0f} s before it begins."
+            )
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,

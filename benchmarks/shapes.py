@@ -1,4 +1,4 @@
-"""Sizes that the suites time. Nothing is imported here: a suite of attention needs no library of models."""
+"""Sizes that the suites time. They need no library of models, and a suite of attention imports none."""
 
 import math
 from dataclasses import dataclass

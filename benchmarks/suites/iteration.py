@@ -142,5 +142,7 @@ def cells(session: Session) -> Iterator[Cell]:
             return {"status": LATE}
         return iteration().measure(STEP, iteration().iterate())
 
-    for name, work in (("parity", check), ("B cold", cold), ("B", warm)):
-        yield Cell(suite=SUITE, name=name, work=work, needs=() if work is check else (f"{SUITE} parity",))
+    needs = (f"{SUITE} parity",)
+    yield Cell(suite=SUITE, name="parity", work=check)
+    yield Cell(suite=SUITE, name="B cold", work=cold, needs=needs)
+    yield Cell(suite=SUITE, name="B", work=warm, needs=needs)

@@ -199,13 +199,17 @@ def choose_device(name: str | None, device: str, width: int) -> Device:
     return measure_cpu(memory / 1e9 if memory else math.inf)
 
 
+def key_of(gpu: str) -> str | None:
+    """Key of `DEVICES` for the name that torch has for a GPU; None for a kind that no plan counts."""
+    # Without spaces, so that "NVIDIA GeForce RTX 4090" holds the key "rtx4090".
+    return next((key for key in DEVICES if key in gpu.lower().replace(" ", "")), None)
+
+
 def gpu_memory_gb(device: torch.device | str) -> float:
     """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind counts, which the vendor names."""
     properties = torch.cuda.get_device_properties(device)
-    # Without spaces, so that "NVIDIA GeForce RTX 4090" holds the key "rtx4090".
-    name = properties.name.lower().replace(" ", "")
-    planned = [known.memory_gb for key, known in DEVICES.items() if key in name]
-    return min([properties.total_memory / 1e9, *planned])
+    key = key_of(properties.name)
+    return min(properties.total_memory / 1e9, math.inf if key is None else DEVICES[key].memory_gb)
 
 
 def host_memory() -> int | None:

@@ -25,17 +25,19 @@ def settle_attention(config: RunConfig, model: ModelDescription, world: World, k
     """The configuration with the fastest backend instead of `model.attention: auto`. Collective.
 
     It is the same on every rank: of the backends that run on all of them, the one whose slowest rank is fastest.
-    `auto` stays without a GPU, with diffusers' own forward, and where at most one backend runs.
+    `auto` stays without a GPU, with diffusers' own forward, where at most one backend runs, and with
+    `model.deterministic`: a measurement may end in another way next time.
 
     Args:
         kept: backend of the checkpoint that the run goes on from; it stays if it runs on every rank.
     """
     device = rank_device(config.model.device)
-    if (config.model.attention, config.model.forward, device.type) != ("auto", "fused", "cuda"):
+    asked = config.model.attention, config.model.forward, config.model.deterministic
+    if asked != ("auto", "fused", False) or device.type != "cuda":
         return config
     head_dim = model.transformer["attention_head_dim"]
-    use = Use(device, getattr(torch, config.compute_dtype), head_dim, config.model.deterministic)
-    reasons = backend_report(*use)
+    use = Use(device, getattr(torch, config.compute_dtype), head_dim)
+    reasons = backend_report(use.device, use.dtype, use.head_dim)
     own = [name for name, reason in reasons.items() if reason is None and name != "reference"]
     ranks = world.gather(own)
     shared = [name for name in own if all(name in names for names in ranks)]

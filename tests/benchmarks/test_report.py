@@ -23,7 +23,7 @@ def test_a_result_of_a_gpu_fills_the_tables(tmp_path: Path) -> None:
     assert "| forward B | cudnn | 17.0 (17.0 – 17.0) ms | 595 TFLOP/s | 75% | 1.02x of 0.0166 s |" in gpu
     headline = report.headline_block(found)
     assert headline.startswith(
-        "* NVIDIA H100 80GB HBM3: forward B / P1: 1.90x; forward B / P2: 1.33x; train B / P2: 1.60x; "
+        "* NVIDIA H100 80GB HBM3, 9 of 54 layers: forward B / P1: 1.90x; forward B / P2: 1.33x; train B / P2: 1.60x; "
         "iteration of 2 steps: 32.0 s per video; seconds over the plan's: 1.0"
     )
 

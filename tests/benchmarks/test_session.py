@@ -305,7 +305,8 @@ def test_runs_share_a_lease(
     assert budgets == [510.0, pytest.approx(303.0)]
     assert status == sessions.REFUSED
     printed = capsys.readouterr()
-    assert "gpu.json: the runs that it holds have used up the lease of 900 s." in printed.err
+    assert "A lease of 900 s has no time left for a run: 2 run(s) of " in printed.err
+    assert "gpu.json took 797 s, and each loses 45 s before it begins." in printed.err
     assert printed.out.count(" s of the lease are left for another run; to measure: nothing\n") == 2
 
 

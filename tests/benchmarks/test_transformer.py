@@ -17,9 +17,9 @@ from benchmarks.contenders import Velocity
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.harness import quantiles
 from benchmarks.session import Session, Suite, timing
-from benchmarks.shapes import SMOKE
+from benchmarks.shapes import HEAD_DIM, HEADS, SMOKE, TINY_HEAD_DIM, TINY_HEADS
 from benchmarks.suites import attention, iteration, transformer
-from benchmarks.workload import TINY, adapt, random_inputs, random_transformer
+from benchmarks.workload import HUNYUAN_VIDEO_15, TINY, adapt, random_inputs, random_transformer
 from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
@@ -36,6 +36,12 @@ def tiny(dtype: torch.dtype = torch.float64) -> HunyuanVideo15Transformer3DModel
     transformer = random_transformer(TINY, CPU, dtype)
     adapt(transformer)
     return transformer
+
+
+def test_attention_is_timed_at_the_models_heads() -> None:
+    """Its suite has them by itself, since it imports no model."""
+    for config, heads in ((HUNYUAN_VIDEO_15, (HEADS, HEAD_DIM)), (TINY, (TINY_HEADS, TINY_HEAD_DIM))):
+        assert (config["num_attention_heads"], config["attention_head_dim"]) == heads
 
 
 def test_packed_peer_is_diffusers_without_padding() -> None:

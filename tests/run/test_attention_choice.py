@@ -1,10 +1,10 @@
 """`model.attention: auto` of a run: the fastest by measurement, the same on all ranks and after a resume."""
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,8 +80,9 @@ def test_the_faster_one_is_taken_at_the_size_of_the_videos(
         ({"sdpa": 1.0}, []),
         ({"sdpa": 1.0, "cudnn": 0.5}, ["--model.attention=sdpa"]),
         ({"sdpa": 1.0, "cudnn": 0.5}, ["--model.forward=stock"]),
+        ({"sdpa": 1.0, "flash2": 0.5}, ["--model.deterministic=true"]),
     ],
-    ids=["one backend", "named", "stock"],
+    ids=["one backend", "named", "stock", "deterministic"],
 )
 def test_where_nothing_is_to_be_chosen_nothing_changes(
     seconds: dict[str, float], words: list[str], machine: Machine, tiny_run: TinyRun
@@ -141,11 +142,14 @@ def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
 # ------------------------------------------------------------------------------------------ the measurement
 
 
-class Slow(NamedTuple):
-    """A library whose calls take so long, or fail."""
+class Timed:
+    """A library whose calls take so many seconds of a clock, the first one more, or fail."""
 
-    seconds: float
-    error: type[Exception] | None = None
+    def __init__(self, clock: list[float], seconds: float, error: type[Exception] | None = None) -> None:
+        self.clock = clock
+        self.seconds = seconds
+        self.error = error
+        self.planning = 60.0
 
     def unavailable(self, use: Use) -> str | None:
         return None
@@ -153,27 +157,26 @@ class Slow(NamedTuple):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.error is not None:
             raise self.error("no kernel image is available")
-        time.sleep(self.seconds)
+        self.clock[0] += self.seconds + self.planning
+        self.planning = 0.0
         return q.clone(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
     def backward(self, grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        time.sleep(self.seconds)
+        self.clock[0] += 2 * self.seconds
         return q.clone(), q.clone(), q.clone()
 
 
-@pytest.fixture
-def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {"cudnn": Slow(0.02), "sdpa": Slow(0.01), "flash3": Slow(0.0, RuntimeError)}
-    monkeypatch.setattr("sage_fast.models.attention.attention.LIBRARIES", LIBRARIES | known)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-
-
 def test_seconds_are_those_of_both_passes_and_a_library_that_fails_is_infinitely_slow(
-    libraries: None, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    clock = [0.0]
+    known = {"cudnn": Timed(clock, 2.0), "sdpa": Timed(clock, 1.0), "flash3": Timed(clock, 0.0, RuntimeError)}
+    monkeypatch.setattr(attention, "LIBRARIES", LIBRARIES | known)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(attention_choice, "time", Mock(perf_counter=lambda: clock[0]))
     use = Use(torch.device("cpu"), torch.float32, 16)
     state = torch.get_rng_state()
-    found = {name: time_backend(name, (1, 8, 2, 16), use) for name in ("cudnn", "sdpa", "flash3")}
-    assert 0.04 <= found["cudnn"] < 0.08 and 0.02 <= found["sdpa"] < 0.04 and found["flash3"] == float("inf")
+    found = {name: time_backend(name, (1, 8, 2, 16), use) for name in known}
+    assert found == {"cudnn": 6.0, "sdpa": 3.0, "flash3": float("inf")}
     assert "Attention by flash3 fails and is not taken: no kernel image is available" in caplog.text
     assert torch.equal(state, torch.get_rng_state()), "the run draws the same noise as without it"

@@ -103,10 +103,10 @@ def resolve_backend(
 
 
 def backend_report(
-    device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, deterministic: bool = False
+    device: torch.device, dtype: torch.dtype = torch.bfloat16, head_dim: int = 128
 ) -> dict[str, str | None]:
     """Backends on a device: name -> None if it can run there, else the reason why not."""
-    use = Use(torch.device(device), dtype, head_dim, deterministic)
+    use = Use(torch.device(device), dtype, head_dim)
     return {name: LIBRARIES[name].unavailable(use) for name in BACKENDS}
 
 

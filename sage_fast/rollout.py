@@ -51,6 +51,12 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
 
 
+def rollout_tables(config: RolloutConfig) -> list[TransitionTable]:
+    """The different tables of a run's rollouts: after so many of them an SDE window is back where it began."""
+    cycle = config.num_steps if config.sde_window.size else 1
+    return [rollout_table(config, rollout) for rollout in range(cycle)]
+
+
 def noise_keys(samples: Sequence[Sample], seed: int, update: int, usual: int = 0) -> list[NoiseKey]:
     """The key of each sample's noise; `seed` and `usual` as in `noise_seed`."""
     return [noise_key(s.prompt, s.member, seed, update, usual) for s in samples]
@@ -307,9 +313,7 @@ def micro_batches(samples: Sequence[T], size: int) -> Iterable[Sequence[T]]:
 
 def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> None:
     """ConfigError where some position of the SDE window has fewer trained steps than the rollout has updates."""
-    # After so many rollouts the window is back where it began.
-    cycle = rollout.num_steps if rollout.sde_window.size else 1
-    fewest = min(int(rollout_table(rollout, r).trainable.sum()) for r in range(cycle))
+    fewest = min(int(table.trainable.sum()) for table in rollout_tables(rollout))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
         where, fix = " in the SDE window", "Widen rollout.sde_window"

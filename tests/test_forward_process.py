@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
-from sage_fast.objectives.forward_process import ForwardProcess, forward_loss, levels, old_decay
+from sage_fast.objectives.forward_process import ForwardProcess, forward_loss, level_steps, old_decay, trained_steps
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
 from sage_fast.rollout import VideoScoring, initial_latents
 from sage_fast.run.run import build_trainer
@@ -26,6 +27,12 @@ from tests.tiny.velocity_field import move_weights, relative, smooth_velocity, u
 MakeRun = Callable[..., RunConfig]
 FORWARD = ("--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode")
 BOUND = 5.0
+
+
+def levels_of(objective: ForwardProcess, key: NoiseKey, trajectory: Trajectory) -> Tensor:
+    """Noise levels (K,) at which a video is trained."""
+    steps = trained_steps(objective.process, trajectory.table)
+    return trajectory.table.sigmas[level_steps(key, steps, objective.process.levels)]
 
 
 class Drawn:
@@ -135,11 +142,31 @@ def test_the_clip_stops_what_has_moved_far_enough() -> None:
 def test_every_part_of_the_schedule_has_one_level() -> None:
     table = transition_table("ode", sigma_schedule(12, 5.0), 0.0)
     keys = [NoiseKey(0, 1, p, m) for p in range(40) for m in range(5)]
-    drawn = torch.stack([levels(key, table, 4) for key in keys])
-    numbers_ = (drawn[..., None] == table.sigmas[:-1].double()).int().argmax(-1)
-    assert torch.equal(numbers_ // 3, torch.arange(4).expand(len(keys), 4))
-    assert len(set(numbers_[:, 0].tolist())) == 3
-    assert torch.equal(drawn[7], levels(keys[7], table, 4))
+    steps = trained_steps(ForwardProcessConfig(), table)
+    drawn = torch.tensor([level_steps(key, steps, 4) for key in keys])
+    assert torch.equal(drawn // 3, torch.arange(4).expand(len(keys), 4))
+    assert len(set(drawn[:, 0].tolist())) == 3
+    assert drawn[7].tolist() == level_steps(keys[7], steps, 4)
+
+
+@pytest.mark.parametrize(
+    ("within", "states", "sde_type", "expected"),
+    [
+        (1.0, "noised", "ode", range(8)),
+        (0.5, "noised", "ode", range(4)),
+        (0.1, "noised", "ode", range(1)),
+        (1.0, "path", "sage_exact", range(7)),  # its last step draws no noise
+        (1.0, "path", "sage_grpo", range(8)),
+        (0.5, "path", "cps", range(4)),
+    ],
+)
+def test_levels_lie_within_the_first_steps_and_on_the_path_where_noise_was_drawn(
+    within: float, states: Literal["noised", "path"], sde_type: str, expected: range
+) -> None:
+    table = transition_table(sde_type, sigma_schedule(8, 3.0), 0.5)
+    assert trained_steps(ForwardProcessConfig(within=within, states=states), table) == list(expected)
+    window = table.restrict([2, 3])
+    assert states == "noised" or trained_steps(ForwardProcessConfig(within=within, states=states), window) == [2, 3]
 
 
 def test_schedules_of_the_old_policy() -> None:
@@ -241,7 +268,7 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
         assert loss.anchor_weight == 0.05
         for b, key in enumerate(trajectory.keys):
             x0 = trajectory.final[b]
-            s = float(levels(key, trajectory.table, objective.process.levels)[position])
+            s = float(levels_of(objective, key, trajectory)[position])
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
             torch.testing.assert_close(loss.target[b], z - x0)
@@ -275,7 +302,7 @@ def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypat
 
     expected = torch.zeros((), dtype=torch.float64)
     for b, key in enumerate(trajectory.keys):
-        for position, s in enumerate(levels(key, trajectory.table, objective.process.levels).float().tolist()):
+        for position, s in enumerate(levels_of(objective, key, trajectory).float().tolist()):
             x0, level = trajectory.final[b], torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
@@ -328,3 +355,99 @@ def test_the_controller_moves_once_for_every_level_that_is_trained(tiny_run: Mak
         trainer = build_trainer(tiny_run(*words, *more))
         trainer.iterate()
         assert trainer.objective.kl_weight.update == 4 * trainer.config.forward_process.levels
+
+
+# ----------------------------------------------------------------------------------------------- states of the path
+
+PATH = (
+    "--training.update=forward_process",
+    "--objective.kl_mode=none",
+    "--rollout.sde_type=sage_exact",
+    "--rollout.guidance_scale=1",
+    "--forward_process.states=path",
+    "--forward_process.levels=2",
+)
+
+
+def test_on_the_path_the_rollout_has_states_and_old_velocities(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """u = (x_t - x0) / s at states that the sampler visited; the old policy's velocities need no forward."""
+    trainer = build_trainer(tiny_run(*PATH, "--rollout.micro_batch_size=2"))
+    objective = trainer.objective
+    assert isinstance(objective, ForwardProcess) and objective.old is not None
+    objective.begin(0, 0)
+    with objective.sampling():
+        scored, _ = trainer._score(*trainer._rollout())
+    monkeypatch.setattr(trainer.policy, "velocity", None)  # a call would be an error
+    objective.measure(scored)
+    for number, (rows, trajectory) in enumerate(scored.batches()):
+        for position in range(2):
+            loss = objective._loss(scored, rows, trajectory, (number, position))
+            for b, key in enumerate(trajectory.keys):
+                steps = trained_steps(objective.process, trajectory.table)
+                step = level_steps(key, steps, 2)[position]
+                s = float(trajectory.table.sigmas[step])
+                assert float(loss.sigma[b]) == pytest.approx(s)
+                assert torch.equal(loss.latents[b], trajectory.latents[step][b])
+                torch.testing.assert_close(s * loss.target[b] + trajectory.final[b], loss.latents[b])
+                assert loss.velocity_old is not None
+                assert torch.equal(loss.velocity_old[b], trajectory.velocities[step][b])
+
+
+def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With weight gain^2 / 2 at every step it is sum A r eps dv by hand with eps = r (u - v), in float64."""
+    words = ["--forward_process.old_decay=null", "--forward_process.weighting=velocity"]
+    trainer = build_trainer(tiny_run(*PATH, *words))
+    use_smooth_velocity(trainer, monkeypatch)
+    move_weights(trainer)
+    parameters, objective = list(trainer.parameters.values()), trainer.objective
+    assert isinstance(objective, ForwardProcess)
+    objective.begin(0, 0)
+    scored, _ = trainer._score(*trainer._rollout())
+    expected = torch.zeros((), dtype=torch.float64)
+    count = 0
+    for rows, trajectory in scored.batches():
+        for b, key in enumerate(trajectory.keys):
+            embeds = trajectory.samples[b].embeds
+            text = (embeds.text.mean() + len(embeds.text))[None]
+            for step in level_steps(key, trained_steps(objective.process, trajectory.table), 2):
+                x, v_old = trajectory.latents[step][b], trajectory.velocities[step][b]
+                s, gain = float(trajectory.table.sigmas[step]), float(trajectory.table.gain[step])
+                eps = gain * ((x - trajectory.final[b]) / s - v_old)
+                v = smooth_velocity(parameters, x[None], torch.tensor([s]), text)[0]
+                advantage = float(scored.advantages[rows][b])
+                surrogate = -advantage * gain * (eps * v).double().mean()
+                # GRPO's weight of a step less what `weighting: velocity` leaves out of it.
+                expected = expected + surrogate * 2 / gain**2
+                count += 1
+    found = torch.autograd.grad(expected / count, parameters)
+    trainer.engine.zero_grad()
+    objective.measure(scored)
+    objective.accumulate(scored, range(2), 0)
+    for p, wanted in zip(parameters, found, strict=True):
+        assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--rollout.sde_type=ode",), "draws no noise"),
+        (("--rollout.eta=0",), "draws no noise"),
+        (("--training.update=single_pass",), "before its video is finished"),
+        (("--training.update=two_phase",), "train by the drawn noise"),
+        (("--forward_process.sampling_guidance=2", "--rollout.guidance_scale=1"), "its path is the sampler's"),
+        (("--forward_process.levels=9",), "forward_process.levels is 9"),
+        (("--rollout.sde_window.size=1",), "forward_process.levels is 2, but the sampler draws noise in [01] of"),
+    ],
+)
+def test_what_a_path_cannot_be_trained_with(tiny_run: MakeRun, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_run(*PATH, *words)
+
+
+def test_a_guided_path_is_warned_of(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+    build_trainer(tiny_run(*PATH, "--rollout.guidance_scale=2"))
+    assert "the gradient is biased" in caplog.text

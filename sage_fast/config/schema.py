@@ -113,6 +113,10 @@ class RunConfig:
                 ("rollout.guidance_scale", trained, (1.0,), "it is the unguided velocity that is trained"),
             ]
             check_needs(f"forward_process.sampling_guidance {scale:g}", "sampling_guidance to null", needs)
+        if self.forward_process.states == "path":
+            why = "two_phase and single_pass train by the drawn noise, and a single pass before its video is finished"
+            needs = [("training.update", self.training.update, ("forward_process",), why)]
+            check_needs("forward_process.states path", "states to noised", needs)
         if self.model.adapter is not None:
             needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
             check_needs(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)

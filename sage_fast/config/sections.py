@@ -559,6 +559,12 @@ class ForwardProcessConfig(Section, key="forward_process"):
 
     levels: Length = 4
     """Noise levels K at which a video is trained, one of the sampler's own in each of K equal parts of its schedule."""
+    within: Share = 1.0
+    """Share of the schedule, from the noisiest level on, in which the K levels lie."""
+    states: Literal["noised", "path"] = "noised"
+    """Where a video is trained: at its finished latents `noised` again, or at states on the `path` that a noisy sampler
+    took to it, of the steps that drew noise. On the path the rollout's velocities are the old policy's, whose K
+    forwards fall away. This is GRPO without most of its noise: docs/objectives.md."""
     sampling_guidance: NotNegative | None = None
     """Guidance scale with which the rollout samples, while the unguided velocity is trained (rollout.guidance_scale 1,
     which also evaluates): guidance is distilled into it, weighted by the advantages. null samples what is trained."""

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -55,9 +55,6 @@ class Objective(ABC):
     are there; and for each of `mini_batches`: `accumulate`, then `verify`, the optimizer's step, `moved` and `report`.
     """
 
-    keeps_steps: ClassVar[bool] = True
-    """True if the states and velocities of the sampler's steps are needed after the rollout."""
-
     @staticmethod
     @abstractmethod
     def check_config(config: RunConfig) -> None:
@@ -79,6 +76,8 @@ class Objective(ABC):
         """The policy that samples, where it is not the trained one."""
         self.sampler = self.policy
         """Its guided velocity samples."""
+        self.keeps_steps = True
+        """The states and velocities of the sampler's steps are needed after the rollout."""
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
         self.measured_anchor: WeightSnapshot | None = None
         """The anchor, in rollouts whose KL to it is measured."""

@@ -1,9 +1,14 @@
 """The forward-process objective (DiffusionNFT, arXiv 2509.16117; AWM, 2509.25050): the gradient at noised videos.
 
-Nothing of the sampler's path is needed, so a rollout is plain ODE sampling. The final latents x0 of a video are noised
-again at K levels s, and the velocity there is pulled towards, or pushed away from, the direction of the video:
+The final latents x0 of a video are noised again at K levels s, and the velocity there is pulled towards, or pushed away
+from, the direction of the video:
 
     x_t = (1 - s) x0 + s z,     u = z - x0,     dv = v - v_old
+
+Nothing of the sampler's path is needed, so a rollout is plain ODE sampling. With `states: path` x_t are instead states
+that a noisy sampler visited, u = (x_t - x0) / s, and v_old is the velocity that it had there. This is GRPO's gradient
+at these steps with the drawn noise replaced by its share that the finished video tells, each step at the weight below
+(`docs/algorithm.md` says where that is exact).
 
     L = w(s) [ 2 A mean((v_old - u) dv) + A_max beta mean(dv^2) ] + lambda w_pos mean((v - v_anchor)^2)
 
@@ -31,6 +36,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import ForwardProcessConfig, require
 from sage_fast.data import uniform
@@ -40,7 +46,8 @@ from sage_fast.objectives.base import Objective, Parts, Place, VelocityLoss
 from sage_fast.objectives.replay import Replay, wanted_passes
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, Trajectory
-from sage_fast.sde import TransitionTable
+from sage_fast.rollout import at_steps, rollout_tables, step_sigma
+from sage_fast.sde import TransitionTable, first_steps
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +141,21 @@ def forward_loss(
     )
 
 
-def levels(key: NoiseKey, table: TransitionTable, count: int) -> Tensor:
-    """Noise levels (K,) float64 in (0, 1] of a video: one of the sampler's in each of K = count equal parts."""
+def trained_steps(settings: ForwardProcessConfig, table: TransitionTable) -> list[int]:
+    """Steps of the sampler at whose noise levels videos may be trained: those of its path must have drawn noise."""
+    steps = range(first_steps(table.num_steps, settings.within))
+    return [step for step in steps if settings.states == "noised" or table.trainable[step]]
+
+
+def level_steps(key: NoiseKey, steps: Sequence[int], count: int) -> list[int]:
+    """K = count of these steps for a video, one in each of K equal parts of them."""
     parts = (torch.arange(count) + uniform(key, count)) / count
-    # Never the last entry, which is 0.
-    return table.sigmas[(parts * table.num_steps).long()].double()
+    return [steps[int(part)] for part in parts * len(steps)]
+
+
+def per_video(values: Tensor, like: Tensor) -> Tensor:
+    """Numbers (B,) as (B, 1, 1, 1, 1), on the device of `like`, to multiply it with."""
+    return values.to(like.device).view(-1, *[1] * (like.ndim - 1))
 
 
 def old_decay(share: float | Literal["rising", "late"], update: int) -> float:
@@ -184,10 +201,28 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
         return ForwardTerms(*[torch.zeros(len(self.sigma), device=self.latents.device)] * len(ForwardTerms._fields))
 
 
+def check_path(config: RunConfig) -> None:
+    """ConfigError where a rollout's own states cannot be trained at."""
+    process, rollout = config.forward_process, config.rollout
+    if config.samples_by_ode:
+        raise ConfigError(
+            f"forward_process.states is path, but rollout.sde_type {rollout.sde_type!r} with eta {rollout.eta:g} draws "
+            "no noise, so that a state alone decides its video. Set rollout.sde_type to sage_exact, cps or another "
+            "noisy sampler with eta > 0, or states to noised."
+        )
+    guided = ("forward_process.sampling_guidance", process.sampling_guidance, (None,), "its path is the sampler's")
+    check_needs("forward_process.states path", "states to noised", [guided])
+    tables = rollout_tables(rollout)
+    fewest = min(len(trained_steps(process, table)) for table in tables)
+    if fewest < process.levels:
+        raise ConfigError(
+            f"forward_process.levels is {process.levels}, but the sampler draws noise in {fewest} of the steps that "
+            f"forward_process.within {process.within:g} and rollout.sde_window leave. Lower levels, or widen them."
+        )
+
+
 class ForwardProcess(Objective):
     """`training.update: forward_process`: the gradient of `forward_loss` over K levels of every video."""
-
-    keeps_steps = False
 
     @staticmethod
     def check_config(config: RunConfig) -> None:
@@ -215,6 +250,8 @@ class ForwardProcess(Objective):
             starts = "without the sampler's noise one start is one video"
             needs.append(("rollout.initial_noise", rollout.initial_noise, ("own", "fixed"), starts))
         check_needs("training.update forward_process", "training.update to two_phase", needs)
+        if config.forward_process.states == "path":
+            check_path(config)
 
     @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
@@ -225,10 +262,18 @@ class ForwardProcess(Objective):
                 "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
                 *(prompts_per_rollout, FEW_PROMPTS),
             )
+        if config.forward_process.states == "path" and config.rollout.guidance_scale != 1:
+            logger.warning(
+                "forward_process.states path with rollout.guidance_scale %g: the guided velocity is not that of the "
+                "videos' distribution, so the gradient is biased. With guidance_scale 1 it is not.",
+                config.rollout.guidance_scale,
+            )
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.process = config.forward_process
+        self.on_path = self.process.states == "path"
+        self.keeps_steps = self.on_path
         # Not in later updates of a rollout, which has no velocities at the levels.
         self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
         self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
@@ -256,7 +301,7 @@ class ForwardProcess(Objective):
         """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
         anchor = self.measured_anchor
         self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
-        if self.old is not None:
+        if self.old is not None and not self.on_path:
             levels = range(self.process.levels)
             # Without an advantage too: the trust region pulls every trained video.
             wanted = wanted_passes(scored, [True] * len(levels))
@@ -265,16 +310,22 @@ class ForwardProcess(Objective):
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
     ) -> tuple[Tensor, Tensor]:
-        noised, _, sigma = self._noised(trajectory, position)
-        return noised, sigma
+        steps = self._steps(trajectory, position)
+        sigma = step_sigma(trajectory.table, steps)
+        if self.on_path:
+            return at_steps(trajectory.latents, steps), sigma
+        noise, share = self._noise(trajectory, position), per_video(sigma, trajectory.final)
+        return (1 - share) * trajectory.final + share * noise, sigma
 
-    def _noised(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x_t and z (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
-        keys, x0, table, count = trajectory.keys, trajectory.final, trajectory.table, self.process.levels
-        sigma = torch.stack([levels(key, table, count)[position] for key in keys]).float()
-        noise = gaussian(keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
-        share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
-        return (1 - share) * x0 + share * noise, noise, sigma
+    def _steps(self, trajectory: Trajectory, position: int) -> list[int]:
+        """The step of every sample of a micro-batch whose noise level is its level number `position`."""
+        steps = trained_steps(self.process, trajectory.table)
+        return [level_steps(key, steps, self.process.levels)[position] for key in trajectory.keys]
+
+    def _noise(self, trajectory: Trajectory, position: int) -> Tensor:
+        """z (B, C, F, H, W) of a micro-batch, at level number `position` of every sample."""
+        x0 = trajectory.final
+        return gaussian(trajectory.keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
         """As in `Objective`."""
@@ -283,12 +334,19 @@ class ForwardProcess(Objective):
         return self.replay.accumulate(scored, wanted, positions, self._loss)
 
     def _loss(self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> ForwardLoss:
-        latents, noise, sigma = self._noised(trajectory, place[1])
+        latents, sigma = self._state(scored, rows, trajectory, place[1])
+        velocity_old: Tensor | None
+        if self.on_path:
+            target = (latents - trajectory.final) / per_video(sigma, latents)
+            velocity_old = at_steps(trajectory.velocities, self._steps(trajectory, place[1]))
+        else:
+            target = self._noise(trajectory, place[1]) - trajectory.final
+            velocity_old = self.old_velocities.get(place)
         return ForwardLoss(
             latents=latents,
             sigma=sigma,
-            target=noise - trajectory.final,
-            velocity_old=self.old_velocities.get(place),
+            target=target,
+            velocity_old=velocity_old,
             velocity_anchor=self.anchor_velocities.get(place),
             advantage=scored.advantages[rows],
             anchor_weight=self.kl_weight.weight * self.settings.kl_position_weight,

@@ -288,8 +288,9 @@ class MemoryPlan:
     def _produced(self) -> dict[str, float]:
         """Memory that a rollout leaves for its update."""
         rollout, video = self.config.rollout, self.config.video
-        # A step works on its state and velocity; the forward process keeps the final latents alone.
-        states = 3 if self.config.training.update == "forward_process" else 2 * rollout.num_steps + 1
+        # A step works on its state and velocity; noised videos need the final latents alone.
+        noised = self.config.training.update == "forward_process" and self.config.forward_process.states == "noised"
+        states = 3 if noised else 2 * rollout.num_steps + 1
         produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}
         # In uint8. A GPU's videos are in CPU memory.
         if not self.on_gpu:
@@ -308,7 +309,7 @@ class MemoryPlan:
         steps = self.config.forward_process.levels if forward else rollout.num_steps
         has_anchor = anchor_kind(objective.kl_mode) != "none"
         measured = num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
-        if keeps_old_policy(self.config):
+        if keeps_old_policy(self.config) and self.config.forward_process.states == "noised":
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
         # At worst each trained video is in another micro-batch, and these run whole.

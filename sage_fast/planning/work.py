@@ -19,7 +19,7 @@ from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import hashable, targets_of
-from sage_fast.rollout import rollout_table
+from sage_fast.rollout import rollout_tables
 from sage_fast.sharding.ulysses import share_of
 
 DRAWS = 256
@@ -149,8 +149,7 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     """
     training, rollout = config.training, config.rollout
     # At every position of the SDE window.
-    tables = [rollout_table(rollout, number) for number in range(rollout.num_steps if rollout.sde_window.size else 1)]
-    trainable = [int(table.trainable.sum()) for table in tables]
+    trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     if training.update == "forward_process":
         trained = [config.forward_process.levels]
@@ -159,7 +158,9 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     # Means over the positions of the window.
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
-    old = steps if keeps_old_policy(config) else 0.0
+    # On the sampler's path the rollout has left the old policy's velocities.
+    measures_old = keeps_old_policy(config) and config.forward_process.states == "noised"
+    old = steps if measures_old else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
     # Only the KL to an anchor that lies behind needs a second VJP.
     second_products = behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0

@@ -251,8 +251,9 @@ DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
         f"{DRAWN_KL} --training.update=single_pass --training.guidance=split",
         f"{DRAWN_KL} {' '.join(FORWARD)} --objective.kl_mode=moving --forward_process.sampling_guidance=2 "
         "--training.updates_per_rollout=2",
+        f"{' '.join(FORWARD)} --rollout.sde_type=sage_exact --forward_process.states=path --forward_process.levels=2",
     ],
-    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split", "forward-process"],
+    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split", "forward-process", "path"],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     words: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch

@@ -41,19 +41,20 @@ Progress = Callable[[str, int, int, str], None]
 def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     """Transition table of rollout number `rollout` (from 0): the configured sampler, restricted to its SDE window.
 
-    A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6.
+    A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6, and steps 2, 3 and 0
+    where it stays within the first half.
     """
     table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
     window = config.sde_window
     if window.size is None:
         return table
-    first = rollout * window.stride
-    return table.restrict([(first + i) % config.num_steps for i in range(window.size)])
+    first, span = rollout * window.stride, window.span(config.num_steps)
+    return table.restrict([(first + i) % span for i in range(window.size)])
 
 
 def rollout_tables(config: RolloutConfig) -> list[TransitionTable]:
     """The different tables of a run's rollouts: after so many of them an SDE window is back where it began."""
-    cycle = config.num_steps if config.sde_window.size else 1
+    cycle = config.sde_window.span(config.num_steps) if config.sde_window.size else 1
     return [rollout_table(config, rollout) for rollout in range(cycle)]
 
 

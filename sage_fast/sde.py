@@ -55,11 +55,6 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
     return sigmas
 
 
-def first_steps(num_steps: int, share: float) -> int:
-    """How many of so many steps, from the noisiest on, are a share of them; at least one."""
-    return max(1, round(share * num_steps))
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransitionTable:
     """Coefficients of every step of a sampler; step i goes from sigmas[i] to sigmas[i + 1].

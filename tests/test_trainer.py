@@ -217,6 +217,9 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     stride = "--rollout.sde_window.stride=3"
     assert [window(rollout, stride) for rollout in range(3)] == [[0, 1], [3, 4], [0, 1]]
     assert window(5) == [0, 5] and window(7, "--rollout.sde_window.stride=0") == [0, 1]
+    half = "--rollout.sde_window.within=0.5"
+    assert [window(rollout, half) for rollout in range(4)] == [[0, 1], [1, 2], [0, 2], [0, 1]]
+    assert window(3, "--rollout.sde_window.within=0.1", "--rollout.sde_window.size=1") == [0], "at least one step"
     found = orders(tiny_run("--rollout.num_steps=6", "--rollout.sde_window.size=2"))
     assert all(set(order) == {0, 1} for order in found)
 

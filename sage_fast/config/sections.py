@@ -255,6 +255,11 @@ class VideoConfig(Section, key="video"):
     """Frames per second of the files that are written, and the option `fps` of rewards that have one."""
 
 
+def first_steps(num_steps: int, share: float) -> int:
+    """How many of so many steps, from the noisiest on, are a share of them; at least one."""
+    return max(1, round(share * num_steps))
+
+
 @dataclass(kw_only=True)
 class SDEWindowConfig(Section, key="rollout.sde_window"):
     """Draw noise, and train, only in some of the rollout steps; the others are ODE steps."""
@@ -263,12 +268,21 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
     """Width of a sliding window of steps; null leaves every step stochastic."""
     stride: Natural = 1
     """Steps by which the window moves after every rollout (0 keeps it in place); it starts at the first step, and
-    wraps around at the last."""
+    wraps around at the last, or the last of `within`."""
+    within: Share = 1.0
+    """Share of the rollout's steps, from the noisiest on, that the window stays within and wraps around in: the first
+    steps carry most of the signal of the finished video."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        idle = self.size is None and self.stride != 1
-        require(not idle, "rollout.sde_window.stride", self.stride, "1 where rollout.sde_window.size is null")
+        if self.size is None:
+            for name in ("stride", "within"):
+                value = getattr(self, name)
+                require(value == 1, f"rollout.sde_window.{name}", value, "1 where rollout.sde_window.size is null")
+
+    def span(self, num_steps: int) -> int:
+        """The first so many of a rollout's steps are those of `within`, at least one."""
+        return first_steps(num_steps, self.within)
 
 
 @dataclass(kw_only=True)
@@ -313,8 +327,12 @@ class RolloutConfig(Section, key="rollout"):
         )
         # Its noise is n sin(eta pi/2).
         require(self.sde_type != "cps" or self.eta <= 1, "rollout.eta", self.eta, "at most 1 with rollout.sde_type cps")
-        size, allowed = self.sde_window.size, f"at most rollout.num_steps = {self.num_steps}"
-        require((size or 0) <= self.num_steps, "rollout.sde_window.size", size, allowed)
+        window = self.sde_window
+        span = window.span(self.num_steps)
+        allowed = f"at most rollout.num_steps = {self.num_steps}"
+        if window.within < 1:
+            allowed = f"at most {span}, the steps of rollout.sde_window.within = {window.within:g}"
+        require((window.size or 0) <= span, "rollout.sde_window.size", window.size, allowed)
 
     @property
     def videos_at_once(self) -> int:

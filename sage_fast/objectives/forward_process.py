@@ -38,7 +38,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import Need, RunConfig, check_needs
-from sage_fast.config.sections import ForwardProcessConfig, require
+from sage_fast.config.sections import ForwardProcessConfig, first_steps, require
 from sage_fast.data import uniform
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
@@ -47,7 +47,7 @@ from sage_fast.objectives.replay import Replay, wanted_passes
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.rollout import at_steps, rollout_tables, step_sigma
-from sage_fast.sde import TransitionTable, first_steps
+from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
 

@@ -40,6 +40,11 @@ WORDS = {
     "micro-batch": ("--rollout.micro_batch_size=3", ["rollout.micro_batch_size is 3", "a divisor"]),
     "window": ("--rollout.sde_window.size=9", ["rollout.sde_window.size is 9", "at most rollout.num_steps = 4"]),
     "window-that-moves": ("--rollout.sde_window.stride=2", ["rollout.sde_window.stride is 2", "size is null"]),
+    "window-within": ("--rollout.sde_window.within=0.5", ["rollout.sde_window.within is 0.5", "size is null"]),
+    "window-wider": (
+        "--rollout.sde_window.size=3 --rollout.sde_window.within=0.5",
+        ["rollout.sde_window.size is 3", "at most 2, the steps of rollout.sde_window.within = 0.5"],
+    ),
     "window-updates": (
         "--rollout.sde_window.size=1 --training.updates_per_rollout=2",
         ["in the SDE window", "too few for training.", "Widen rollout.sde_window or"],

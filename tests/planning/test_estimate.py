@@ -205,6 +205,10 @@ def test_full_checkpointing_repeats_attention_and_keeps_half() -> None:
 # ------------------------------------------------------------------------------------------ visits, time
 
 
+CPS_WINDOW = ["--rollout.sde_window.size=5", "--rollout.sde_type=cps"]
+"""The last step of `cps` draws no noise, so a quarter of the positions trains four steps."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -212,11 +216,23 @@ def test_full_checkpointing_repeats_attention_and_keeps_half() -> None:
         (["--training.timestep_fraction=0.5"], (20, 0, 9, 0, 10, 0)),
         (["--training.updates_per_rollout=2"], (20, 0, 16, 0, 20, 0)),
         (["--rollout.sde_window.size=5"], (20, 0, 4.5, 0, 5, 0)),
+        (CPS_WINDOW, (20, 0, 4.275, 0, 4.75, 0)),
+        ([*CPS_WINDOW, "--rollout.sde_window.within=0.9"], (20, 0, 4.5, 0, 5, 0)),
         (["--objective.kl_position_fraction=0.05", "--training.update=single_pass"], (0, 20, 0.9, 0.9, 0, 0.9)),
         (["--training.best_and_worst=1"], (20, 0, 9, 0, 10, 0)),
         (["--training.best_and_worst=1", "--rollout.micro_batch_size=4"], (20, 0, 18, 0, 20, 0)),
     ],
-    ids=["reference", "fraction", "two-updates", "window", "fast", "best-and-worst", "in-fours"],
+    ids=[
+        "reference",
+        "fraction",
+        "two-updates",
+        "window",
+        "degenerate",
+        "within",
+        "fast",
+        "best-and-worst",
+        "in-fours",
+    ],
 )
 def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> None:
     found = visits(load_config(B, overrides))

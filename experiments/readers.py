@@ -37,24 +37,51 @@ from sage_fast.run.provenance import SOURCE_ROOT
 ENLARGED = 4
 """EasyOCR's recogniser wants lines of about 64 pixels."""
 
+PATH = {
+    "rollout.sde_type": "sage_exact",
+    "forward_process.states": "path",
+    "forward_process.within": 0.5,
+}
+"""GRPO without its noise: at the states that the sampler visited in the first half of its steps."""
+
+SINGLE_PASS = {"rollout.sde_type": "sage_exact", "training.update": "single_pass"}
+
 ARMS: dict[str, dict[str, Any]] = {
     "forward_process": {},
-    "single_pass": {"rollout.sde_type": "sage_grpo", "training.update": "single_pass"},
-    "two_phase": {
-        "rollout.sde_type": "sage_grpo",
-        "objective.kl_mode": "dual",
-        "training.update": "two_phase",
-        "training.num_updates": 12,
+    "path": {**PATH, "training.num_updates": 23},
+    "path_two_levels": {**PATH, "forward_process.levels": 2, "training.num_updates": 31},
+    "path_sage_grpo": {**PATH, "rollout.sde_type": "sage_grpo", "training.num_updates": 23},
+    "path_eta_1": {**PATH, "rollout.eta": 1.0, "training.num_updates": 23},
+    "single_pass": {**SINGLE_PASS, "rollout.sde_type": "sage_grpo"},
+    "single_pass_sage_exact": {**SINGLE_PASS, "training.num_updates": 21},
+    "four_early_steps": {
+        **SINGLE_PASS,
+        "rollout.sde_window.size": 4,
+        "rollout.sde_window.within": 0.5,
+        "training.num_updates": 28,
     },
-    "best_of_group": {"forward_process.old_decay": "null", "training.num_updates": 54},
+    "one_early_step": {
+        **SINGLE_PASS,
+        "rollout.sde_window.size": 1,
+        "rollout.sde_window.within": 0.5,
+        "training.num_updates": 39,
+    },
+    "best_of_group": {"forward_process.old_decay": "null", "training.num_updates": 42},
     "shuffled": {},
     "guidance": {"rollout.sde_type": "sage_grpo", "training.update": "two_phase", "rollout.guidance_scale": 2.0},
 }
 """Keys that differ from words_cpu. `shuffled` is trained by rewards that say nothing, `guidance` not at all.
 
-Updates are what 20 of words_cpu pay, in forwards of the transformer for a video, a backward counted as two: of 8 steps
-and 4 levels 24, as `single_pass`; `two_phase` with its anchor 40; `best_of_group`, which trains one of 16, 8.75.
+Updates are what 20 of words_cpu pay, in forwards of the transformer for a video, a backward counted as two. To decode
+and score a video counts `DECODE`. Of 8 steps and 4 levels that is 8 + 4 (the old policy) + 12 + DECODE = 29. On the
+path the old policy is known: 8 + 12 + DECODE = 25, or 19 at two levels. A single pass has 8 + 2 a trained step: 29 at
+all steps, 27 with `sage_exact`, whose last draws no noise, 21 and 15 in a window of four and of one. `best_of_group`,
+which trains one of 16, has 8 + 12 / 16 + DECODE = 13.75.
 """
+
+DECODE = 5
+"""Forwards that take as long as to decode and score a video: 4.6 in the plan of hv15_480p_distilled_lora_8gpu_nft, with
+decoding at the fast end of its range."""
 
 
 class Readers:
@@ -139,7 +166,7 @@ class BestAlone(Callback):
 
 def run_arm(arm: str, rate: float, seed: int, folder: Path) -> TrainedRun:
     """Train an arm, or go on with it. The controls are trained as the forward process, or not at all."""
-    overrides = {"training.num_updates": 20, "seed": seed, "optimizer.learning_rate": rate} | ARMS[arm]
+    overrides: dict[str, Any] = {"training.num_updates": 20, "seed": seed, "optimizer.learning_rate": rate} | ARMS[arm]
     overrides["evaluation.every"] = overrides["training.num_updates"]  # before and after
     words = [f"--{key}={value}" for key, value in overrides.items()]
     name = f"{arm}-{rate:g}-seed{seed}"
@@ -165,7 +192,17 @@ def row(arm: str, rate: float, seed: int, run: TrainedRun, base: TrainedRun) -> 
     told = {"arm": arm, "rate": rate, "seed": seed, "updates": updates}
     counts = {"prompts": len(before.prompts), "noises": run.config.evaluation.noises}
     code = json.loads((run.output_dir / "environment.json").read_text("utf-8"))["commit"]
-    return told | counts | {"commit": code, "torch": torch.__version__} | found
+    told |= {**counts, "commit": code, "torch": torch.__version__, **found}
+    return told | {"words": words_right(before, after)}
+
+
+def words_right(before: Evaluation, after: Evaluation) -> dict[str, list[int]]:
+    """Of each held-out word, the videos that the judge reads right, before the training and after it."""
+    found = {}
+    for number, prompt in enumerate(before.prompts):
+        shares = [each.scores["judge_right"][number] for each in (before, after)]
+        found[quoted_text(prompt)] = [round(share * before.noises) for share in shares]
+    return found
 
 
 def draw_parted(run: TrainedRun, picture: Path, prompts: int = 4, videos: int = 12, shown: int = 2) -> None:

@@ -147,6 +147,7 @@ class ScoredRollout:
     own: which of the V samples of all ranks are the N of this one.
     all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
     videos that `training.best_and_worst` leaves out.
+    second_half: number of the first of the V that belongs to it, see `data.second_half`; None where none is told apart.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
     them and N = 48, while V stays 96.
@@ -157,6 +158,7 @@ class ScoredRollout:
     own: slice
     all_advantages: Tensor
     all_trained: Tensor
+    second_half: int | None = None
 
     @property
     def orders(self) -> Sequence[Sequence[int]]:
@@ -172,6 +174,13 @@ class ScoredRollout:
     def trained(self) -> Tensor:
         """(N,), of this rank."""
         return self.all_trained[self.own]
+
+    @property
+    def middle(self) -> int | None:
+        """Row of this rank at which the second half begins: 0 or N where all of them belong to one half."""
+        if self.second_half is None:
+            return None
+        return min(max(self.second_half - self.own.start, 0), len(self.trained))
 
     @property
     def num_trained(self) -> int:

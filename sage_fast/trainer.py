@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups
+from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups, second_half
 from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -351,6 +351,7 @@ class Trainer:
             own=self.own_videos,
             all_advantages=advantages.flatten(),
             all_trained=trained,
+            second_half=second_half(config, self.world.dp_degree),
         )
         return scored, metrics
 
@@ -389,7 +390,9 @@ class Trainer:
         self.objective.moved(self.update)
         # A mean over the ranks, so that it is the same on all of them.
         visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(positions)
-        return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm}
+        measured = {"grad/signal": self.engine.signal}
+        known = {name: value for name, value in measured.items() if value is not None}
+        return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm} | known
 
     def _skip_update(self, fault: str) -> None:
         """Drop the gradient of the present update, or stop where that is not allowed. The same on every rank."""

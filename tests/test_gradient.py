@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast import trainer as trainer_module
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ObjectiveConfig
-from sage_fast.data import best_and_worst, kl_factors
+from sage_fast.data import best_and_worst, kl_factors, second_half
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objectives import grpo, single_pass
 from sage_fast.objectives.base import gather_terms
@@ -344,3 +345,116 @@ def test_the_anchor_is_measured_where_the_kl_counts(
         assert counts == {"rollout": 20, "anchor": 0, "update": 0}
         # For c_1 a cotangent and a product, and for c_2 where it counts.
         assert len(pulled) == 2 * (16 + 4)
+
+
+# ------------------------------------------------------------------------------------------ its halves
+
+HALVES = ["--rollout.batch_size=8", "--evaluation.every=0", "--evaluation.num_prompts=null"]
+OF_UPDATE = {
+    "two_phase": ["--objective.kl_mode=none"],
+    "single_pass": ["--objective.kl_mode=none"],
+    "forward_process": ["--objective.kl_mode=none", "--rollout.sde_type=ode"],
+}
+
+
+def gradient_and_signal(trainer: Trainer, scored: ScoredRollout) -> tuple[Tensor, float | None]:
+    """Of a rollout whose update is not made."""
+    trainer.objective.accumulate(scored, range(len(scored.orders[0])), 0)
+    trainer.engine.clip_gradients()
+    gradient = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+    trainer.engine.zero_grad()
+    return gradient, trainer.engine.signal
+
+
+def rollout_of(trainer: Trainer) -> ScoredRollout:
+    """A rollout of the present weights, scored."""
+    trainer.objective.begin(trainer.update, trainer.rollouts)
+    with trainer.objective.sampling():
+        rollout = trainer._rollout()
+    scored, _ = trainer._score(*rollout)
+    trainer.objective.measure(scored)
+    return scored
+
+
+@pytest.mark.parametrize("update", OF_UPDATE)
+def test_the_signal_is_the_cosine_of_the_gradients_of_two_halves(tiny_run: MakeRun, update: str) -> None:
+    """Without advantages in the other half there is a half's own gradient, in a rollout that is the same."""
+    words = [*HALVES, *OF_UPDATE[update], f"--training.update={update}", "--optimizer.max_grad_norm=1e9"]
+    gradients, signals = [], []
+    for kept in (slice(0, 8), slice(0, 4), slice(4, 8)):
+        trainer = build_trainer(tiny_run(*words))
+        scored = rollout_of(trainer)
+        assert scored.second_half == scored.middle == 4
+        advantages = torch.zeros_like(scored.all_advantages)
+        advantages[kept] = scored.all_advantages[kept]
+        gradient, signal = gradient_and_signal(trainer, replace(scored, all_advantages=advantages))
+        gradients.append(gradient)
+        signals.append(signal)
+    whole, first, second = gradients
+    assert relative(first + second, whole) < 1e-5
+    expected = float(torch.nn.functional.cosine_similarity(first, second, dim=0))
+    assert signals == [pytest.approx(expected, abs=1e-5), None, None] and 0.01 < abs(expected) < 0.999
+
+
+@pytest.mark.parametrize("update", OF_UPDATE)
+def test_the_signal_changes_no_number(tiny_run: MakeRun, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for told in (True, False):
+        if not told:
+            monkeypatch.setattr(trainer_module, "second_half", lambda config, ranks: None)
+        trainer = build_trainer(tiny_run(*HALVES, *OF_UPDATE[update], f"--training.update={update}"))
+        rows = [untimed(trainer.iterate()) for _ in range(2)]
+        assert all(("grad/signal" in row) == told for row in rows)
+        for row in rows:
+            row.pop("grad/signal", None)
+        found.append((rows, [p.detach() for p in trainer.parameters.values()]))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_the_halves_are_told_apart_where_that_costs_no_pass(tiny_run: MakeRun) -> None:
+    """Groups of two in micro-batches of two, unless it says otherwise."""
+
+    def first(*words: str, ranks: int = 1) -> int | None:
+        return second_half(tiny_run("--rollout.batch_size=4", "--rollout.micro_batch_size=2", *words), ranks)
+
+    assert first() == 2 and first(ranks=2) == 4 and first("--rollout.batch_size=6") == 2
+    # Of six videos in two micro-batches the second begins in the second group of three.
+    assert first("--rollout.batch_size=6", "--rollout.micro_batch_size=3") is None
+    assert first("--rollout.batch_size=6", "--rollout.micro_batch_size=3", ranks=2) == 6
+    single = ["--training.update=single_pass", "--rollout.micro_batch_size=4"]
+    assert first(*single) == 2 and first(single[1]) is None
+    assert first("--rollout.num_generations=4") is None and first("--training.updates_per_rollout=2") is None
+    assert first("--training.mode=full") is None and first("--distributed.zero_stage=2") is None
+
+
+def test_a_rank_knows_where_its_second_half_begins(tiny_run: MakeRun) -> None:
+    scored = rollout_of(build_trainer(tiny_run(*HALVES)))
+    parts = (slice(2, 6), slice(5, 8), slice(0, 3))
+    middles = [replace(scored, second_half=at, own=own).middle for at in (4, None) for own in parts]
+    assert middles == [2, 0, 3, None, None, None]
+
+
+@pytest.mark.slow
+def test_a_shuffled_reward_has_no_signal(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """In 16 rollouts of the forward process; the true reward, brightness, repeats from half to half."""
+    words = [*videos_of(tmp_path, *["square", "cross"] * 4), "--rollout.batch_size=32", "--rollout.num_generations=4"]
+    words += ["--rollout.micro_batch_size=16", *OF_UPDATE["forward_process"], "--training.update=forward_process"]
+    trainer = build_trainer(tiny_run(*words))
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, list[float]] = {"true": [], "shuffled": []}
+    for _ in range(16):
+        scored = rollout_of(trainer)
+        groups = scored.all_advantages.view(-1, 4)
+        order = torch.rand(groups.shape, generator=generator).argsort(1)
+        shuffled = replace(scored, all_advantages=groups.gather(1, order).flatten())
+        for name, rollout in (("true", scored), ("shuffled", shuffled)):
+            signal = gradient_and_signal(trainer, rollout)[1]
+            assert signal is not None
+            found[name].append(signal)
+        trainer.update += 1
+        trainer.rollouts += 1
+    (true, error), (noise, noise_error) = (
+        (float(values.mean()), float(values.std()) / 4) for values in map(torch.tensor, found.values())
+    )
+    assert true > max(0.1, 4 * error) and abs(noise) < 2 * noise_error < 0.1

@@ -101,7 +101,8 @@ class Engine(ABC):
     """Trained weights, their gradients and their optimizer, over all ranks.
 
     parameters: the trained weights by the names they have on one process; possibly shards of them. masters: what the
-    optimizer steps on this rank. shapes: whole shapes of the weights. updates: steps that were taken.
+    optimizer steps on this rank. shapes: whole shapes of the weights. updates: steps that were taken. signal: cosine
+    between the gradients of the halves of the last update, see `halve`; None where it is not known.
     """
 
     masters: Sequence[Tensor]
@@ -116,6 +117,7 @@ class Engine(ABC):
         self.masters = list(parameters.values())
         self.shapes: Mapping[str, torch.Size] = shapes_of(parameters)
         self.updates = 0
+        self.signal: float | None = None
 
     @property
     def learning_rate(self) -> float:
@@ -131,6 +133,9 @@ class Engine(ABC):
 
     def last_vjp(self, last: bool) -> None:  # noqa: B027  an engine that sums in every VJP need not know
         """Say before a `vjp` whether it is the last one before `clip_gradients`."""
+
+    def halve(self) -> None:  # noqa: B027  it is asked for where adapters are whole
+        """Say that the gradient so far is that of the first half of an update; all ranks do so once, or none does."""
 
     @abstractmethod
     def clip_gradients(self) -> float:

@@ -89,6 +89,8 @@ class Replay:
         due = {place: done for done, place in enumerate(self._passes(scored, wanted, positions))}
         collected = []
         for number, (rows, trajectory) in enumerate(scored.batches()):
+            if rows.start == scored.middle:
+                self.parts.engine.halve()
             for position in positions:
                 loss = loss_at(scored, rows, trajectory, (number, position))
                 done = due.get((number, position))
@@ -102,6 +104,8 @@ class Replay:
                 row_weights = scored.trained[rows].double() / count
                 embeds = [sample.embeds for sample in trajectory.samples]
                 collected.append(self._differentiate(loss, row_weights, embeds, unmoved))
+        if scored.middle == len(scored.trained):
+            self.parts.engine.halve()
         return concatenate_terms(collected)
 
     def _passes(self, scored: ScoredRollout, wanted: Tensor, positions: Sequence[int]) -> list[Place]:

@@ -165,15 +165,18 @@ class SinglePass(GRPO):
         total = GradientSum()
         group: GradientSum | None = None
         for row, video in enumerate(videos):
+            if row == scored.middle:
+                self._set_gradient(total)
+                self.engine.halve()
             if scored.trained[row]:
                 total.add(video.surrogate.values, share * float(scored.advantages[row]))
                 # Once per group, whose videos lie side by side.
                 if video.kl is not group:
                     total.add(video.kl.values, share)
                     group = video.kl
-        for number, weight in enumerate(self.per_video.weights):
-            # None where no trained video has a gradient.
-            weight.grad = total.values.get(number)
+        self._set_gradient(total)
+        if scored.middle == len(videos):
+            self.engine.halve()
         terms = []
         for rows, _ in scored.batches():
             batch = list(zip(videos[rows], scored.advantages[rows].tolist(), strict=True))
@@ -182,6 +185,11 @@ class SinglePass(GRPO):
                 # The loss is affine in the advantage, see the head of this file.
                 terms.append(others._replace(loss=a * per_advantage + others.loss))
         return concatenate_terms(terms)
+
+    def _set_gradient(self, total: GradientSum) -> None:
+        """Have `.grad` share the memory of a sum; None where no trained video has a gradient."""
+        for number, weight in enumerate(self.per_video.weights):
+            weight.grad = total.values.get(number)
 
     def _differentiate(self, videos: Sequence[VideoGradient], step: int, latents: Tensor, sigma: Tensor) -> Tensor:
         """The velocity of videos at a step that all of them train, with one factor of the KL; their gradients go to

@@ -103,6 +103,7 @@ class TwoPhase(GRPO):
         Without advantages only the KL is left of the loss, without lambda only the surrogate: two passes. Infinite if
         the surrogate has no gradient.
         """
+        scored = replace(scored, second_half=None)
         without_advantage = replace(scored, all_advantages=torch.zeros_like(scored.all_advantages))
         norms = []
         for part, weight in ((without_advantage, self.kl_weight.weight), (scored, 0.0)):

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
+from sage_fast.data import second_half
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
@@ -235,7 +236,9 @@ class Counter:
         everybody, shards = self.layout.groups["all"], self.layout.groups["weights"]
         if not self.full:
             sent = 2 * (everybody.ranks - 1) / everybody.ranks * 4.0 * self.weights.trained
-            yield Exchange("optimizer", "gradients", "all_reduce", everybody, count=self.updates, sent=sent)
+            # That of the first half of the videos too, where the halves are compared.
+            count = self.updates + (second_half(self.config, self.layout.data_parallel) is not None)
+            yield Exchange("optimizer", "gradients", "all_reduce", everybody, count=count, sent=sent)
             return
         if shards.ranks == 1:
             return

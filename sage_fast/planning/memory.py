@@ -18,7 +18,7 @@ import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import VideoConfig, kl_uses
-from sage_fast.data import num_trained
+from sage_fast.data import num_trained, second_half
 from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.layout import Layout
@@ -189,12 +189,14 @@ class MemoryPlan:
         velocities = self._kept_velocities if two_phase else 0.0
         if velocities:
             phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.velocity)
-        update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=self._state)
+        # A copy of the first half's is there until the gradient is summed.
+        copies = 1 if second_half(config, self.layout.data_parallel) is None else 2
+        update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=copies * self._state)
         # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
         foreach = self.on_gpu and config.optimizer.name == "adamw"
         stepping = self._state if foreach else 16.0 * self.weights.largest
         # The single pass has added its accumulators up by then, and frees them.
-        step = replace(update, gradient_accumulators=0.0, optimizer_step=stepping)
+        step = replace(update, gradient_accumulators=0.0, gradients=self._state, optimizer_step=stepping)
         # The single pass runs no model here: its gradient is that of the rollout.
         if two_phase:
             flying = gathered.summed + (0.0 if gathered.keep == "always" else gathered.flying)

@@ -38,6 +38,10 @@ SHOWN_VIDEOS = 4
 """Prompts whose videos show the largest gains, and the largest losses."""
 SHOWN_PROMPTS = 5
 """Prompts in each of the tables of gains and losses."""
+SIGNAL_UPDATES, SURE_UPDATES = 20, 10
+"""Updates over which `grad/signal` is averaged, and the fewest that may call it noise."""
+LITTLE_SIGNAL = 0.01
+"""Mean of `grad/signal` below which it is called noise."""
 
 T = TypeVar("T")
 
@@ -148,6 +152,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
         program="sage-fast" if shutil.which("sage-fast") else f"{shlex.quote(sys.executable)} -m sage_fast",
         status=status,
         facts=_facts(rows, status, compared),
+        signal=_signal(rows),
         rewards=_reward_charts(rows, lower),
         sections=[("Training", _training_charts(rows)), ("Speed", _speed_charts(rows, status))],
         grid=directory.before_after.name if directory.before_after.exists() else None,
@@ -196,6 +201,25 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
     if "kl/grad_share" in last:
         facts.append(("KL's share of the gradient", f"{last['kl/grad_share']:.1%}"))
     return facts
+
+
+def _signal(rows: Rows) -> str:
+    """Whether the gradient of an update is signal or noise, in one or two sentences; nothing where it is not known."""
+    known = [row["grad/signal"] for row in rows if row.get("grad/signal") is not None]
+    cosines = known[-SIGNAL_UPDATES:]
+    if len(cosines) < 2:
+        return ""
+    mean, error = float(np.mean(cosines)), float(np.std(cosines, ddof=1)) / math.sqrt(len(cosines))
+    found = (
+        "The gradient repeats from one half of the videos to the other: cosine "
+        f"{plus_minus(mean, error, sign='')} (mean of {len(cosines)} updates)."
+    )
+    if len(cosines) < SURE_UPDATES or mean >= max(LITTLE_SIGNAL, 2 * error):
+        return found
+    return (
+        f"{found} It is nearly all noise: more videos per update, training at the sampler's states "
+        "(forward_process.states: path), an early window (rollout.sde_window.within) or the forward process help."
+    )
 
 
 def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:

@@ -12,6 +12,7 @@ Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
 
 import itertools
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -211,6 +212,7 @@ class TorchEngine(Engine):
         self.sharded = self.lockstep = bool(self.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
         self.keep_gathered = keep_gathered
+        self._first_half: list[Tensor] | None = None
         if keep_gathered == "always":
             self._stay_gathered(True)
 
@@ -222,14 +224,39 @@ class TorchEngine(Engine):
             for module in self.modules:
                 module.set_requires_all_reduce(last, recurse=False)
 
+    def halve(self) -> None:
+        """As in `Engine`; one more copy of the gradient, until it is summed."""
+        weights = self.parameters.values()
+        self._first_half = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights]
+
     def clip_gradients(self) -> float:
         """As in `Engine`."""
         if not self.shards_trained:
             for parameter in self.parameters.values():
                 if parameter.grad is None:  # no video of this rank has one; decay and moments act all the same
                     parameter.grad = torch.zeros_like(parameter)
-            self.world.sum_([p.grad for p in self.parameters.values() if p.grad is not None])
+            whole = [p.grad for p in self.parameters.values() if p.grad is not None]
+            self.world.sum_(whole)
+            self.signal = self._compare_halves(whole)
         return self.optimizer.clip_gradients()
+
+    @torch.no_grad()
+    def _compare_halves(self, whole: list[Tensor]) -> float | None:
+        """Cosine between the gradient of the first half, which is used up, and what it lacks of the whole one.
+
+        None where the halves are not told apart, or one has no gradient. Collective.
+        """
+        first, self._first_half = self._first_half, None
+        if first is None:
+            return None
+        self.world.sum_(first)
+        norms = [nn.utils.get_total_norm(first)]
+        torch._foreach_sub_(first, whole)
+        norms += [nn.utils.get_total_norm(first), nn.utils.get_total_norm(whole)]
+        a, b, c = torch.stack(norms).tolist()
+        # |a + b|^2 = |a|^2 + |b|^2 + 2 ab, in float64.
+        cosine = (c * c - a * a - b * b) / (2 * a * b) if a and b else math.nan
+        return cosine if math.isfinite(cosine) else None
 
     def step(self) -> None:
         """As in `Engine`."""

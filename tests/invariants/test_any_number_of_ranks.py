@@ -16,9 +16,12 @@ from tests.distributed.ranks import run_ranks, train, write_run
 pytestmark = pytest.mark.slow
 
 UPDATES, VIDEOS = 3, 8
+UNKNOWN = {"grad/signal", "optimizer/eps_share"}
+"""Metrics that ranks leave out which hold parts of the trained weights or of the optimizer."""
 TOLERANCE = {"kl/position": 5e-6, "loss": 0.0, "log_ratio/mean": 0.0, "kl/velocity": 0.0, "ratio/mean": 1e-7}
 """Largest difference by metric where it is not 1e-5 relative. The loss is a mean of advantages, of which nothing but
-rounding is left; it is compared absolutely, to 1e-6, and the log-ratios of updates on their own rollout are zero."""
+rounding is left; it is compared absolutely, and the log-ratios of updates on their own rollout are zero."""
+ABSOLUTE = {"loss": 1e-6, "grad/signal": 1e-5}
 
 KEPT = "--distributed.keep_gathered=rollout"
 LAYOUTS: dict[str, tuple[int, int, list[str]]] = {
@@ -84,11 +87,12 @@ def test_every_layout_trains_like_one_process(layout: str, mode: str, tiny_model
     for rank, (own_records, own_rollouts, _) in enumerate(results):
         assert [r.prompts for r in own_rollouts] == [r.prompts for r in rollouts]
         for expected, given in zip(records, own_records, strict=True):
-            assert expected.keys() == given.keys()
-            for name, value in expected.items():
-                tolerance = TOLERANCE.get(name, 1e-5)
+            parts = mode == "full" or layout.startswith("zero")
+            assert expected.keys() == given.keys() | (UNKNOWN & expected.keys() if parts else set())
+            for name in given:
+                value, tolerance = expected[name], TOLERANCE.get(name, 1e-5)
                 error = abs(given[name] - value)
-                assert error <= tolerance * abs(value) + (1e-6 if name == "loss" else 1e-12), (rank, name, value)
+                assert error <= tolerance * abs(value) + ABSOLUTE.get(name, 1e-12), (rank, name, value, given[name])
 
 
 FORWARD = ["--training.update=forward_process", "--objective.kl_mode=moving", "--rollout.sde_type=ode"]
@@ -106,6 +110,7 @@ def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_h
     assert_same_run(_expected["forward"], results)
     for own_records, _, _ in results:
         for expected, given in zip(_expected["forward"][0], own_records, strict=True):
+            expected = {name: value for name, value in expected.items() if name in given or name not in UNKNOWN}
             assert given == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 

@@ -362,10 +362,12 @@ def test_decoding_in_tiles_costs_what_the_tiles_do(
 
 def test_components_of_memory_are_sizes() -> None:
     found = small_plan("--training.ema_decay=0.9", "--optimizer.name=adamw")
-    update = found.memory.phases["update"].parts()
+    update, step = (found.memory.phases[phase].parts() for phase in ("update", "optimizer"))
     trained, latent = 4 * found.weights.trained, 4 * 32 * 3 * 4 * 6
-    for name in ("adapters", "gradients", "anchor", "average (EMA)"):
+    for name in ("adapters", "anchor", "average (EMA)"):
         assert update[name] == trained
+    # Those of the first half of the videos too, which are gone when the optimizer moves the weights.
+    assert update["gradients"] == 2 * step["gradients"] == 2 * trained
     assert update["optimizer state"] == 2 * trained
     assert update["transformer"] == 2 * found.weights.total
     assert update["trajectories"] == 8 * 41 * latent and update["anchor velocities"] == 8 * 20 * latent

@@ -96,6 +96,19 @@ def test_the_page_says_how_the_run_differs_from_the_nearest_preset(tmp_path: Pat
     assert "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
 
 
+def test_the_page_says_whether_the_gradient_is_noise(tmp_path: Path) -> None:
+    def said(*cosines: float) -> str:
+        rows = [{"update": update, "grad/signal": value} for update, value in enumerate(cosines, 1)]
+        write_rows(tmp_path, [{"update": 0}, *rows, {"update": len(rows) + 1}])
+        found = re.search("The gradient repeats.*", Page(run_page(tmp_path)).text)
+        return found[0] if found else ""
+
+    sure = said(9.0, *[0.04, 0.08] * 10)
+    assert "to the other: cosine 0.0600 ± 0.0046 (mean of 20 updates)." in sure and "noise" not in sure
+    assert "noise" in said(*[0.3, -0.25] * 5) and "noise" in said(*[0.008] * 10)
+    assert "noise" not in said(*[0.3, -0.25] * 4) and said(0.1) == said() == ""
+
+
 def test_a_chart_that_repeats_another_or_shows_what_does_nothing_is_left_out(long_run: Path) -> None:
     """The overall, a component that is the whole reward, the weight of a KL that is not there, a gain of two points."""
     rows = [

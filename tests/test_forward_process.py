@@ -450,4 +450,4 @@ def test_what_a_path_cannot_be_trained_with(tiny_run: MakeRun, words: tuple[str,
 
 def test_a_guided_path_is_warned_of(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
     build_trainer(tiny_run(*PATH, "--rollout.guidance_scale=2"))
-    assert "the gradient is biased" in caplog.text
+    assert "a reason that is not in the reward" in caplog.text

@@ -4,6 +4,7 @@ Shapes: B samples of a micro-batch, V samples of a rollout on all ranks, N of th
 of a sample in the order of its visits, or its noise levels.
 """
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,11 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, ScoredRollout
 from sage_fast.rollout import Progress, StepVelocity, policy_velocity
 from sage_fast.sde import TransitionTable
+
+logger = logging.getLogger(__name__)
+
+FEW_VIDEOS, FEW_PROMPTS = 64, 8
+"""Videos and prompts per update below which a run is warned, and so is its plan."""
 
 Place = tuple[int, int]
 """Numbers of a micro-batch and of a position."""
@@ -60,9 +66,17 @@ class Objective(ABC):
     def check_config(config: RunConfig) -> None:
         """ConfigError where a configuration has what this objective cannot have."""
 
-    @staticmethod  # noqa: B027  nothing to say by default
+    @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
         """Warn before the model is loaded of what a run may regret. ConfigError."""
+        videos = videos_per_update(config, prompts_per_rollout)
+        if too_few(videos, prompts_per_rollout):
+            logger.warning(
+                "%d video(s) of %d prompt(s) per update: nearly all public recipes have at least %d of %d. With fewer, "
+                "the reward is reported to only fluctuate, or the model to collapse. Raise rollout.batch_size (of each "
+                "data-parallel rank), or have more prompts by a smaller rollout.num_generations.",
+                *(videos, prompts_per_rollout, FEW_VIDEOS, FEW_PROMPTS),
+            )
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self.config = config
@@ -188,6 +202,17 @@ class Objective(ABC):
         self.anchor_update = int(state["anchor_update"])
         saved = state["kl_weight"]
         self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})  # JSON knows lists alone
+
+
+def videos_per_update(config: RunConfig, prompts_per_rollout: int) -> int:
+    """Videos of an update: the forward process splits those of a rollout, the others split the steps."""
+    videos = prompts_per_rollout * config.rollout.num_generations
+    return videos // (config.training.updates_per_rollout if config.training.update == "forward_process" else 1)
+
+
+def too_few(videos: int, prompts: int) -> bool:
+    """True below `FEW_VIDEOS` or `FEW_PROMPTS` per update."""
+    return videos < FEW_VIDEOS or prompts < FEW_PROMPTS
 
 
 # ------------------------------------------------------------------------------------------------ losses

@@ -51,9 +51,6 @@ from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
 
-FEW_PROMPTS = 8
-"""Prompts per update below which a run is warned."""
-
 ADAPTIVE_FLOOR = 1e-5
 """Least divisor of the adaptive weighting, as in the public codes."""
 
@@ -256,16 +253,12 @@ class ForwardProcess(Objective):
     @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
         """As in `Objective`."""
-        if prompts_per_rollout < FEW_PROMPTS:
-            logger.warning(
-                "%d prompt(s) per update (rollout.batch_size x data-parallel ranks / rollout.num_generations): public "
-                "recipes of the forward process have at least %d; with fewer, runs are reported to collapse.",
-                *(prompts_per_rollout, FEW_PROMPTS),
-            )
+        Objective.check_run(config, prompts_per_rollout)
         if config.forward_process.states == "path" and config.rollout.guidance_scale != 1:
             logger.warning(
                 "forward_process.states path with rollout.guidance_scale %g: the guided velocity is not that of the "
-                "videos' distribution, so the gradient is biased. With guidance_scale 1 it is not.",
+                "videos' distribution, and moves the policy for a reason that is not in the reward. Set "
+                "rollout.guidance_scale to 1.",
                 config.rollout.guidance_scale,
             )
 

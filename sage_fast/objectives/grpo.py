@@ -93,6 +93,7 @@ class GRPO(Objective):
     @staticmethod
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
         """As in `Objective`."""
+        Objective.check_run(config, prompts_per_rollout)
         if degenerate := rollout_table(config.rollout, 0).degenerate:
             logger.warning(
                 "Steps %s of %s have no positive variance: they are deterministic and not trained.",

@@ -6,14 +6,12 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, too_few, videos_per_update
 from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARES, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
 from sage_fast.planning.work import anchor_share
-
-FEW_VIDEOS, FEW_PROMPTS = 64, 8
-"""Videos and prompts per update below which a plan warns."""
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:
@@ -133,13 +131,10 @@ def encoding_text(encoding: Encoding) -> str:
 def _per_update(plan: Plan) -> Iterator[str]:
     """Videos and prompts of an update, beside those of published recipes (docs/real_model.md)."""
     rollout = plan.config.rollout
-    videos = rollout.batch_size * plan.layout.data_parallel
-    prompts = videos // rollout.num_generations
-    if plan.config.training.update == "forward_process":
-        # Its updates split the videos of a rollout; those of the others split the steps.
-        videos //= plan.config.training.updates_per_rollout
+    prompts = rollout.batch_size * plan.layout.data_parallel // rollout.num_generations
+    videos = videos_per_update(plan.config, prompts)
     yield f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) to 1,152 (48 x 24)"
-    if plan.on_gpu and (videos < FEW_VIDEOS or prompts < FEW_PROMPTS):
+    if plan.on_gpu and too_few(videos, prompts):
         yield (
             f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per update a curve may stay flat; raise "
             "rollout.batch_size, or start with hv15_quick_lora_1gpu"

@@ -15,11 +15,12 @@ from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.models.hunyuan15.loading import DISTILLED_STEPS
+from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS
 from sage_fast.optim import PUBLISHED, first_movement
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
 from sage_fast.planning.layout import least_gpus
-from sage_fast.planning.text import FEW_PROMPTS, FEW_VIDEOS, between
+from sage_fast.planning.text import between
 from sage_fast.records import word_count
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import load_prompts, read_prompts

@@ -162,6 +162,30 @@ class OptimizerSet:
             optimizer.step()
         self.zero_grad()
 
+    @torch.no_grad()
+    def eps_share(self) -> float | None:
+        """Mean of eps / (sqrt(v) + eps) after a step, v AdamW's second moment without its bias; takes one copy of it.
+
+        Over the whole elements that AdamW has moved, not those whose gradient has always been 0. None without any.
+        """
+        moments, scales = list[Tensor](), list[float]()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
+                for state in (optimizer.state[parameter] for parameter in group["params"]):
+                    if state:
+                        moments.append(state["exp_avg_sq"])
+                        scales.append(group["eps"] * math.sqrt(1 - group["betas"][1] ** float(state["step"])))
+        moved = int(torch.stack([moment.count_nonzero() for moment in moments]).sum()) if moments else 0
+        if not moved:
+            return None
+        # 1 - share = 1 / (1 + eps / sqrt(v)), which is 0 where v is.
+        parts = torch._foreach_sqrt(moments)
+        torch._foreach_reciprocal_(parts)
+        torch._foreach_mul_(parts, scales)
+        torch._foreach_add_(parts, 1.0)
+        torch._foreach_reciprocal_(parts)
+        return 1 - float(torch.stack(torch._foreach_norm(parts, 1)).double().sum()) / moved
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)

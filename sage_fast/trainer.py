@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGE_EPS_SHARE = 0.5
+"""Share of AdamW's eps in its denominator above which a run is warned."""
+
 PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
 
@@ -165,6 +168,7 @@ class Trainer:
         """Rollouts done; it determines the next prompts."""
         self._seconds: dict[str, float] = {}
         self._had_spread = True
+        self._eps_is_small = True
 
     def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
         """Encode the prompts, with a picture for both sizes of videos, and return the numbers of tokens of each.
@@ -366,6 +370,16 @@ class Trainer:
                 *(self.update + 1, ", ".join(self.reward.weights)),
             )
 
+    def _warn_of_eps(self, share: float) -> None:
+        """Say once that AdamW's steps are short of the learning rate, because the gradient is as small as its eps."""
+        if share > LARGE_EPS_SHARE and self._eps_is_small and self.world.is_main:
+            self._eps_is_small = False
+            logger.warning(
+                "Update %d: optimizer.eps = %g is %.0f%% of AdamW's denominator (mean over the weights; optimizer/eps_"
+                "share), so weights move less than optimizer.learning_rate says. Lower it, for example to %.0e.",
+                *(self.update, self.config.optimizer.eps, 100 * share, self.config.optimizer.eps / 1000),
+            )
+
     def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
         """One optimizer step with the gradient at `positions` of every sample's order. Returns its metrics."""
         rates = {"learning_rate": self.engine.learning_rate, "kl/weight": self.objective.kl_weight.weight}
@@ -390,7 +404,8 @@ class Trainer:
         self.objective.moved(self.update)
         # A mean over the ranks, so that it is the same on all of them.
         visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(positions)
-        measured = {"grad/signal": self.engine.signal}
+        self._warn_of_eps(self.engine.eps_share or 0.0)
+        measured = {"grad/signal": self.engine.signal, "optimizer/eps_share": self.engine.eps_share}
         known = {name: value for name, value in measured.items() if value is not None}
         return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm} | known
 

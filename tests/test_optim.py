@@ -69,6 +69,25 @@ def test_muon_leaves_embeddings_to_adamw() -> None:
     assert isinstance(adamw, AdamW) and all(a is b for a, b in zip(adamw.param_groups[0]["params"], rest, strict=True))
 
 
+def test_the_share_of_eps_is_that_of_the_elements_that_adamw_moves() -> None:
+    """One of them has never had a gradient; a matrix of Muon's counts for nothing."""
+    bias, matrix, betas, eps = parameter(3), parameter(2, 2), (0.9, 0.99), 1e-3
+    gradients = torch.tensor([[1e-3, 1e-2, 0.0], [4e-3, 1e-2, 0.0]], dtype=torch.float64)
+    optimizer = OptimizerSet({"bias": bias, "weight": matrix}, OptimizerConfig(name="muon", betas=betas, eps=eps))
+    assert optimizer.eps_share() is None
+    moment = torch.zeros(3, dtype=torch.float64)
+    for step, gradient in enumerate(gradients, 1):
+        bias.grad, matrix.grad = gradient.float(), torch.ones(2, 2)
+        optimizer.step(1e-3)
+        moment = betas[1] * moment + (1 - betas[1]) * gradient**2
+        roots = (moment / (1 - betas[1] ** step)).sqrt()[:2]
+        assert optimizer.eps_share() == pytest.approx(float((eps / (roots + eps)).mean()), rel=1e-5)
+    alone = OptimizerSet({"weight": matrix}, OptimizerConfig(name="muon"))
+    matrix.grad = torch.ones(2, 2)
+    alone.step(1e-3)
+    assert alone.eps_share() is None
+
+
 def test_the_schedule_goes_on_where_it_was() -> None:
     config = OptimizerConfig(name="adamw", learning_rate=0.8, warmup_updates=4)
 

@@ -114,6 +114,34 @@ def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, monkeyp
     assert 0 < 2 * measured[0] == pytest.approx(doubled[0], rel=1e-4)
 
 
+@pytest.mark.parametrize("eps", [1e-15, 1e-2])
+def test_an_eps_that_rules_the_denominator_is_said_once(
+    eps: float, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = build_trainer(tiny_run(f"--optimizer.eps={eps}"))
+    shares = [trainer.iterate()["optimizer/eps_share"] for _ in range(2)]
+    assert all(share > 0.9 if eps > 1e-3 else share < 0.1 for share in shares)
+    told = [message for message in caplog.messages if "optimizer.eps = " in message]
+    assert len(told) == (eps > 1e-3) and all("Update 1: " in message and "to 1e-05" in message for message in told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], True),
+        (["--rollout.batch_size=64"], False),
+        (["--rollout.batch_size=56"], True),
+        (["--rollout.batch_size=64", "--rollout.num_generations=16"], True),
+        (["--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode"], True),
+    ],
+)
+def test_few_videos_or_prompts_are_a_warning(
+    words: list[str], told: bool, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    build_trainer(tiny_run(*words))
+    assert told == any("per update: nearly all public recipes have at least 64 of 8" in m for m in caplog.messages)
+
+
 def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> None:
     """Four videos with four steps each: sixteen times per update."""
     trainer = build_trainer(tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20"))

@@ -102,7 +102,8 @@ class Engine(ABC):
 
     parameters: the trained weights by the names they have on one process; possibly shards of them. masters: what the
     optimizer steps on this rank. shapes: whole shapes of the weights. updates: steps that were taken. signal: cosine
-    between the gradients of the halves of the last update, see `halve`; None where it is not known.
+    between the gradients of the halves of the last update, see `halve`. eps_share: of AdamW's denominator in the last
+    step, see `OptimizerSet.eps_share`. Both are None where they are not known.
     """
 
     masters: Sequence[Tensor]
@@ -118,6 +119,7 @@ class Engine(ABC):
         self.shapes: Mapping[str, torch.Size] = shapes_of(parameters)
         self.updates = 0
         self.signal: float | None = None
+        self.eps_share: float | None = None
 
     @property
     def learning_rate(self) -> float:

@@ -192,9 +192,8 @@ class MemoryPlan:
         # A copy of the first half's is there until the gradient is summed.
         copies = 1 if second_half(config, self.layout.data_parallel) is None else 2
         update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=copies * self._state)
-        # AdamW over all weights at once copies the second moment; the others go tensor by tensor.
-        foreach = self.on_gpu and config.optimizer.name == "adamw"
-        stepping = self._state if foreach else 16.0 * self.weights.largest
+        # AdamW's second moment is copied, on a CPU for `optimizer/eps_share` alone; the others go tensor by tensor.
+        stepping = self._state if config.optimizer.name == "adamw" else 16.0 * self.weights.largest
         # The single pass has added its accumulators up by then, and frees them.
         step = replace(update, gradient_accumulators=0.0, gradients=self._state, optimizer_step=stepping)
         # The single pass runs no model here: its gradient is that of the rollout.

@@ -244,7 +244,7 @@ class TorchEngine(Engine):
     def _compare_halves(self, whole: list[Tensor]) -> float | None:
         """Cosine between the gradient of the first half, which is used up, and what it lacks of the whole one.
 
-        None where the halves are not told apart, or one has no gradient. Collective.
+        None where `halve` was not called, or a half has no gradient. Collective.
         """
         first, self._first_half = self._first_half, None
         if first is None:
@@ -261,6 +261,8 @@ class TorchEngine(Engine):
     def step(self) -> None:
         """As in `Engine`."""
         self.optimizer.step(self.learning_rate)
+        if not self.shards_trained:
+            self.eps_share = self.optimizer.eps_share()
         self.updates += 1
         self._weights_changed()
 

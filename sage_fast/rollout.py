@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -100,11 +101,34 @@ def initial_latents(
         members: of a group.
     """
     if kind == "shared":
-        # Not 0: a prompt that occurs twice has two groups, each with its own first member.
-        keys = [replace(key, sample_index=key.sample_index // members * members) for key in keys]
+        keys = [start_key(key, members) for key in keys]
     elif kind == "fixed":
         keys = [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % members) for key in keys]
     return gaussian(keys, 0, shape, stream=STREAM_INITIAL, device=device)
+
+
+def start_key(key: NoiseKey, members: int) -> NoiseKey:
+    """The key of a group's first member, from which the group starts with `rollout.initial_noise: shared`.
+
+    Its number is not always 0: a prompt that occurs twice has two groups, each with its own first member.
+    """
+    return replace(key, sample_index=key.sample_index // members * members)
+
+
+def shares_first_steps(config: RolloutConfig, sharded: bool) -> bool:
+    """True if the steps before the first noise are computed once per group, see `FirstSteps`.
+
+    Args:
+        sharded: a forward communicates weights. All ranks must then run equally many, so whole groups lie on each.
+    """
+    whole_groups = config.batch_size % config.num_generations == 0
+    return config.initial_noise == "shared" and (whole_groups or not sharded)
+
+
+def num_first_steps(table: TransitionTable) -> int:
+    """Number of steps before the first that draws noise; all of an ODE's."""
+    noisy = table.std.nonzero().flatten().tolist()
+    return noisy[0] if noisy else table.num_steps
 
 
 def policy_velocity(policy: GuidedPolicy, samples: Sequence[Sample]) -> StepVelocity:
@@ -123,6 +147,7 @@ def sample_trajectory(
     kernels: Kernels = REFERENCE,
     *,
     keep_steps: bool = True,
+    steps: range | None = None,
 ) -> Trajectory:
     """Generate one micro-batch of latents.
 
@@ -130,16 +155,17 @@ def sample_trajectory(
         velocity: called once per step.
         samples, keys: B records and the keys of their noise.
         table: the sampler; an `ode` table draws no noise.
-        initial: (B, C, F, H, W) float32, see `initial_latents`.
+        initial: (B, C, F, H, W) float32, see `initial_latents`, or the state before the first of `steps`.
         kernels: how the step is computed.
         keep_steps: False returns the final latents alone.
+        steps: of the table, those that are taken; None means all.
 
     Returns:
         Trajectory whose tensors are float32 on the device of `initial`.
     """
     latents, velocities = [], []
     x = initial
-    for step in range(table.num_steps):
+    for step in range(table.num_steps) if steps is None else steps:
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
         if keep_steps:
             latents.append(x)
@@ -152,12 +178,81 @@ def sample_trajectory(
     )
 
 
+@dataclass(kw_only=True)
+class FirstSteps:
+    """The steps before the first noise of groups whose members start alike: computed once per group.
+
+    The first micro-batch that has members of a group computes them, in a batch with one row for each such group; the
+    others take the states, and references to what is kept of the steps. A micro-batch forgets the groups that it has
+    no members of, since groups lie side by side.
+
+    With micro-batches of one video the bits are those of a sampler that computes every member. With larger ones the
+    forward of these steps has fewer rows than that sampler's, and may round otherwise: a micro-batch within one group
+    takes the bits of micro-batches of one video.
+
+    velocity: of a batch, without a gradient. members: of a group. known: by the key of the start, one row each.
+    """
+
+    velocity: Callable[[Sequence[Sample]], StepVelocity]
+    members: int
+    known: dict[NoiseKey, Trajectory] = field(default_factory=dict)
+
+    def __call__(self, sampler: "Sampler", batch: Sequence[Sample], keys: Sequence[NoiseKey]) -> Trajectory:
+        """Trajectory of a micro-batch up to the first noise: its `final` is the state there."""
+        starts = [start_key(key, self.members) for key in keys]
+        known = {start: self.known[start] for start in starts if start in self.known}
+        new = {start: sample for start, sample in zip(starts, batch, strict=True) if start not in known}
+        if new:
+            found = sample_trajectory(
+                self.velocity(list(new.values())),
+                list(new.values()),
+                list(new),
+                sampler.table,
+                sampler.initial(list(new)),
+                sampler.kernels,
+                keep_steps=sampler.keep_steps,
+                steps=range(num_first_steps(sampler.table)),
+            )
+            known |= {start: _of_rows(found, slice(row, row + 1)) for row, start in enumerate(new)}
+        self.known = known
+        rows = [known[start] for start in starts]
+        return replace(
+            rows[0],
+            samples=batch,
+            keys=keys,
+            latents=[_side_by_side(states) for states in zip(*(row.latents for row in rows), strict=True)],
+            velocities=[_side_by_side(values) for values in zip(*(row.velocities for row in rows), strict=True)],
+            final=_side_by_side([row.final for row in rows]).contiguous(),
+        )
+
+
+def _of_rows(trajectory: Trajectory, rows: slice) -> Trajectory:
+    """The trajectory of some rows of a micro-batch, without copies."""
+    return replace(
+        trajectory,
+        samples=trajectory.samples[rows],
+        keys=trajectory.keys[rows],
+        latents=[state[rows] for state in trajectory.latents],
+        velocities=[velocity[rows] for velocity in trajectory.velocities],
+        final=trajectory.final[rows],
+    )
+
+
+def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
+    """B tensors (1, ...) as one (B, ...), without a copy where all are the same tensor."""
+    first = rows[0]
+    if all(row is first for row in rows):
+        return first.expand(len(rows), *first.shape[1:])
+    return torch.cat(list(rows))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
     """Samples videos of prompts from a loaded model: those of a rollout, of an evaluation, and of `generate`.
 
     velocity: of a batch and the keys of its noise. embed: conditioning of a prompt. initial: noise to start from.
     table: the steps. seed, update, usual: of the noise, see `noise_seed`. kernels, keep_steps: see `sample_trajectory`.
+    first_steps: None where every member of a group computes its own.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
@@ -169,6 +264,7 @@ class Sampler:
     usual: int = 0
     kernels: Kernels = REFERENCE
     keep_steps: bool = True
+    first_steps: FirstSteps | None = None
 
     def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
         """Samples of prompts and their members."""
@@ -177,8 +273,13 @@ class Sampler:
     def __call__(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one micro-batch."""
         keys = noise_keys(batch, self.seed, self.update, self.usual)
-        velocity, initial = self.velocity(batch, keys), self.initial(keys)
-        return sample_trajectory(velocity, batch, keys, self.table, initial, self.kernels, keep_steps=self.keep_steps)
+        sample = partial(sample_trajectory, self.velocity(batch, keys), batch, keys, self.table)
+        if self.first_steps is None:
+            return sample(self.initial(keys), self.kernels, keep_steps=self.keep_steps)
+        first = self.first_steps(self, batch, keys)
+        others = range(num_first_steps(self.table), self.table.num_steps)
+        rest = sample(first.final, self.kernels, keep_steps=self.keep_steps, steps=others)
+        return replace(rest, latents=[*first.latents, *rest.latents], velocities=[*first.velocities, *rest.velocities])
 
 
 def evaluation_sampler(

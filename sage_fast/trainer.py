@@ -37,6 +37,7 @@ from sage_fast.records import Pictured, Prompt, PromptEmbeds, RolloutRecord, Sco
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
+    FirstSteps,
     Progress,
     Sampler,
     VideoScoring,
@@ -44,7 +45,9 @@ from sage_fast.rollout import (
     initial_latents,
     micro_batches,
     noise_key,
+    policy_velocity,
     rollout_table,
+    shares_first_steps,
 )
 from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
 
@@ -261,6 +264,9 @@ class Trainer:
         """
         rollout, members = self.config.rollout, self.config.rollout.num_generations
         video, table = self.config.video, rollout_table(rollout, self.rollouts)
+        first_steps: FirstSteps | None = None
+        if shares_first_steps(rollout, self.engine.sharded):
+            first_steps = FirstSteps(velocity=partial(policy_velocity, self.objective.sampler), members=members)
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
             embed=lambda prompt: self.embed(prompt.asked(video.height, video.width)),
@@ -276,6 +282,7 @@ class Trainer:
             update=self.update,
             kernels=self.kernels,
             keep_steps=self.objective.keeps_steps,
+            first_steps=first_steps,
         )
         samples = make_groups(self._prompts(), sampler.embed, members, self.own_videos)
         batches = list(micro_batches(samples, rollout.videos_at_once))

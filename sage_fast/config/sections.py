@@ -311,9 +311,9 @@ class RolloutConfig(Section, key="rollout"):
     1 on a CPU."""
     initial_noise: Literal["own", "shared", "fixed"] = "own"
     """Start of the videos: `own` is noise of each; `shared` the same for all of a group, so that only the sampler's
-    noise tells them apart; `fixed` for member g of a group the same in every rollout, as in SAGE-GRPO's code: that of
-    its prompt's seed, or without a column `seed` that of the run's, so that all prompts share num_generations starts.
-    """
+    noise tells them apart, and steps before `sde_window` are computed once per group; `fixed` for member g of a group
+    the same in every rollout, as in SAGE-GRPO's code: that of its prompt's seed, or without a column `seed` that of the
+    run's, so that all prompts share num_generations starts."""
     sde_window: SDEWindowConfig = field(default_factory=SDEWindowConfig)
     """Steps that draw noise."""
 

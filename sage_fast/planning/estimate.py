@@ -327,7 +327,7 @@ def make_plan(
     )
     config, description, layout = held.config, held.description, held.layout
     evaluated = held.latent_of(config.evaluation_video)
-    visited = visits(config, layout.data_parallel)
+    visited = visits(config, layout.data_parallel, sharded=held.gathered.sharded)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
     section = config.evaluation
     _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)

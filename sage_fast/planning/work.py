@@ -6,6 +6,7 @@ n = N / P video tokens and all text tokens, and attends with 1/P of the heads.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -19,7 +20,8 @@ from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import hashable, targets_of
-from sage_fast.rollout import rollout_tables
+from sage_fast.rollout import num_first_steps, rollout_tables, shares_first_steps
+from sage_fast.sde import TransitionTable
 from sage_fast.sharding.ulysses import share_of
 
 DRAWS = 256
@@ -123,7 +125,8 @@ def _share(call: Call, sp: int, patch: tuple[int, int, int]) -> Cost:
 class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one with most.
 
-    rollout: steps sampled without a gradient. pass_steps: steps sampled with one (single pass).
+    rollout: steps sampled without a gradient; one that the members of a group share is computed once.
+    pass_steps: steps sampled with one (single pass).
     anchor: steps at which the velocity of the anchor, and of the forward process's old policy, is measured.
     second_products: steps with a second backward pass.
     update: steps differentiated after the rollout.
@@ -141,15 +144,17 @@ class Visits:
     repeated: float
 
 
-def visits(config: RunConfig, ranks: int | None = None) -> Visits:
-    """Calls of the model per video.
+def visits(config: RunConfig, ranks: int | None = None, *, sharded: bool = False) -> Visits:
+    """Calls of the model per video. A forward of fewer rows than a micro-batch counts as a part of one.
 
     Args:
         ranks: that have different videos; None means the mean of any number.
+        sharded: see `shares_first_steps`.
     """
     training, rollout = config.training, config.rollout
     # At every position of the SDE window.
-    trainable = [int(table.trainable.sum()) for table in rollout_tables(rollout)]
+    tables = rollout_tables(rollout)
+    trainable = [int(table.trainable.sum()) for table in tables]
     trained = [num_trained(training.timestep_fraction, count) for count in trainable if count]
     if training.update == "forward_process":
         trained = [config.forward_process.levels]
@@ -165,7 +170,7 @@ def visits(config: RunConfig, ranks: int | None = None) -> Visits:
     # Only the KL to an anchor that lies behind needs a second VJP.
     second_products = behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0
     return Visits(
-        rollout=rollout.num_steps - in_rollout,
+        rollout=rollout.num_steps - in_rollout - repeated_steps(rollout, tables, ranks, sharded),
         pass_steps=in_rollout,
         anchor=behind + old,
         second_products=second_products,
@@ -198,6 +203,24 @@ def most_groups(rollout: RolloutConfig) -> int:
     # The latest place in its group that a rank's first video can have.
     latest = rollout.num_generations - math.gcd(rollout.batch_size, rollout.num_generations)
     return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
+
+
+def repeated_steps(
+    rollout: RolloutConfig, tables: Sequence[TransitionTable], ranks: int | None, sharded: bool
+) -> float:
+    """Steps per video that another member of its group has computed, see `FirstSteps`.
+
+    Args:
+        tables: of the rollouts over which it is averaged. ranks, sharded: as in `visits`.
+    """
+    if not shares_first_steps(rollout, sharded):
+        return 0.0
+    size, group = rollout.batch_size, rollout.num_generations
+    # A rank's first video may be in a group's middle; after so many ranks one begins a group again.
+    cycle = group // math.gcd(size, group)
+    groups = [(rank * size % group + size - 1) // group + 1 for rank in range(min(ranks or cycle, cycle))]
+    computed = (sum(groups) / len(groups) if ranks is None else max(groups)) / size
+    return (1 - computed) * sum(num_first_steps(table) for table in tables) / len(tables)
 
 
 def update_share(config: RunConfig, ranks: int | None = None) -> float:

@@ -204,7 +204,7 @@ def _facts(rows: Rows, status: Status | None, compared: Compared | None) -> list
 
 
 def _signal(rows: Rows) -> str:
-    """Say in one or two sentences whether the gradient of an update is signal or noise; nothing where that is unknown."""
+    """Say whether the gradient of an update is signal or noise; nothing where that is unknown."""
     known = [row["grad/signal"] for row in rows if row.get("grad/signal") is not None]
     cosines = known[-SIGNAL_UPDATES:]
     if len(cosines) < 2:

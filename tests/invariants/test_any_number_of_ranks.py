@@ -124,13 +124,17 @@ DRAWS = {
 }
 
 
-@pytest.mark.parametrize("keep", DRAWS, ids=["best-and-worst", "single-pass"])
-def test_draws_do_not_depend_on_the_ranks(keep: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    """Two ranks that share weights, with groups that lie on both, and as many passes on each."""
+@pytest.mark.parametrize(
+    ("keep", "videos"),
+    [("never", 2), ("rollout", 2), ("rollout", 4)],
+    ids=["best-and-worst", "single-pass", "single-pass-whole-groups"],
+)
+def test_draws_do_not_depend_on_the_ranks(keep: str, videos: int, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    """Two ranks that share weights, with groups that lie on both or a group each, and as many passes on each."""
     given = [*DRAWS[keep], "--rollout.initial_noise=shared", "--rollout.sde_window.size=2"]
-    file = written(tiny_model_4_heads, tmp_path, rollout={"batch_size": 4, "micro_batch_size": 1})
+    file = written(tiny_model_4_heads, tmp_path, rollout={"batch_size": 2 * videos, "micro_batch_size": 1})
     expected = train(file, given)
-    words = ["--rollout.batch_size=2", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
+    words = [f"--rollout.batch_size={videos}", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
     results = run_ranks(train, 2, file, [*given, *words])
     assert_same_run(expected, results)
     kl = [record["kl/position"] for record in expected[0][:-1]]

@@ -251,9 +251,24 @@ def test_the_rank_with_most_trained_videos_counts() -> None:
     assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
 
 
+def test_steps_before_the_window_count_once_per_group() -> None:
+    """A window of five of 20 steps opens after six on average. Of four ranks with three videos each, of groups of four,
+    two have parts of two groups.
+    """
+    shared = ["--rollout.sde_window.size=5", "--rollout.num_generations=4", "--rollout.initial_noise=shared"]
+    whole, parts = (load_config(B, [*shared, f"--rollout.batch_size={size}"]) for size in (4, 3))
+    assert visits(whole).rollout == visits(whole, 4, sharded=True).rollout == 20 - 6 * 3 / 4
+    assert (visits(parts).rollout, visits(parts, 4).rollout) == pytest.approx((20 - 6 / 2, 20 - 6 / 3))
+    assert visits(parts, 4, sharded=True).rollout == 20
+    assert visits(load_config(B, shared[:2])).rollout == 20
+    within = load_config(B, [*shared, "--rollout.batch_size=4", "--rollout.sde_window.within=0.5"])
+    assert visits(within).rollout == pytest.approx(20 - 1.5 * 3 / 4)
+
+
 FORWARD = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
 FORWARD.append("--rollout.guidance_scale=1")
 ONE_OF_FOUR = "--rollout.micro_batch_size=1 --rollout.num_generations=4 --training.best_and_worst=1"
+SHARED_START = "--rollout.initial_noise=shared --rollout.sde_window.size=2"
 DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
 
 
@@ -265,11 +280,23 @@ DRAWN_KL = "--rollout.micro_batch_size=1 --objective.kl_position_fraction=0.25"
         DRAWN_KL,
         f"{DRAWN_KL} --training.update=single_pass",
         f"{DRAWN_KL} --training.update=single_pass --training.guidance=split",
+        SHARED_START,
+        f"{SHARED_START} --rollout.micro_batch_size=1 --training.update=single_pass",
         f"{DRAWN_KL} {' '.join(FORWARD)} --objective.kl_mode=moving --forward_process.sampling_guidance=2 "
         "--training.updates_per_rollout=2",
         f"{' '.join(FORWARD)} --rollout.sde_type=sage_exact --forward_process.states=path --forward_process.levels=2",
     ],
-    ids=["all", "best-and-worst", "drawn", "single-pass", "single-pass-split", "forward-process", "path"],
+    ids=[
+        "all",
+        "best-and-worst",
+        "drawn",
+        "single-pass",
+        "single-pass-split",
+        "shared-start",
+        "shared-one",
+        "forward-process",
+        "path",
+    ],
 )
 def test_forwards_of_the_trainer_are_those_of_the_plan(
     words: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch

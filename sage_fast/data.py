@@ -5,8 +5,9 @@ Shapes: P prompts, G videos per prompt, K trained steps per video.
 
 import hashlib
 import itertools
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,20 +50,20 @@ class PromptSchedule:
 
 
 def make_groups(
-    prompts: Sequence[Prompt], embed: Callable[[Prompt], PromptEmbeds], num_generations: int, own: slice
+    prompts: Sequence[Prompt], embed: Callable[[Prompt], PromptEmbeds], num_generations: int, numbers: Iterable[int]
 ) -> list[Sample]:
-    """The samples of one rollout that are this rank's, group after group.
+    """Some samples of one rollout, group after group.
 
     Args:
         prompts: of the rollout, one per group.
         embed: conditioning of a prompt; called once for every group that has samples here.
-        own: which of all samples are this rank's.
+        numbers: of these samples among all, ascending.
     """
     members = group_members(prompts, num_generations)
     samples = []
-    # A rank's first and last groups may be cut off by its slice.
-    for _, numbers in itertools.groupby(range(len(members))[own], lambda number: number // num_generations):
-        group = [members[number] for number in numbers]
+    # Of a group there may be some alone.
+    for _, places in itertools.groupby(numbers, lambda number: number // num_generations):
+        group = [members[place] for place in places]
         embeds = embed(group[0][0])
         samples += [Sample(prompt=prompt, embeds=embeds, member=member) for prompt, member in group]
     return samples
@@ -159,6 +160,30 @@ def best_and_worst(advantages: Tensor, count: int) -> Tensor:
     # The second argsort turns the order of the members into the place of each.
     rank = advantages.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (rank < count) | (rank >= advantages.shape[1] - count)
+
+
+def deal(due: Tensor) -> Tensor:
+    """Numbers (R, M') of the micro-batches that each of R ranks trains, ascending.
+
+    M' is the mean of those that are due, rounded up. They stay with the rank that sampled them, except what it has
+    above M', which goes to ranks with less. A rank that has less even so keeps some that are not due: all have M', so
+    ranks that must keep step can make equally many passes.
+
+    Args:
+        due: (R, M) bool, which micro-batches have a trained video; rank r has sampled r M .. r M + M - 1.
+    """
+    ranks, sampled = due.shape
+    share = math.ceil(int(due.sum()) / ranks)
+    # Of each rank, those that are due first.
+    own = ((~due).int().argsort(dim=1, stable=True) + sampled * torch.arange(ranks)[:, None]).tolist()
+    counts = due.sum(dim=1).tolist()
+    surplus = [number for numbers, count in zip(own, counts, strict=True) for number in numbers[share:count]]
+    dealt = []
+    for numbers, count in zip(own, counts, strict=True):
+        taken = surplus[: max(0, share - count)]
+        del surplus[: len(taken)]
+        dealt.append(sorted([*taken, *numbers[: share - len(taken)]]))
+    return torch.tensor(dealt)
 
 
 def split_evenly(count: int, parts: int) -> list[range]:

@@ -144,27 +144,34 @@ class ScoredRollout:
 
     trajectories: micro-batches that together hold the N samples, group after group.
     all_orders: V lists of K step indices, each sample's own order.
-    own: which of the V samples of all ranks are the N of this one.
+    rows: (R, N) int64, which of the V samples each of R data-parallel ranks has, in the order of its micro-batches.
+    rank: which of the R this one is.
     all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
     videos that `training.best_and_worst` leaves out.
     second_half: number of the first of the V that belongs to it, see `data.second_half`; None where halves are not
     compared.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
-    them and N = 48, while V stays 96.
+    them and N = 48, while V stays 96. Where ranks have dealt out what is trained (`deal`), R N may be less than V.
     """
 
     trajectories: Sequence[Trajectory]
     all_orders: Sequence[Sequence[int]]
-    own: slice
+    rows: Tensor
+    rank: int
     all_advantages: Tensor
     all_trained: Tensor
     second_half: int | None = None
 
     @property
+    def own(self) -> Tensor:
+        """(N,), which of the V samples are this rank's."""
+        return self.rows[self.rank]
+
+    @property
     def orders(self) -> Sequence[Sequence[int]]:
         """N of them, of this rank."""
-        return self.all_orders[self.own]
+        return [self.all_orders[row] for row in self.own.tolist()]
 
     @property
     def advantages(self) -> Tensor:
@@ -181,7 +188,7 @@ class ScoredRollout:
         """Row of this rank at which the second half begins: 0 or N where all of them belong to one half."""
         if self.second_half is None:
             return None
-        return min(max(self.second_half - self.own.start, 0), len(self.trained))
+        return int((self.own < self.second_half).sum())
 
     @property
     def num_trained(self) -> int:
@@ -189,7 +196,7 @@ class ScoredRollout:
         return int(self.all_trained.sum())
 
     def batches(self) -> Iterator[tuple[slice, Trajectory]]:
-        """Each micro-batch with the rows of its samples in the rollout."""
+        """Each micro-batch with the rows of its samples among the N."""
         first = 0
         for trajectory in self.trajectories:
             yield slice(first, first + len(trajectory.samples)), trajectory

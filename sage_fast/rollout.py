@@ -380,6 +380,54 @@ class VideoScoring:
         return gather_scores(self.scored, self.error, count, self.world)
 
 
+def exchange_trajectories(
+    trajectories: list[Trajectory],
+    dealt: Tensor,
+    samples: Callable[[Sequence[int]], Sequence[Sample]],
+    keys: Sequence[NoiseKey],
+    world: World,
+) -> list[Trajectory]:
+    """The micro-batches that this rank trains, by their numbers, from the ranks that sampled them. Collective.
+
+    Args:
+        trajectories: that this rank has sampled. The list is emptied, and what is not trained frees its memory.
+        dealt: numbers of micro-batches by data-parallel rank, see `deal`.
+        samples: of videos, by their numbers. keys: of all videos.
+    """
+    rank, sampled, like = world.dp_rank, len(trajectories), trajectories[0]
+    size, steps = len(like.samples), len(like.latents)
+    sources = dealt // sampled
+    moved = sources != torch.arange(len(dealt))[:, None]
+    leaving, coming = moved & (sources == rank), moved[rank]
+    held = dict(enumerate(trajectories, rank * sampled))
+    sent = [held[number] for number in dealt[leaving].tolist()]
+    found = {number: held[number] for number in dealt[rank][~coming].tolist()}
+    trajectories.clear()
+    held.clear()
+    if not moved.any():
+        return list(found.values())
+    counts = leaving.sum(dim=1) * size, sources[rank][coming].bincount(minlength=len(dealt)) * size
+    columns = []
+    # One step after the other, so that the buffers are small.
+    for place, tensor in enumerate(_tensors(like)):
+        videos = torch.cat([tensor[:0], *(_tensors(trajectory)[place] for trajectory in sent)])
+        columns.append(world.exchange(videos, *(count.tolist() for count in counts)).split(size))
+    numbers = dealt[rank][coming]
+    rows = (numbers[:, None] * size + torch.arange(size)).flatten().tolist()
+    made = micro_batches(samples(rows), size)
+    made_keys = micro_batches([keys[row] for row in rows], size)
+    for number, batch, of_batch, *values in zip(numbers.tolist(), made, made_keys, *columns, strict=False):
+        latents, velocities = values[:steps], values[steps:-1]
+        found[number] = replace(
+            like, samples=batch, keys=of_batch, latents=latents, velocities=velocities, final=values[-1]
+        )
+    return [found[number] for number in sorted(found)]
+
+
+def _tensors(trajectory: Trajectory) -> list[Tensor]:
+    return [*trajectory.latents, *trajectory.velocities, trajectory.final]
+
+
 def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
     """Noise levels (B,) float32 of the given steps, on the CPU, for the model's time input."""
     return table.sigmas[list(steps)].float()

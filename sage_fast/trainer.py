@@ -21,13 +21,14 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, best_and_worst, group_members, make_groups, second_half
+from sage_fast.data import PromptSchedule, best_and_worst, deal, group_members, make_groups, second_half
 from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import Evaluation, evaluate
 from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder, family_of
+from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
 from sage_fast.optim import norm_is_finite, unusual_movement
@@ -42,6 +43,7 @@ from sage_fast.rollout import (
     Sampler,
     VideoScoring,
     evaluation_sampler,
+    exchange_trajectories,
     initial_latents,
     micro_batches,
     noise_key,
@@ -263,13 +265,13 @@ class Trainer:
         ranks at the same time.
         """
         rollout, members = self.config.rollout, self.config.rollout.num_generations
-        video, table = self.config.video, rollout_table(rollout, self.rollouts)
+        table = rollout_table(rollout, self.rollouts)
         first_steps: FirstSteps | None = None
         if shares_first_steps(rollout, self.engine.sharded):
             first_steps = FirstSteps(velocity=partial(policy_velocity, self.objective.sampler), members=members)
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
-            embed=lambda prompt: self.embed(prompt.asked(video.height, video.width)),
+            embed=self._embed_of_rollout,
             initial=partial(
                 initial_latents,
                 shape=self.latent_shape,
@@ -284,7 +286,8 @@ class Trainer:
             keep_steps=self.objective.keeps_steps,
             first_steps=first_steps,
         )
-        samples = make_groups(self._prompts(), sampler.embed, members, self.own_videos)
+        own = range(self.videos_per_rollout)[self.own_videos]
+        samples = make_groups(self._prompts(), sampler.embed, members, own)
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
@@ -305,6 +308,9 @@ class Trainer:
         with self._phase("waiting"):  # for the slowest rank, which `time/slowest` names
             return trajectories, scoring.gather(self.videos_per_rollout)
 
+    def _embed_of_rollout(self, prompt: Prompt) -> PromptEmbeds:
+        return self.embed(prompt.asked(self.config.video.height, self.config.video.width))
+
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
             decoder=self.decoder,
@@ -320,9 +326,9 @@ class Trainer:
         return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
 
     def _score(
-        self, trajectories: Sequence[Trajectory], scores_of_all: tuple[dict[str, Tensor], Tensor]
+        self, trajectories: list[Trajectory], scores_of_all: tuple[dict[str, Tensor], Tensor]
     ) -> tuple[ScoredRollout, dict[str, float]]:
-        """Turn the scores of the rollout into advantages; metrics of the rewards."""
+        """Turn the scores of the rollout into advantages, and deal out what is trained; metrics of the rewards."""
         config = self.config
         columns, failed = scores_of_all
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
@@ -356,15 +362,37 @@ class Trainer:
         members = group_members(self._prompts(), groups[1])
         # Of all ranks' videos, so that each rank knows every order without an exchange.
         keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
+        rows = torch.arange(self.videos_per_rollout).view(self.world.dp_degree, -1)
+        if config.training.best_and_worst and self.world.dp_degree > 1:
+            trajectories, rows = self._deal(trajectories, trained, keys)
         scored = ScoredRollout(
             trajectories=trajectories,
             all_orders=self.objective.orders(keys, table),
-            own=self.own_videos,
+            rows=rows,
+            rank=self.world.dp_rank,
             all_advantages=advantages.flatten(),
             all_trained=trained,
             second_half=second_half(config, self.world.dp_degree),
         )
         return scored, metrics
+
+    def _deal(
+        self, trajectories: list[Trajectory], trained: Tensor, keys: Sequence[NoiseKey]
+    ) -> tuple[list[Trajectory], Tensor]:
+        """Exchange micro-batches so that all ranks train equally many. Collective.
+
+        Args:
+            trajectories: that this rank has sampled; emptied. trained: (V,) bool. keys: V of them.
+
+        Returns:
+            This rank's, and the rows (R, N) of a `ScoredRollout`.
+        """
+        rollout = self.config.rollout
+        # Every rank knows all advantages, so they agree without a word.
+        dealt = deal(trained.view(self.world.dp_degree, -1, rollout.videos_at_once).any(dim=2))
+        samples = partial(make_groups, self._prompts(), self._embed_of_rollout, rollout.num_generations)
+        rows = dealt[:, :, None] * rollout.videos_at_once + torch.arange(rollout.videos_at_once)
+        return exchange_trajectories(trajectories, dealt, samples, keys, self.world), rows.flatten(1)
 
     def _warn_of_no_spread(self, none: bool) -> None:
         """Say once that a rollout has nothing to learn from, because no group has two different rewards."""

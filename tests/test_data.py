@@ -1,8 +1,11 @@
-"""Order of prompts and steps: functions of the seed and a counter."""
+"""Order of prompts and steps: functions of the seed and a counter. What each rank trains."""
 
+import math
+
+import pytest
 import torch
 
-from sage_fast.data import PromptSchedule, make_groups, split_evenly, step_order
+from sage_fast.data import PromptSchedule, best_and_worst, deal, make_groups, split_evenly, step_order
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds
 
@@ -31,13 +34,13 @@ def test_members_of_a_repeated_prompt_are_numbered_on() -> None:
         asked.append(prompt.index)
         return embeds
 
-    def members(own: slice) -> list[tuple[int, int]]:
-        samples = make_groups([PROMPTS[1], PROMPTS[0], PROMPTS[1]], embed, 2, own)
+    def members(numbers: range) -> list[tuple[int, int]]:
+        samples = make_groups([PROMPTS[1], PROMPTS[0], PROMPTS[1]], embed, 2, numbers)
         return [(s.prompt.index, s.member) for s in samples]
 
-    assert members(slice(0, 6)) == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
+    assert members(range(6)) == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
     asked.clear()
-    assert members(slice(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], "what is sampled elsewhere is not read"
+    assert members(range(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], "what is sampled elsewhere is not read"
 
 
 def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:
@@ -62,3 +65,35 @@ def test_split_evenly_covers_everything_once() -> None:
         ranges = split_evenly(count, parts)
         assert [i for r in ranges for i in r] == list(range(count))
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+
+
+@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize(
+    ("videos", "group", "count", "size"),
+    [(2, 16, 4, 1), (4, 16, 4, 1), (3, 24, 4, 1), (12, 24, 4, 1), (16, 16, 4, 1), (8, 16, 4, 2), (24, 24, 4, 4)],
+)
+def test_the_slowest_rank_trains_the_mean(ranks: int, videos: int, group: int, count: int, size: int) -> None:
+    """Rounded up to whole micro-batches; those that nobody trains move nowhere."""
+    for seed in range(5):
+        scores = torch.rand(ranks * videos // group, group, generator=torch.Generator().manual_seed(seed))
+        due = best_and_worst(scores, count).view(ranks, -1, size).any(dim=2)
+        dealt = deal(due)
+        assert torch.equal(dealt, dealt.sort(dim=1).values) and len(dealt.unique()) == dealt.numel()
+        trained = due.flatten()[dealt].sum(dim=1)
+        mean = float(due.sum()) / ranks
+        assert int(trained.sum()) == int(due.sum()) and int(trained.max()) == dealt.shape[1] == math.ceil(mean)
+        assert size > 1 or int(trained.max()) <= 1.1 * mean
+        # A rank gives away what it has above its share, and takes what it lacks.
+        sampled = due.shape[1]
+        here = (dealt // sampled == torch.arange(ranks)[:, None]).sum(dim=1)
+        assert bool((here >= due.sum(dim=1).clamp(max=math.ceil(mean))).all())
+        away = dealt[dealt // sampled != torch.arange(ranks)[:, None]]
+        assert bool(due.flatten()[away].all())
+
+
+def test_ranks_keep_what_they_train_where_it_is_even() -> None:
+    due = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]], dtype=torch.bool)
+    assert deal(due).tolist() == [[0, 2], [5, 6]]
+    # One moves; the last rank fills up with one that is not trained.
+    assert deal(torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 1]], dtype=torch.bool)).tolist() == [[0, 1], [2, 4], [6, 8]]
+    assert deal(torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -96,7 +96,8 @@ def test_ranks_that_share_a_video_count_its_terms_once() -> None:
     scored = ScoredRollout(
         trajectories=[SimpleNamespace(samples=range(4))],  # type: ignore[list-item]
         all_orders=[[0]] * 4,
-        own=slice(0, 4),
+        rows=torch.arange(4)[None],
+        rank=0,
         all_advantages=torch.ones(4),
         all_trained=torch.tensor([True, False, True, True]),
     )

@@ -222,7 +222,7 @@ def test_a_batch_leaves_each_video_the_gradient_that_it_has_alone(tiny_run: Make
             objective.anchor = WeightSnapshot({name: p * 0.9 for name, p in trainer.parameters.items()})
             objective.anchor._parameters = trainer.parameters
         objective.begin(0, 0)
-        samples = make_groups(trainer._prompts(), lambda prompt: trainer.embed(prompt.text), 2, slice(0, 4))
+        samples = make_groups(trainer._prompts(), lambda prompt: trainer.embed(prompt.text), 2, range(4))
         generator = torch.Generator().manual_seed(3)
         states = torch.randn(table.num_steps, 4, *trainer.latent_shape, generator=generator)
         velocities = []
@@ -257,7 +257,7 @@ def test_a_group_begins_where_it_does_among_all_ranks(tiny_run: MakeRun) -> None
     assert isinstance(objective, SinglePass)
     objective.first_video = 6
     objective.begin(0, 0)
-    samples = make_groups(trainer._prompts() * 4, lambda prompt: trainer.embed(prompt.text), 4, slice(6, 14))
+    samples = make_groups(trainer._prompts() * 4, lambda prompt: trainer.embed(prompt.text), 4, range(6, 14))
     objective.velocity(samples, noise_keys(samples, 0, 0), rollout_table(config.rollout, 0))
     sums = [video.kl for video in objective._videos]
     assert [row for row in range(8) if row == 0 or sums[row] is not sums[row - 1]] == [0, 2, 6]

@@ -541,7 +541,7 @@ class TrainingConfig(Section, key="training"):
     best_and_worst: Natural = 0
     """Train only so many videos of each group with the highest advantages and as many with the lowest; 0 trains all.
     Biased: advantages are still those of the whole group, but loss and gradient are the mean over the trained videos.
-    """
+    Ranks exchange whole micro-batches so that each trains equally many."""
     timestep_fraction: Share = 1.0
     """Share of the trainable steps of each video that is trained, rounded down, at least one. With permute_timesteps
     they are a random choice, so the gradient is unbiased; without it they are the first steps."""

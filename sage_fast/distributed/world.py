@@ -113,6 +113,25 @@ class World:
             for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
+    def exchange(self, rows: "Tensor", sent: Sequence[int], received: Sequence[int]) -> "Tensor":
+        """Rows (sum(received), ...) that data-parallel ranks have for this one, by sender; an all-to-all.
+
+        Args:
+            rows: (sum(sent), ...), by receiver. Ranks that share a video have the same ones.
+            sent, received: numbers of rows by data-parallel rank.
+        """
+        if self.mesh is None:
+            return rows
+        from torch import distributed as dist
+
+        def by_rank(counts: Sequence[int]) -> list[int]:
+            """Numbers of rows by rank: a share of a video's ranks exchanges with the same share of another's."""
+            return [count if share == self.rank % self.sp else 0 for count in counts for share in range(self.sp)]
+
+        found = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(found, rows, by_rank(received), by_rank(sent))
+        return found
+
 
 SINGLE_PROCESS = World()
 """The one process of a run that was not launched."""

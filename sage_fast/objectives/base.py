@@ -269,13 +269,16 @@ def gather_terms(scored: ScoredRollout, own: Terms, positions: Sequence[int], wo
     bad = ~matrix[0].isfinite()
     names = ""
     if bad.any():
-        rows = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
-        names = name_prompts(prompt for prompt, wrong in zip(rows, bad.tolist(), strict=True) if wrong)
-    # In the order of the terms: micro-batch after micro-batch, step after step.
-    trained = torch.cat([scored.trained[rows].repeat(len(positions)) for rows, _ in scored.batches()])
-    everywhere = world.gather((matrix[:, trained], names))
+        prompts = [s.prompt for t in scored.trajectories for _ in positions for s in t.samples]
+        names = name_prompts(prompt for prompt, wrong in zip(prompts, bad.tolist(), strict=True) if wrong)
+    # Samples (ranks, terms) in the order of the terms: micro-batch after micro-batch, step after step.
+    samples = scored.rows.unflatten(1, (len(scored.trajectories), 1, -1))
+    rows = samples.expand(-1, -1, len(positions), -1).flatten(1)
+    trained = scored.all_trained[rows]
+    everywhere = world.gather((matrix[:, trained[scored.rank]], names))
+    order = (rows[trained] // samples.shape[-1]).argsort(stable=True)
     # Ranks that share a video have the same terms.
-    terms = type(own)(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1))
+    terms = type(own)(*torch.cat([columns for columns, _ in everywhere[:: world.sp]], dim=1)[:, order])
     for rank, (_, names) in enumerate(everywhere):
         if names:
             return terms, f"{f'on rank {rank} ' if world.size > 1 else ''}the loss of prompt {names}"

@@ -114,10 +114,10 @@ class Replay:
         A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
         make as many passes as the one with most: some of theirs are for nothing.
         """
-        size, batches = len(scored.orders), len(scored.trajectories)
+        ranks, batches = len(scored.rows), len(scored.trajectories)
         # (data-parallel ranks, micro-batches x positions): whether any sample of the micro-batch is wanted.
-        by_rank = wanted.view(len(wanted) // size, batches, -1, len(positions)).any(dim=2).flatten(1)
-        own = by_rank[scored.own.start // size]
+        by_rank = wanted[scored.rows].view(ranks, batches, -1, len(positions)).any(dim=2).flatten(1)
+        own = by_rank[scored.rank]
         if self.parts.engine.lockstep:
             # At least one, since such an engine needs a VJP before each step.
             missing = max(1, int(by_rank.sum(1).max())) - int(own.sum())

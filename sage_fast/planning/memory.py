@@ -8,6 +8,7 @@ With weights over R ranks (`sharding/parallelize.py`) each holds 1/R of the weig
 gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `work.py`.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -313,8 +314,9 @@ class MemoryPlan:
         if keeps_old_policy(self.config) and self.config.forward_process.states == "noised":
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
-        # At worst each trained video is in another micro-batch, and these run whole.
-        videos = min(rollout.batch_size, chosen * most_groups(rollout) * rollout.videos_at_once)
+        # At worst each trained video is in another micro-batch; these run whole, and ranks have equally many.
+        trained = math.ceil(chosen * rollout.batch_size / rollout.num_generations)
+        videos = min(rollout.batch_size, trained * rollout.videos_at_once)
         return 4.0 * prod(self.latent) * videos * measured
 
     # ------------------------------------------------------------------------------------------ what comes and goes

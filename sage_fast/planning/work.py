@@ -226,8 +226,8 @@ def repeated_steps(
 def update_share(config: RunConfig, ranks: int | None = None) -> float:
     """Share of the micro-batches and steps that run in an update, because a video of theirs is trained there.
 
-    Which videos `training.best_and_worst` takes is simulated. Where their groups lie on several ranks, the rank with
-    most counts.
+    Which videos `training.best_and_worst` takes is simulated. Ranks deal out their micro-batches evenly (`deal`), and
+    the rank with most counts.
 
     Args:
         ranks: as in `visits`.
@@ -238,9 +238,10 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     whole = group // math.gcd(size, group)
     # The choice depends on the order of the scores alone, so uniform ones stand for any.
     scores = torch.rand(DRAWS * size * (ranks or whole) // group, group, generator=torch.Generator().manual_seed(0))
-    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, ranks or whole, -1, rollout.videos_at_once)
-    share = trained.any(-1).double().mean(-1)
-    return float(share.mean() if ranks is None else share.amax(1).mean())
+    trained = best_and_worst(scores, training.best_and_worst).view(DRAWS, -1, rollout.videos_at_once).any(-1)
+    if ranks is None:
+        return float(trained.double().mean())
+    return float((trained.sum(1) / ranks).ceil().double().mean()) * rollout.videos_at_once / size
 
 
 def anchor_share(training: TrainingConfig, kl_mode: str) -> float:

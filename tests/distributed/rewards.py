@@ -20,3 +20,10 @@ class NoTriangles(BrightShare):
         if any("triangle" in prompt for prompt in prompts):
             raise ValueError("a triangle")
         return super().score(videos, prompts)
+
+
+class Brightness:
+    """Mean of all bytes, which hardly any two videos share."""
+
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+        return {"brightness": videos.float().mean(dim=(1, 2, 3, 4))}

@@ -114,28 +114,30 @@ def test_the_forward_process_trains_like_one_process(layout: str, tiny_model_4_h
             assert given == pytest.approx(expected, rel=1e-4, abs=1e-9)
 
 
-DRAWS = {
-    "never": ["--training.best_and_worst=1"],
-    "rollout": [
-        "--training.update=single_pass",
-        "--rollout.micro_batch_size=2",
-        "--objective.kl_position_fraction=0.5",
-    ],
+SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=2", "--objective.kl_position_fraction=0.5"]
+DRAWS: dict[str, tuple[int, int, int, int, list[str]]] = {
+    # name: ranks, data-parallel degree, videos of a group, groups, words of the command line
+    "best-and-worst": (2, 2, 4, 1, ["--training.best_and_worst=1", "--distributed.keep_gathered=never"]),
+    # Six videos over four ranks, so that two make a pass for nothing.
+    "best-and-worst-4": (4, 4, 8, 1, ["--training.best_and_worst=3", "--distributed.keep_gathered=never"]),
+    "best-and-worst-sp": (4, 2, 8, 1, ["--training.best_and_worst=3", "--distributed.sp=2"]),
+    "single-pass": (2, 2, 4, 1, [*SINGLE_PASS, "--distributed.keep_gathered=rollout"]),
+    "single-pass-whole-groups": (2, 2, 4, 2, [*SINGLE_PASS, "--distributed.keep_gathered=rollout"]),
 }
 
 
-@pytest.mark.parametrize(
-    ("keep", "videos"),
-    [("never", 2), ("rollout", 2), ("rollout", 4)],
-    ids=["best-and-worst", "single-pass", "single-pass-whole-groups"],
-)
-def test_draws_do_not_depend_on_the_ranks(keep: str, videos: int, tiny_model_4_heads: Path, tmp_path: Path) -> None:
-    """Two ranks that share weights, with groups that lie on both or a group each, and as many passes on each."""
-    given = [*DRAWS[keep], "--rollout.initial_noise=shared", "--rollout.sde_window.size=2"]
-    file = written(tiny_model_4_heads, tmp_path, rollout={"batch_size": 2 * videos, "micro_batch_size": 1})
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_do_not_depend_on_the_ranks(name: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+    """Ranks that share weights, with groups that lie on several, and as many passes on each."""
+    ranks, degree, group, groups, words = DRAWS[name]
+    of_layout = [word for word in words if word.startswith("--distributed")]
+    given = [word for word in words if word not in of_layout]
+    given += ["--rollout.initial_noise=shared", "--rollout.sde_window.size=2"]
+    sizes = {"num_generations": group, "batch_size": group * groups, "micro_batch_size": 1}
+    file = written(tiny_model_4_heads, tmp_path, rollout=sizes)
     expected = train(file, given)
-    words = [f"--rollout.batch_size={videos}", "--distributed.dp_shard=2", f"--distributed.keep_gathered={keep}"]
-    results = run_ranks(train, 2, file, [*given, *words])
+    of_layout += [f"--rollout.batch_size={group * groups // degree}", f"--distributed.dp_shard={degree}"]
+    results = run_ranks(train, ranks, file, [*given, *of_layout])
     assert_same_run(expected, results)
     kl = [record["kl/position"] for record in expected[0][:-1]]
     assert max(kl) > 1e-7

@@ -243,12 +243,20 @@ def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
     assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
 
 
-def test_the_rank_with_most_trained_videos_counts() -> None:
-    """Eight ranks: two videos each of a group of 16, of which one rank nearly always has two of the eight; or all."""
+def test_ranks_share_what_is_trained() -> None:
+    """Of a group of 16 over eight ranks, eight videos are trained: one by each; or six, and two ranks have none."""
     half = ["--rollout.num_generations=16", "--training.best_and_worst=4"]
     spread, whole = (load_config(B, [*half, f"--rollout.batch_size={size}"]) for size in (2, 16))
-    assert visits(spread, 8).update == pytest.approx(20 * (1 - 2**8 / math.comb(16, 8) / 2), rel=0.01)
+    assert visits(spread, 8).update == visits(spread, 64).update == 10
     assert visits(spread).update == visits(whole).update == visits(whole, 8).update == 10
+    fewer = load_config(B, [half[0], "--training.best_and_worst=3", "--rollout.batch_size=2"])
+    assert visits(fewer).update == pytest.approx(7.5) and visits(fewer, 8).update == 10
+    # Of eight pairs over two ranks k run in C(8, k) C(k, 8 - k) 2^(2k - 8) choices, and half of k is rounded up.
+    pairs = load_config(B, [*half, "--rollout.batch_size=8", "--rollout.micro_batch_size=2"])
+    ways = {k: math.comb(8, k) * math.comb(k, 8 - k) * 2 ** (2 * k - 8) for k in range(4, 9)}
+    share = sum(count * math.ceil(k / 2) / 4 for k, count in ways.items()) / math.comb(16, 8)
+    assert visits(pairs, 2).update == pytest.approx(20 * share, rel=0.02)
+    assert visits(pairs).update < 0.95 * visits(pairs, 2).update
 
 
 def test_steps_before_the_window_count_once_per_group() -> None:

@@ -156,12 +156,7 @@ class Study:
             for name, seeds in experiment.measurements().items():
                 if not self.measured(name):
                     program = [sys.executable, "-m", "experiments.measures", str(self._result(name))]
-                    jobs[name] = [
-                        *program,
-                        str(self._result(name)),
-                        json.dumps(request | {"seeds": seeds}),
-                        *self.files,
-                    ]
+                    jobs[name] = [*program, json.dumps(request | {"seeds": seeds}), *self.files]
         return jobs
 
     def measured(self, name: str) -> Sequence[Finding]:

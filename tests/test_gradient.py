@@ -431,8 +431,8 @@ def test_the_halves_are_told_apart_where_that_costs_no_pass(tiny_run: MakeRun) -
 
 def test_a_rank_knows_where_its_second_half_begins(tiny_run: MakeRun) -> None:
     scored = rollout_of(build_trainer(tiny_run(*HALVES)))
-    parts = (slice(2, 6), slice(5, 8), slice(0, 3))
-    middles = [replace(scored, second_half=at, own=own).middle for at in (4, None) for own in parts]
+    parts = [torch.arange(first, last)[None] for first, last in ((2, 6), (5, 8), (0, 3))]
+    middles = [replace(scored, second_half=at, rows=rows, rank=0).middle for at in (4, None) for rows in parts]
     assert middles == [2, 0, 3, None, None, None]
 
 

@@ -138,7 +138,7 @@ def forward_loss(
     )
 
 
-def trained_steps(settings: ForwardProcessConfig, table: TransitionTable) -> list[int]:
+def allowed_steps(settings: ForwardProcessConfig, table: TransitionTable) -> list[int]:
     """Steps of the sampler at whose noise levels videos may be trained: those of its path must have drawn noise."""
     steps = range(first_steps(table.num_steps, settings.within))
     return [step for step in steps if settings.states == "noised" or table.trainable[step]]
@@ -210,7 +210,7 @@ def check_path(config: RunConfig) -> None:
     guided = ("forward_process.sampling_guidance", process.sampling_guidance, (None,), "its path is the sampler's")
     check_needs("forward_process.states path", "states to noised", [guided])
     tables = rollout_tables(rollout)
-    fewest = min(len(trained_steps(process, table)) for table in tables)
+    fewest = min(len(allowed_steps(process, table)) for table in tables)
     if fewest < process.levels:
         raise ConfigError(
             f"forward_process.levels is {process.levels}, but the sampler draws noise in {fewest} of the steps that "
@@ -312,7 +312,7 @@ class ForwardProcess(Objective):
 
     def _steps(self, trajectory: Trajectory, position: int) -> list[int]:
         """The step of every sample of a micro-batch whose noise level is its level number `position`."""
-        steps = trained_steps(self.process, trajectory.table)
+        steps = allowed_steps(self.process, trajectory.table)
         return [level_steps(key, steps, self.process.levels)[position] for key in trajectory.keys]
 
     def _noise(self, trajectory: Trajectory, position: int) -> Tensor:

@@ -51,7 +51,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "path": {**PATH, "training.num_updates": 23},
     "path_two_levels": {**PATH, "forward_process.levels": 2, "training.num_updates": 31},
     "path_sage_grpo": {**PATH, "rollout.sde_type": "sage_grpo", "training.num_updates": 23},
-    "path_eta_1": {**PATH, "rollout.eta": 1.0, "training.num_updates": 23},
+    "path_eta_sqrt2": {**PATH, "rollout.eta": 2**0.5, "forward_process.levels": 2, "training.num_updates": 31},
     "single_pass": {**SINGLE_PASS, "rollout.sde_type": "sage_grpo"},
     "single_pass_sage_exact": {**SINGLE_PASS, "training.num_updates": 21},
     "four_early_steps": {

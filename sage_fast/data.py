@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import RunConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -81,25 +80,6 @@ def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple
         seen[prompt.index] += num_generations
         found += [(prompt, first + g) for g in range(num_generations)]
     return found
-
-
-def second_half(config: RunConfig, ranks: int) -> int | None:
-    """Number, among the videos of all ranks, of the first one of the second half of a rollout's groups.
-
-    None where the gradients of the halves are not compared: they are where adapters are whole on every rank, an update
-    has a whole rollout of two groups or more, and the second half begins with a micro-batch.
-
-    Args:
-        ranks: data-parallel ones.
-    """
-    rollout, training = config.rollout, config.training
-    if training.mode != "lora" or config.distributed.zero_stage is not None or training.updates_per_rollout > 1:
-        return None
-    groups = rollout.batch_size * ranks // rollout.num_generations
-    first = groups // 2 * rollout.num_generations
-    # The single pass has a gradient for each video.
-    apart = training.update == "single_pass" or first % rollout.batch_size % rollout.videos_at_once == 0
-    return first if first and apart else None
 
 
 def num_trained(fraction: float, trainable: int) -> int:

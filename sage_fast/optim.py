@@ -175,16 +175,19 @@ class OptimizerSet:
                     if state:
                         moments.append(state["exp_avg_sq"])
                         scales.append(group["eps"] * math.sqrt(1 - group["betas"][1] ** float(state["step"])))
-        moved = int(torch.stack([moment.count_nonzero() for moment in moments]).sum()) if moments else 0
-        if not moved:
+        if not moments:
             return None
+        moved = torch.stack([moment.count_nonzero() for moment in moments]).sum()
         # 1 - share = 1 / (1 + eps / sqrt(v)), which is 0 where v is.
         parts = torch._foreach_sqrt(moments)
         torch._foreach_reciprocal_(parts)
         torch._foreach_mul_(parts, scales)
         torch._foreach_add_(parts, 1.0)
         torch._foreach_reciprocal_(parts)
-        return 1 - float(torch.stack(torch._foreach_norm(parts, 1)).double().sum()) / moved
+        # One wait for the GPU.
+        share = 1 - torch.stack(torch._foreach_norm(parts, 1)).double().sum() / moved
+        found = float(share)
+        return found if math.isfinite(found) else None
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:

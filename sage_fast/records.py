@@ -148,8 +148,8 @@ class ScoredRollout:
     rank: which of the R this one is.
     all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
     videos that `training.best_and_worst` leaves out.
-    second_half: number of the first of the V that belongs to it, see `data.second_half`; None where halves are not
-    compared.
+    second_half: number of the first of the V that belongs to it, see `objectives.base.second_half`; None where halves
+    are not compared.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
     them and N = 48, while V stays 96. Where ranks have dealt out what is trained (`deal`), R N may be less than V.

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, best_and_worst, deal, group_members, make_groups, second_half
+from sage_fast.data import PromptSchedule, best_and_worst, deal, group_members, make_groups
 from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -30,7 +30,7 @@ from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder, family_of
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
-from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts
+from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts, second_half
 from sage_fast.optim import norm_is_finite, unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters

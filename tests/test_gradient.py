@@ -15,10 +15,10 @@ from torch import Tensor
 from sage_fast import trainer as trainer_module
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ObjectiveConfig
-from sage_fast.data import best_and_worst, kl_factors, second_half
+from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objectives import grpo, single_pass
-from sage_fast.objectives.base import gather_terms
+from sage_fast.objectives.base import gather_terms, second_half
 from sage_fast.objectives.replay import Replay
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout

@@ -19,9 +19,10 @@ import torch
 
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import VideoConfig, kl_uses
-from sage_fast.data import num_trained, second_half
+from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
+from sage_fast.objectives.base import second_half
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights

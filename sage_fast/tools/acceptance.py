@@ -255,6 +255,9 @@ def one_update(config: RunConfig) -> RunConfig:
 
     The window and the choice of best and worst are off: they need steps or videos that are not trained.
     """
+    process = config.forward_process
+    if process.states == "path":
+        process = replace(process, within=1.0, levels=min(process.levels, NUM_STEPS - 1))
     return replace(
         config,
         rollout=replace(
@@ -266,6 +269,7 @@ def one_update(config: RunConfig) -> RunConfig:
             sde_window=SDEWindowConfig(),
         ),
         training=replace(config.training, num_updates=1, updates_per_rollout=1, best_and_worst=0),
+        forward_process=process,
         evaluation=replace(config.evaluation, every=0),
         distributed=DistributedConfig(),
     )

@@ -50,7 +50,7 @@ MINUTES_PER_UPDATE = {
     "hv15_352x624_lora_8gpu_fast": 2.3,
     "hv15_480p_distilled_lora_8gpu": 4.6,
     "hv15_480p_distilled_lora_8gpu_nft": 5,
-    "hv15_480p_distilled_lora_8gpu_path": 4.4,
+    "hv15_480p_distilled_lora_8gpu_path": 3.2,
     "hv15_480p_full_64gpu": 5,
     "hv15_480p_full_8gpu": 9,
     "hv15_480p_i2v_lora_1gpu": 38,
@@ -58,10 +58,10 @@ MINUTES_PER_UPDATE = {
     "hv15_480p_lora_64gpu": 5,
     "hv15_480p_lora_8gpu": 9,
     "hv15_480p_lora_8gpu_fast": 6.3,
-    "hv15_quick_lora_1gpu": 2.3,
+    "hv15_quick_lora_1gpu": 5.4,
     "hv15_quick_lora_1gpu_nft": 2.5,
     "hv15_quick_lora_24gb": 2.8,
-    "hv15_quick_lora_8gpu": 0.28,
+    "hv15_quick_lora_8gpu": 0.7,
     "hv15_quick_lora_8gpu_nft": 0.32,
 }
 """As planned; the presets of all weights say it."""
@@ -140,11 +140,17 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
     config, gpus = load_config(preset), preset_gpus(preset)
     videos = config.rollout.batch_size * gpus
     assert videos >= FEW_VIDEOS and videos // config.rollout.num_generations >= FEW_PROMPTS
-    assert config.training.update == "forward_process" and config.rollout.guidance_scale == 1.0
-    process, noised = config.forward_process, preset.stem.endswith(("_nft", "_24gb"))
-    assert (process.states, process.within) == (("noised", 1.0) if noised else ("path", 0.5))
-    assert config.rollout.sde_type == ("ode" if noised else "sage_exact")
-    assert config.training.ema_decay == 0.9 and config.rollout.num_steps == (10 if "256x384" in preset.stem else 8)
+    forward = config.training.update == "forward_process"
+    path = preset.stem.endswith("_path")
+    noised = preset.stem.endswith(("_nft", "_24gb"))
+    assert forward == (path or noised) and noised == (config.rollout.sde_type == "ode")
+    assert (config.rollout.guidance_scale == 1.0) == forward
+    process = config.forward_process
+    if path:
+        assert (process.states, process.within, process.levels) == ("path", 0.5, 2)
+        assert (config.rollout.sde_type, config.rollout.eta) == ("sage_exact", 1.4142)
+    if forward:
+        assert config.training.ema_decay == 0.9 and config.rollout.num_steps == (10 if "256x384" in preset.stem else 8)
     assert "quick" not in preset.stem or (config.video.num_frames, config.evaluation.num_steps) == (17, 20)
 
 

@@ -1,4 +1,4 @@
-"""What a step's noise is on average, given its state and the finished video: gain (u - v), or not.
+"""The mean of a step's noise, given its state and the finished video: gain (u - v), or another.
 
 With u = (x_t - x0) / sigma, GRPO's gradient could take gain (u - v) in the place of the noise that was drawn. For every
 reward its expectation stays what it is only if that is the noise's mean given x_t and x0: if x0 given x_t has the law
@@ -43,7 +43,7 @@ def of_gaussian(sampler: str, eta: float, num_steps: int) -> tuple[TransitionTab
     one = torch.ones(num_steps, 1, dtype=torch.float64)
     slope = policy.velocity(0, one, table.sigmas[:-1])[:, 0]
     factor = table.a + table.b * slope
-    # What is left of a state at step i in the video.
+    # The share of a state at step i that is left in the video.
     kept = [torch.ones((), dtype=torch.float64)]
     for one_factor in factor.flip(0):
         kept.insert(0, one_factor * kept[0])
@@ -62,7 +62,7 @@ def of_gaussian(sampler: str, eta: float, num_steps: int) -> tuple[TransitionTab
 
 
 def in_the_limit(eta: float, sigma: Tensor) -> tuple[Tensor, Tensor]:
-    """What `of_gaussian` tends to with many steps of a sampler whose noise has the rate eta^2 sigma / (1 - sigma).
+    """The limit of `of_gaussian` with many steps of a sampler whose noise has the rate eta^2 sigma / (1 - sigma).
 
     noised: correlation of the data with their noised version; sampled: that of the video with the state it came from.
     """

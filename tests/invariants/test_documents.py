@@ -217,12 +217,37 @@ def test_the_page_of_words_shows_its_results() -> None:
         assert cells in PAGES["docs/words.md"], cells
     best = [r["judge_right"] for r in rows if (r["arm"], r["rate"]) == ("forward_process", 0.03)]
     assert len(best) == 3 and all(gain["mean"] > 0.2 and gain["mean"] > 5 * gain["stderr"] for gain in best)
-    tuned = [r["judge_right"]["mean"] for r in rows if (r["arm"], r["rate"]) == ("best_of_group", 0.01)]
+    tuned = [r["judge_right"]["mean"] for r in rows if (r["arm"], r["updates"]) == ("best_of_group", 42)]
+    path = [r["judge_right"]["mean"] for r in rows if (r["arm"], r["rate"]) == ("path_two_levels", 0.03)]
     shown = " ".join(PAGES["README.md"].split())
     assert f"reads {100 * fmean(gain['mean'] for gain in best):.0f} points more" in shown
     assert len(tuned) == 3 and f"at the same cost {100 * fmean(tuned):.0f}." in shown
+    assert len(path) == 3 and f"and {100 * fmean(path):.0f} more after SAGE-GRPO at its sampler's own states" in shown
     control = [r["judge_right"]["mean"] for r in rows if r["arm"] == "shuffled"]
     assert len(control) == 3 and abs(fmean(control)) < 2 * stdev(control) / len(control) ** 0.5
+
+
+def test_the_page_of_words_has_the_signal_of_each_gradient() -> None:
+    shown = " ".join(PAGES["docs/words.md"].split())
+    for line in (ROOT / "docs/results/signal.jsonl").read_text("utf-8").splitlines():
+        signals = json.loads(line)["signals"]
+        assert f"{fmean(signals):.3f} ± {stdev(signals) / len(signals) ** 0.5:.3f}" in shown and len(signals) == 16
+
+
+def test_the_page_of_objectives_says_what_the_path_loses() -> None:
+    rows = [json.loads(line) for line in (ROOT / "docs/results/path_toy.jsonl").read_text("utf-8").splitlines()]
+    path, (noised,) = rows[:-1], rows[-1:]
+    assert len(path) == 4 and noised["arm"].startswith("noised") and {row["prompts"] for row in rows} == {60}
+    shown = " ".join(PAGES["docs/objectives.md"].split())
+
+    def between(name: str, digits: int) -> str:
+        values = [row[name]["after"] for row in path]
+        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+    assert f"aligned {between('aligned', 2)}, but a reward of {between('reward', 2)}" in shown
+    assert f"a distance of {between('manifold_distance', 3)}" in shown
+    own = [f"{noised[name]['after']:.{digits}f}" for name, digits in [("reward", 2), ("aligned", 2)]]
+    assert f"have {own[0]}, {own[1]} and {noised['manifold_distance']['after']:.3f}" in shown
 
 
 def test_the_api_page_names_what_exists() -> None:

@@ -270,8 +270,7 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
     """Steps by which the window moves after every rollout (0 keeps it in place); it starts at the first step, and
     wraps around at the last, or the last of `within`."""
     within: Share = 1.0
-    """Share of the rollout's steps, from the noisiest on, that the window stays within and wraps around in: the first
-    steps carry most of the signal of the finished video."""
+    """Share of the rollout's steps, from the noisiest on, that the window stays within and wraps around in."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

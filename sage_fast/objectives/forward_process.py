@@ -150,11 +150,6 @@ def level_steps(key: NoiseKey, steps: Sequence[int], count: int) -> list[int]:
     return [steps[int(part)] for part in parts * len(steps)]
 
 
-def per_video(values: Tensor, like: Tensor) -> Tensor:
-    """Numbers (B,) as (B, 1, 1, 1, 1), on the device of `like`, to multiply it with."""
-    return values.to(like.device).view(-1, *[1] * (like.ndim - 1))
-
-
 def old_decay(share: float | Literal["rising", "late"], update: int) -> float:
     """Share of itself that the old policy keeps after `update` updates; NVlabs' schedules 1 (rising) and 2 (late)."""
     if share == "rising":
@@ -225,7 +220,7 @@ class ForwardProcess(Objective):
     def check_config(config: RunConfig) -> None:
         """As in `Objective`: settings of the sampler's steps have no meaning at noised videos."""
         training, rollout, objective = config.training, config.rollout, config.objective
-        why = "it trains at noised videos, not at the sampler's steps"
+        why = "it trains at forward_process.levels, not at every step of the sampler"
         require(
             rollout.batch_size % training.updates_per_rollout == 0,
             "training.updates_per_rollout",
@@ -303,22 +298,24 @@ class ForwardProcess(Objective):
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
     ) -> tuple[Tensor, Tensor]:
-        steps = self._steps(trajectory, position)
-        sigma = step_sigma(trajectory.table, steps)
-        if self.on_path:
-            return at_steps(trajectory.latents, steps), sigma
-        noise, share = self._noise(trajectory, position), per_video(sigma, trajectory.final)
-        return (1 - share) * trajectory.final + share * noise, sigma
+        latents, _, sigma = self._trained_at(trajectory, position)
+        return latents, sigma
 
     def _steps(self, trajectory: Trajectory, position: int) -> list[int]:
         """The step of every sample of a micro-batch whose noise level is its level number `position`."""
         steps = allowed_steps(self.process, trajectory.table)
         return [level_steps(key, steps, self.process.levels)[position] for key in trajectory.keys]
 
-    def _noise(self, trajectory: Trajectory, position: int) -> Tensor:
-        """z (B, C, F, H, W) of a micro-batch, at level number `position` of every sample."""
-        x0 = trajectory.final
-        return gaussian(trajectory.keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
+    def _trained_at(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
+        """x_t and u (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
+        steps, x0 = self._steps(trajectory, position), trajectory.final
+        sigma = step_sigma(trajectory.table, steps)
+        share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
+        if self.on_path:
+            latents = at_steps(trajectory.latents, steps)
+            return latents, (latents - x0) / share, sigma
+        noise = gaussian(trajectory.keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
+        return (1 - share) * x0 + share * noise, noise - x0, sigma
 
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
         """As in `Objective`."""
@@ -327,14 +324,10 @@ class ForwardProcess(Objective):
         return self.replay.accumulate(scored, wanted, positions, self._loss)
 
     def _loss(self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> ForwardLoss:
-        latents, sigma = self._state(scored, rows, trajectory, place[1])
-        velocity_old: Tensor | None
+        latents, target, sigma = self._trained_at(trajectory, place[1])
+        velocity_old = self.old_velocities.get(place)
         if self.on_path:
-            target = (latents - trajectory.final) / per_video(sigma, latents)
             velocity_old = at_steps(trajectory.velocities, self._steps(trajectory, place[1]))
-        else:
-            target = self._noise(trajectory, place[1]) - trajectory.final
-            velocity_old = self.old_velocities.get(place)
         return ForwardLoss(
             latents=latents,
             sigma=sigma,

@@ -21,7 +21,14 @@ from sage_fast.objectives.base import second_half
 from sage_fast.planning.devices import Device
 from sage_fast.planning.layout import Group
 from sage_fast.planning.memory import PHASES, MemoryPlan
-from sage_fast.planning.work import Visits, anchor_share, keeps_old_policy, policy_moves, splits_branches
+from sage_fast.planning.work import (
+    Visits,
+    anchor_share,
+    keeps_old_policy,
+    measures_old_policy,
+    policy_moves,
+    splits_branches,
+)
 from sage_fast.sharding.ulysses import all_to_all_bytes, share_of
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
@@ -188,12 +195,15 @@ class Counter:
             # The single pass measures the anchor within the rollout.
             measured = 0.0 if self.config.training.update == "single_pass" else behind
             # Exchanging the policy's values for the old ones' and back frees what was gathered.
-            return measured + keeps_old_policy(self.config) if phase == "anchor" else 1.0
+            return measured + measures_old_policy(self.config) if phase == "anchor" else 1.0
         if not self.full:
             return 0.0
         # Kept until they change: by a step, and when the anchor takes their place and gives it back.
-        behind += keeps_old_policy(self.config)
-        return {"rollout": 1.0, "anchor": 2 * behind, "update": self.updates - 1.0, "evaluation": 0.0}[phase]
+        # An old policy that is not measured gives its place back to the update.
+        sampled_alone = keeps_old_policy(self.config) and not measures_old_policy(self.config)
+        update = self.updates - 1.0 + sampled_alone * (1.0 - behind)
+        behind += measures_old_policy(self.config)
+        return {"rollout": 1.0, "anchor": 2 * behind, "update": update, "evaluation": 0.0}[phase]
 
     def _tokens(self, passes: _Passes) -> Iterator[Exchange]:
         """Ulysses: two all-to-alls per layer and pass, and the velocity of all tokens at the end of a forward."""

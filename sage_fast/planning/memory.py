@@ -26,7 +26,7 @@ from sage_fast.objectives.base import second_half
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights
-from sage_fast.planning.work import Calls, keeps_old_policy, model_calls, most_groups
+from sage_fast.planning.work import Calls, keeps_old_policy, measures_old_policy, model_calls, most_groups
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -312,7 +312,7 @@ class MemoryPlan:
         steps = self.config.forward_process.levels if forward else rollout.num_steps
         has_anchor = anchor_kind(objective.kl_mode) != "none"
         measured = num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
-        if keeps_old_policy(self.config) and self.config.forward_process.states == "noised":
+        if measures_old_policy(self.config):
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
         # At worst each trained video is in another micro-batch; these run whole, and ranks have equally many.

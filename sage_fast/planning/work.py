@@ -163,9 +163,7 @@ def visits(config: RunConfig, ranks: int | None = None, *, sharded: bool = False
     # Means over the positions of the window.
     steps, behind = (drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured))
     behind *= anchor_share(training, config.objective.kl_mode)
-    # On the sampler's path the rollout has left the old policy's velocities.
-    measures_old = keeps_old_policy(config) and config.forward_process.states == "noised"
-    old = steps if measures_old else 0.0
+    old = steps if measures_old_policy(config) else 0.0
     in_rollout, afterwards = (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
     # Only the KL to an anchor that lies behind needs a second VJP.
     second_products = behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0
@@ -194,8 +192,13 @@ def splits_branches(config: RunConfig) -> bool:
 
 
 def keeps_old_policy(config: RunConfig) -> bool:
-    """True if a second copy of the trained weights samples and is measured in every update."""
+    """True if a second copy of the trained weights samples."""
     return config.training.update == "forward_process" and config.forward_process.old_decay is not None
+
+
+def measures_old_policy(config: RunConfig) -> bool:
+    """True if that copy runs once more before an update; on its path the rollout has left its velocities."""
+    return keeps_old_policy(config) and config.forward_process.states == "noised"
 
 
 def most_groups(rollout: RolloutConfig) -> int:

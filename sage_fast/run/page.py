@@ -217,8 +217,8 @@ def _signal(rows: Rows) -> str:
     if len(cosines) < SURE_UPDATES or mean >= max(LITTLE_SIGNAL, 2 * error):
         return found
     return (
-        f"{found} It is nearly all noise: training at the sampler's states (forward_process.states: path), the forward "
-        "process, or more videos per update help."
+        f"{found} It is nearly all noise: more videos per update, or the forward process (training.update), at noised "
+        "videos or at the sampler's states (forward_process.states: path), help."
     )
 
 

@@ -15,23 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.exact_policy import ExactPolicy, LearnablePolicy
+from experiments.exact_policy import ExactPolicy
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
+from tests.experiments.test_testbed import LINE
 
 LIKE_NOISING = math.sqrt(2)
 SPREAD = 0.8
 
-LINE = LearnablePolicy(
-    torch.tensor([[-1.2], [0.3], [1.0]], dtype=torch.float64),
-    torch.tensor([[0], [1], [2]]),
-    wrong=(0.4,),
-    directions=torch.ones(1, 1),
-    rotated=False,
-    spread=0.2,
-)
 CAPTION = torch.tensor([[1]])
 GRID = torch.linspace(-5, 5, 501, dtype=torch.float64)
-STEP = float(GRID[1] - GRID[0])
 
 
 def of_gaussian(sampler: str, eta: float, num_steps: int) -> tuple[TransitionTable, Tensor, Tensor]:

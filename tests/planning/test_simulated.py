@@ -31,6 +31,8 @@ from tests.distributed.ranks import build, run_ranks
 pytestmark = pytest.mark.slow
 
 FULL = ["--training.mode=full", "--distributed.param_dtype=bfloat16"]
+PATH = ["--training.update=forward_process", "--objective.kl_mode=none", "--rollout.guidance_scale=1"]
+PATH += ["--rollout.sde_type=sage_exact", "--forward_process.states=path", "--forward_process.levels=1"]
 CASES: dict[str, tuple[int, int, list[str]]] = {
     "full-8": (8, 5, [*FULL, "--distributed.dp_shard=4", "--distributed.sp=2"]),
     "full-64": (64, 45, [*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=4", "--distributed.sp=2"]),
@@ -42,6 +44,8 @@ CASES: dict[str, tuple[int, int, list[str]]] = {
         2, 1, ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", "--training.update=single_pass",
                "--objective.kl_mode=none"]
     ),
+    "path-rollout": (2, 1, [*FULL, *PATH, "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]),
+    "path-always": (2, 1, [*FULL, *PATH, "--distributed.dp_shard=2", "--distributed.keep_gathered=always"]),
 }  # fmt: skip
 """Ranks, the one that is played, and settings: the degrees of the presets for 64 GPUs, there and at other sizes."""
 

@@ -689,14 +689,7 @@ def test_every_key_that_keeps_the_result_is_offered_where_it_may_save_memory() -
 
 @pytest.mark.slow
 def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
-    words = [
-        "--video.num_frames=17",
-        "--rollout.num_steps=10",
-        "--rollout.num_generations=8",
-        "--rollout.batch_size=64",
-    ]
-    words += ["--training.update=single_pass", "--objective.kl_position_fraction=0.1", "--training.ema_decay=0.9"]
-    config = load_config("hv15_352x624_lora_1gpu", words)
+    config = load_config("hv15_quick_lora_1gpu")
     found = make_plan(config, DEVICES["h100"], memory_gb=40, sizes={})
     assert not found.fits and found.memory.peak > 50e9
     (only,) = find_options(found)

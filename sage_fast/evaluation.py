@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import RewardError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import loads, write_text
 from sage_fast.config.sections import EvaluationConfig
 from sage_fast.records import Prompt, Trajectory
 from sage_fast.rewards.base import describe_batch
@@ -70,7 +70,7 @@ class Evaluation:
     def load(cls, path: Path) -> "Evaluation":
         """Read what `save` wrote. ValueError names a file that holds something else, or a part of it."""
         try:
-            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_dict(loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{path} is not a complete evaluation: {error}") from error
 

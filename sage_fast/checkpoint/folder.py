@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from sage_fast import __version__
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
-from sage_fast.config.files import sync
+from sage_fast.config.files import loads, sync
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
     """
     path = root / BEST
     try:
-        found = json.loads(path.read_bytes())
+        found = loads(path.read_bytes())
         update, score = int(found["update"]), float(found["score"])
     except FileNotFoundError:
         return None
@@ -181,7 +181,7 @@ def _read_manifest(folder: Path) -> Files:
         )
     incomplete = DamagedCheckpointError(f"{folder} has no intact {MANIFEST}: it was not written completely or altered.")
     try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
+        manifest = loads((folder / MANIFEST).read_bytes())
     except OSError as error:
         if error.errno in ABSENT:
             raise incomplete from error

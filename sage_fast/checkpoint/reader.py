@@ -4,7 +4,6 @@ Opening one runs no code, whoever has written it. torch describes the tensors of
 `shards/.metadata`; it is read by an unpickler that knows the records of that description and nothing else.
 """
 
-import json
 import logging
 import pickle
 import re
@@ -31,6 +30,7 @@ from sage_fast.checkpoint.folder import (
     verify_checkpoint,
 )
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from sage_fast.config.files import loads
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
 logger = logging.getLogger(__name__)
@@ -256,7 +256,7 @@ def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
 def _read_state(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint. Raises as `_read_metadata`."""
     try:
-        state = json.loads(path.read_bytes())
+        state = loads(path.read_bytes())
     except OSError as error:
         raise UnreadableCheckpointError.of(path, error) from error
     except (ValueError, RecursionError) as error:

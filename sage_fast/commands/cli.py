@@ -20,6 +20,7 @@ from sage_fast.commands import compare, configs, doctor, evaluate, export, gener
 from sage_fast.commands.common import RenamedOption, split_words
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, rank, report_error, world_size
+from sage_fast.rewards.server import lasting_streams
 
 GROUPS = {
     "before training": (configs, doctor, plan, profile),
@@ -169,20 +170,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
     """Run a command; returns the exit status. An error that its message explains loses its traceback."""
-    try:
-        return run(arguments) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except ConfigError as error:
-        report_error(f"error: {error}")
-        return 2
-    except (RuntimeError, OSError, MemoryError) as error:
-        if not (isinstance(error, SageError | OSError) or _is_out_of_memory(error)):
-            raise  # with its traceback: the message alone does not tell the user what happened
-        command = (sys.argv[1:] if arguments is None else [*arguments])[0]
-        report_error(f"error: {_describe(error, command)}")
-        return 1
+    # Ctrl-C also ends the `tee` that a command writes to, and a log's disk may be full.
+    with lasting_streams():
+        try:
+            return run(arguments) or 0
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+        except ConfigError as error:
+            report_error(f"error: {error}")
+            return 2
+        except (RuntimeError, OSError, MemoryError) as error:
+            if not (isinstance(error, SageError | OSError) or _is_out_of_memory(error)):
+                raise  # with its traceback: the message alone does not tell the user what happened
+            command = (sys.argv[1:] if arguments is None else [*arguments])[0]
+            report_error(f"error: {_describe(error, command)}")
+            return 1
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -111,7 +111,7 @@ def fingerprint(paths: Iterable[Path]) -> str:
                 if path.suffix == ".safetensors":
                     # The beginning of every tensor: 8 bytes of length and a JSON header stand before them.
                     length = int.from_bytes(head[:8], "little")
-                    header = json.loads(head[8 : 8 + length])
+                    header = loads(head[8 : 8 + length])
                     header.pop("__metadata__", None)
                     places = sorted(8 + length + entry["data_offsets"][0] for entry in header.values())
                 for place in places:
@@ -158,6 +158,14 @@ def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
         raise ConfigError(
             f"{path}:{line}: not UTF-8 (byte 0x{data[error.start]:02x}); save it with the encoding UTF-8"
         ) from error
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of a JSON text, as `json.loads`. ValueError for anything that is wrong with it, its depth included."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def read_json(text: str, where: str, hint: str = "") -> Any:

@@ -25,7 +25,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from sage_fast.config.files import content_digest, fingerprint, replacing
+from sage_fast.config.files import content_digest, fingerprint, loads, replacing
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.records import SHORT_CAPTION, Pictured, PromptEmbeds, text_of, word_count
 
@@ -199,7 +199,7 @@ class CachedPromptEncoder(ABC):
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             if metadata.get("prompt") != text_of(text) or (checked and metadata.get("checksum") != _checksum(tensors)):
                 raise ValueError("its content does not match its checksum")
-            count = tuple(json.loads(metadata.get("tokens", "")))
+            count = tuple(loads(metadata.get("tokens", "")))
             embeds = PromptEmbeds(**tensors)
         except FileNotFoundError:
             return None

@@ -1,7 +1,9 @@
 """The rewards of a run as one: every configured reward is called, every score is checked, none is made up."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from sage_fast.rewards.base import Reward, describe_batch, find_reward, scored_e
 from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import TAKEN, FunctionReward, SetupError, build_reward, fill_options, parameters
+
+SLOW = 300.0
+"""Seconds after which a call of a reward is said to be still running, and again each time."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +83,8 @@ class CompositeReward:
         remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
+        self.on_hang: Callable[[str | None], None] = lambda text: None
+        """Told, in words and from another thread, of a call that has run for long, and None once such a call ends."""
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
         if taken := weights.keys() & TAKEN:
@@ -221,11 +228,33 @@ class CompositeReward:
         guard = self._guards.get(name)
         # A clone, which is compared afterwards; what goes to a server is a copy already.
         given = videos.clone() if guard else videos
-        with _reward_code(name, guard, when, (RewardServerError,)):
+        with self._watched(name, when), _reward_code(name, guard, when, (RewardServerError,)):
             result = self.rewards[name].score(given, list(prompts))
         if guard and not (given.dtype == videos.dtype and torch.equal(given, videos)):
             guard.tell("the videos that it was given", when)
         return result
+
+    @contextmanager
+    def _watched(self, name: str, when: str) -> Iterator[None]:
+        """Say of a call that runs for long that it does: on one process nothing else ends it."""
+        ended = threading.Event()
+        begin = time.monotonic()
+
+        def tell() -> None:
+            while not ended.wait(SLOW):
+                minutes = (time.monotonic() - begin) / 60
+                text = f"Reward {name!r} has been running for {minutes:.0f} min {when}."
+                logger.warning("%s Ctrl-C or SIGTERM ends the run without waiting for it; checkpoints stay.", text)
+                self.on_hang(text)
+
+        thread = threading.Thread(target=tell, name="slow reward", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self.on_hang(None)
 
     def score_or_mark(self, videos: Tensor, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
         """As `score`, but a failure marks its sample instead of raising.

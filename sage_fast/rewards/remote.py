@@ -10,7 +10,7 @@ import urllib.request
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
+from sage_fast.config.files import loads
 from sage_fast.config.sections import RewardConfig
 from sage_fast.rewards.base import scored_elsewhere
 from sage_fast.rewards.server import TOKEN
@@ -29,6 +30,11 @@ FIRST_PATIENCE = 10.0
 """The same for a server that has never answered: it may still be starting, but more likely it is not there."""
 TIMEOUT = 60.0
 """Seconds without a byte after which a request is repeated; a server that scores for longer says so before."""
+
+MAX_ANSWER_BYTES = 2**24
+"""Scores of a batch take some hundreds."""
+MOST_LOST = 10
+"""Times that a server may have lost one batch, because it was started again."""
 
 SERVER = Path(__file__).with_name("server.py")
 
@@ -44,19 +50,27 @@ class RemoteReward:
 
     def __init__(self, url: str, token: str | None, child: "subprocess.Popen[str] | None" = None) -> None:
         self.url, self.child = url.rstrip("/"), child
-        self.close = lambda: None if child is None else _end(child)
-        """Ends the child, and whatever it has started."""
+        self._closed = False
+        self._servers: list[str] = []
         # Without the handlers of proxies, which are for the internet, and of statuses: every answer is read.
         self._opener = urllib.request.OpenerDirector()
         self._opener.add_handler(urllib.request.HTTPHandler())
         self._opener.add_handler(urllib.request.HTTPSHandler())
         self._opener.addheaders = [("Authorization", f"Bearer {token}")] if token else []
         health = self._ask("/health", patience=min(FIRST_PATIENCE, PATIENCE))
-        if not isinstance(health.get("rewards"), dict):
-            raise RewardServerError(f"{self.url} is not a reward server: /health answers {health!s:.200}.")
-        self.serves: str = health["serves"]
-        self.served: dict[str, Any] = health["rewards"]
-        self.LOWER_IS_BETTER = tuple(name for reward in self.served.values() for name in reward["lower_is_better"])
+        try:
+            self.serves: str = health["serves"]
+            self.served: dict[str, Any] = dict(health["rewards"])
+            self.LOWER_IS_BETTER = tuple(name for reward in self.served.values() for name in reward["lower_is_better"])
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            answered = f"/health answers {health!s:.200}"
+            raise RewardServerError(f"{self.url} is not a reward server: {answered}.") from error
+
+    def close(self) -> None:
+        """End the child, and whatever it has started; nothing is waited for any more."""
+        self._closed = True
+        if self.child is not None:
+            _end(self.child)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """See `Reward`."""
@@ -72,12 +86,25 @@ class RemoteReward:
         # The server scores an ID once: a repeated request gets the result of the first.
         path = f"/score/{uuid.uuid4().hex}"
         answer = self._ask(path, body)
+        lost = 0
         while answer.get("state") in ("scoring", "unknown"):
             time.sleep(0.1)
-            answer = self._ask(path, body if answer["state"] == "unknown" else None)  # it was started again
+            lost += answer["state"] == "unknown"  # it was started again
+            if self._closed:
+                raise RewardServerError(f"The run ended while the server at {self.url} scored a batch.")
+            if lost > MOST_LOST:
+                raise RewardServerError(
+                    f"The server at {self.url} has lost a batch {lost} times: it is started again and again. Its own "
+                    "log says why."
+                )
+            answer = self._ask(path, body if answer["state"] == "unknown" else None)
         if answer.get("serves") != self.serves:
             raise RewardServerError(f"The server at {self.url} has other rewards or options now. Start it as it was.")
-        return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in answer["scores"].items()}
+        try:
+            return {name: torch.tensor(numbers, dtype=torch.float64) for name, numbers in answer["scores"].items()}
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            answered = f"a batch is answered by {answer!s:.200}"
+            raise RewardServerError(f"{self.url} is not a reward server: {answered}.") from error
 
     def _ask(self, path: str, body: bytes | None = None, patience: float | None = None) -> dict[str, Any]:
         """One exchange, repeated while the server cannot be reached. RewardError where it answers by an error."""
@@ -86,10 +113,11 @@ class RemoteReward:
         while True:
             try:
                 with self._opener.open(urllib.request.Request(self.url + path, body), timeout=timeout) as reply:
-                    answer = dict(json.load(reply))
+                    answer = dict(loads(_read(reply, timeout)))
                 if "error" in answer:
                     kind = RewardError if reply.status == 200 else RewardServerError
                     raise kind(f"{answer['error']} (the reward server at {self.url})")
+                self._note_server(answer)
                 return answer
             # No connection, or an answer that is not whole: asked again. The errors that a server tells pass.
             except (OSError, HTTPException, ValueError, TypeError) as error:
@@ -102,6 +130,18 @@ class RemoteReward:
                     "python -m sage_fast.rewards.server CONFIG."
                 )
             time.sleep(min(1.0, patience / 10))
+
+    def _note_server(self, answer: Mapping[str, Any]) -> None:
+        """RewardServerError where an earlier server answers again: one that was started again has another id."""
+        server = answer.get("server")
+        if not isinstance(server, str) or server in self._servers[-1:]:
+            return
+        if server in self._servers:
+            raise RewardServerError(
+                f"Several servers answer at {self.url} in turn, and each scores batches of its own. Give every one an "
+                "address of its own, and each trainer one of them."
+            )
+        self._servers.append(server)
 
 
 def connect(config: RewardConfig, device: str | None, fps: float | None) -> RemoteReward | None:
@@ -135,6 +175,19 @@ def connect(config: RewardConfig, device: str | None, fps: float | None) -> Remo
                 "with the same configuration."
             )
     return remote
+
+
+def _read(reply: HTTPResponse, seconds: float) -> bytes:
+    """The body of an answer. TimeoutError for one that trickles in, ValueError for one of gigabytes."""
+    end = time.monotonic() + seconds
+    data = bytearray()
+    while part := reply.read1(2**16):
+        data += part
+        if len(data) > MAX_ANSWER_BYTES:
+            raise ValueError(f"the answer is larger than {MAX_ANSWER_BYTES:,} bytes")
+        if time.monotonic() > end:
+            raise TimeoutError(f"the answer was not complete within {seconds:g} s")
+    return bytes(data)
 
 
 def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:

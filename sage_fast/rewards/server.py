@@ -4,7 +4,8 @@ The child is another interpreter, whose environment has the packages of a reward
 imports the standard library alone, takes torch or else numpy for the videos, and runs on Python 3.8. In such an
 environment it also serves by itself: `PYTHON server.py FILE.json`, which holds {"rewards": {"module:name": options}}.
 
-    GET  /health       {"serves": digest, "rewards": {name: {"options": ..., "lower_is_better": ...}}}
+    GET  /health       {"server": its own id, "serves": digest of the rewards, "rewards": {name: {"options": ...,
+                       "lower_is_better": ...}}}
     POST /prompts      JSON list of texts; {"error": message} where a reward refuses one
     POST /score/ID     safetensors: `videos` (B, F, 3, H, W) uint8, and in its metadata the JSON list `prompts`
     GET  /score/ID     the same answer for a batch that was sent before
@@ -17,18 +18,21 @@ from __future__ import annotations
 
 import argparse
 import copy
+import errno
 import hashlib
 import hmac
 import importlib
 import inspect
+import io
 import json
 import os
+import secrets
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -40,8 +44,50 @@ ANSWER_AFTER = 10.0
 """Seconds until a batch that is not done is answered by "scoring": a slow server differs from a dead one."""
 TAKEN = ("reward", "overall", "Reward")
 """Names that no score can have: in metrics and tables they are sums of scores."""
-MOST_KEPT = 256
-"""Results that are kept for repeated requests."""
+MOST_KEPT = 4096
+"""Results that are kept for repeated requests. A batch that waits for its turn is none yet."""
+
+
+# ------------------------------------------------------------------------------------------ words
+
+
+class StandardStream(io.FileIO):
+    """A descriptor for words, which ends no work: those that have nowhere to go are dropped.
+
+    A pipe that nobody reads any more and a terminal that is gone lead to nowhere from then on, for all that writes
+    there; a full disk may have room again.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+
+    def write(self, words: Any) -> int:
+        """See `io.RawIOBase.write`; all of the words count as written."""
+        try:
+            written = super().write(words)
+        except OSError as error:
+            written = None
+            if error.errno in (errno.EPIPE, errno.EIO):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
+        return len(words) if written is None else written
+
+
+@contextmanager
+def lasting_streams() -> Iterator[None]:
+    """Within the context `sys.stdout` and `sys.stderr` are `StandardStream`; those of a notebook stay as they are."""
+    before = sys.stdout, sys.stderr
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            raw = StandardStream(stream.fileno())
+            text = io.BufferedWriter(raw)
+            setattr(sys, name, io.TextIOWrapper(text, stream.encoding, stream.errors, line_buffering=True))
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 # ------------------------------------------------------------------------------------------ rewards
@@ -172,11 +218,13 @@ class RewardServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 1024  # clients that connect at once
 
     def __init__(self, spec: Mapping[str, Any], host: str = LOOPBACK, port: int = 0, token: str | None = None) -> None:
         if host != LOOPBACK and not token:
             raise SetupError(f"--host is {host}, which other machines reach. Set {TOKEN} here and for the trainers.")
         self.token = token
+        self.id = secrets.token_hex(8)  # a client tells servers apart by it
         self.rewards: dict[str, Any] = {}
         self.served: dict[str, dict[str, Any]] = {}
         self._results: dict[str, Future[dict[str, Any]]] = {}
@@ -212,19 +260,20 @@ class RewardServer(ThreadingHTTPServer):
             with self._lock:
                 if body is not None and key not in self._results:
                     self._results[key] = self._thread.submit(self._score, body)
-                    # In the order of entry, so the oldest results go.
-                    for old in list(self._results)[:-MOST_KEPT]:
+                    # In the order of entry, so the oldest results go; one that is not done somebody waits for.
+                    done = [old for old, result in self._results.items() if result.done()]
+                    for old in done[:-MOST_KEPT]:
                         del self._results[old]
                 future = self._results.get(key)
             try:
                 result = future.result(ANSWER_AFTER) if future else {"state": "unknown"}
             except NotYet:
                 result = {"state": "scoring"}
-            return {"serves": self.serves, **result}
+            return {"server": self.id, "serves": self.serves, **result}
         if kind == "prompts" and body is not None:
             for reward in self.rewards.values():
                 getattr(reward, "check_prompts", lambda prompts: None)(json.loads(body))
-        return {"serves": self.serves, "rewards": self.served}
+        return {"server": self.id, "serves": self.serves, "rewards": self.served}
 
     def _score(self, body: bytearray) -> dict[str, Any]:
         scores: dict[str, Any] = {}
@@ -336,16 +385,17 @@ def main() -> int:
     # A reward may print: stdout carries one line, which a trainer reads.
     hello = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    try:
-        spec = _read_spec(options.config, overrides)
-        server = RewardServer(spec, options.host, options.port, spec.get("token") or os.environ.get(TOKEN))
-    except Exception as error:  # noqa: BLE001  a reward may fail in any way
-        print(f"error: {type(error).__name__}:", *str(error).splitlines(), file=hello, flush=True)
-        return 2
-    print(f"Serving {list(server.rewards)} at http://{options.host}:{server.server_port}", file=hello, flush=True)
-    with suppress(KeyboardInterrupt):
-        server.serve_forever()
-    os._exit(0)  # a batch in progress has nobody left to ask for it
+    with lasting_streams():
+        try:
+            spec = _read_spec(options.config, overrides)
+            server = RewardServer(spec, options.host, options.port, spec.get("token") or os.environ.get(TOKEN))
+        except Exception as error:  # noqa: BLE001  a reward may fail in any way
+            print(f"error: {type(error).__name__}:", *str(error).splitlines(), file=hello, flush=True)
+            return 2
+        print(f"Serving {list(server.rewards)} at http://{options.host}:{server.server_port}", file=hello, flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+        os._exit(0)  # a batch in progress has nobody left to ask for it
 
 
 if __name__ == "__main__":

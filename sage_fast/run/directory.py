@@ -1,6 +1,5 @@
 """The directory of a run: where everything in it lies, and what those files hold that more than one part reads."""
 
-import json
 import logging
 import os
 from functools import cached_property
@@ -16,6 +15,7 @@ from sage_fast.checkpoint.folder import (
     update_of,
 )
 from sage_fast.config.errors import ConfigError, RunDirectoryError
+from sage_fast.config.files import loads
 from sage_fast.config.schema import settings_of
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = loads(line)
             if not isinstance(row, dict) or not isinstance(row.get("update"), int):
                 raise ValueError("it is not an object with a whole number 'update'")
         except ValueError as error:

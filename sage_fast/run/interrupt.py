@@ -8,13 +8,18 @@
 
 torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with `--signals-to-handle`), and kills them
 30 seconds later unless `--shutdown-timeout` says otherwise; the file gives an update all the time that it takes.
+
+A process that a reward forks has none of this: there the signals do what they did before.
 """
 
 import os
 import signal
+import threading
 import time
 from types import FrameType, TracebackType
+from weakref import WeakSet
 
+from sage_fast.rewards.server import StandardStream
 from sage_fast.run.directory import RunDirectory
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
@@ -23,7 +28,9 @@ SAME_KEY_PRESS = 1.0
 
 
 class GracefulStop:
-    """Context manager that turns the signals above into a request; a second SIGINT interrupts at once.
+    """Context manager that turns the signals above into a request.
+
+    A second SIGINT interrupts at once, and so does any signal while a reward hangs, see `watch`.
 
     Args:
         run_directory: where a STOP file asks the same; None: nowhere. A file left over from earlier is removed on
@@ -37,7 +44,7 @@ class GracefulStop:
         self._announced_file = False
         self._file = None if run_directory is None else RunDirectory(run_directory).stop
         self._previous: dict[int, object] = {}
-        self._terminals: list[int] = []
+        self._hangs: str | None = None
 
     @property
     def requested(self) -> bool:
@@ -52,8 +59,7 @@ class GracefulStop:
 
     def __enter__(self) -> "GracefulStop":
         self._remove_file()
-        # Looked up before a hang-up, after which isatty knows no terminal any more.
-        self._terminals = [descriptor for descriptor in (1, 2) if os.isatty(descriptor)]
+        _active.add(self)
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # started by nohup
@@ -66,17 +72,32 @@ class GracefulStop:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.restore_handlers()
+        self._remove_file()
+
+    def restore_handlers(self) -> None:
+        """Let the signals do what they did before the context."""
+        _active.discard(self)
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
-        self._remove_file()
+
+    def watch(self, hangs: str | None) -> None:
+        """Take note of a reward that hangs, in words; None: it has ended. An update that it holds up is not waited for.
+
+        To be called from any thread.
+        """
+        self._hangs = hangs
+        if hangs is not None and self._signalled is not None and self._previous:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _remove_file(self) -> None:
         if self._file is not None:
             self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            self._leave_terminal()
+        if self._hangs is not None:
+            self._say(f"{signal.Signals(number).name}: {self._hangs} Ending without this update; checkpoints stay.")
+            raise KeyboardInterrupt
         now = time.monotonic()
         if self._signalled is not None:
             if number == signal.SIGINT and now - self._signalled > SAME_KEY_PRESS:
@@ -86,14 +107,18 @@ class GracefulStop:
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
         self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{hint}")
 
-    def _leave_terminal(self) -> None:
-        """Send to nowhere what would go to a terminal that is gone: writing there is an error."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in self._terminals:
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-
     def _say(self, text: str) -> None:
         if self._announce:
             # Not print: the signal may have come in the middle of one.
-            os.write(2, f"\n{text}\n".encode())
+            StandardStream(2).write(f"\n{text}\n".encode())
+
+
+_active: WeakSet[GracefulStop] = WeakSet()
+
+
+def _restore_handlers() -> None:
+    for stop in list(_active):
+        stop.restore_handlers()
+
+
+os.register_at_fork(after_in_child=_restore_handlers)

@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import loads, write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
 from sage_fast.config.schema import by_dotted_key, to_dict
@@ -162,7 +162,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
         files=[file.relative_to(directory).as_posix() for file in files if file.exists()],
         config=config.read_text("utf-8") if config.exists() else "",
         differences=_differences(config),
-        environment=json.loads(environment.read_text("utf-8")) if environment.exists() else None,
+        environment=loads(environment.read_text("utf-8")) if environment.exists() else None,
     )
 
 

@@ -11,7 +11,6 @@ runs/NAME/
     status.json  lease.txt               progress, and the process that writes here, for `sage-fast status`
 """
 
-import json
 import logging
 import os
 import platform
@@ -31,7 +30,7 @@ import torch
 from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
 from sage_fast.checkpoint.folder import update_of
 from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
-from sage_fast.config.files import replacing
+from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import check_heads, kl_uses
@@ -45,6 +44,7 @@ from sage_fast.policy.lora import copy_lora
 from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.server import lasting_streams
 from sage_fast.rollout import Progress
 from sage_fast.run.attention_choice import settle_attention
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
@@ -143,7 +143,7 @@ def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Seq
     device = rank_device(config.model.device)
     try:
         world = start_world(section, config.training.mode, device, to_dict(config))
-        with HangGuard(world, section.startup_timeout_seconds) as guard:
+        with lasting_streams(), HangGuard(world, section.startup_timeout_seconds) as guard:
             return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
     except RuntimeError as error:
         if not is_communication_error(error):
@@ -250,7 +250,7 @@ class Run:
             if self.world.is_main:
                 environment = self._prepare_directory(resumed)
                 self.progress.begin(resumed)
-                settings = {"config": to_dict(self.config), "environment": json.loads(environment.read_text("utf-8"))}
+                settings = {"config": to_dict(self.config), "environment": loads(environment.read_text("utf-8"))}
                 self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
                 # The pace and the gains of the updates that stay: the time left and `worse` go by them.
                 for row in read_metrics(self.files.metrics):
@@ -259,6 +259,7 @@ class Run:
             # Left in the reverse order: a checkpoint in progress is completed first, and the log is closed last.
             stack.callback(self.metrics.close)
             self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
+            self.trainer.reward.on_hang = self.stop.watch
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
                 self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world

@@ -27,7 +27,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.errors import CheckpointError, DecodeError, RewardError, RunDirectoryError, TrainingError
-from sage_fast.config.files import write_text
+from sage_fast.config.files import loads, write_text
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
 
@@ -256,10 +256,7 @@ class RunProgress:
             if time.monotonic() < self._last_line + HEARTBEAT_SECONDS or not status.phase:
                 continue
             update = min(status.update + 1, status.num_updates)
-            try:
-                self._print(f"update {update}/{status.num_updates}  {status.phase} {status.done}/{status.total}")
-            except OSError:  # nobody reads any more; the run's own next line says so
-                return
+            self._print(f"update {update}/{status.num_updates}  {status.phase} {status.done}/{status.total}")
 
 
 def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
@@ -363,7 +360,7 @@ def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float
     path = RunDirectory(directory).status
     try:
         with path.open(encoding="utf-8") as file:
-            tree, written = json.load(file), path.stat().st_mtime
+            tree, written = loads(file.read()), path.stat().st_mtime
         # The status of another version may have other fields.
         known = {key: tree[key] for key in Status.__dataclass_fields__ if key in tree}
         return Status(**known), written

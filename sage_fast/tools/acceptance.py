@@ -6,7 +6,6 @@ fails, or cannot be run, is a finding with its name; the others are still checke
 """
 
 import inspect
-import json
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from diffusers.models.embeddings import Timesteps
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, SageError
+from sage_fast.config.files import loads
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
@@ -98,7 +98,7 @@ def read_scores(file: Path) -> dict[str, list[dict[str, Any]]]:
     Videos are relative to the file. ConfigError for another content.
     """
     try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
+        tree = loads(file.read_text(encoding="utf-8"))
         for row in (row for rows in tree.values() for row in rows):
             row |= {"video": file.parent / row["video"], "prompt": str(row["prompt"])}
             row["scores"] = {name: float(value) for name, value in row["scores"].items()}

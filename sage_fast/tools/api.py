@@ -12,7 +12,6 @@ failure is an exception: `sage_fast.config.errors.SageError` is the base class o
 change. docs/how_to/python.md has examples.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
 from sage_fast.config.errors import ConfigError, shown, speaking_python
+from sage_fast.config.files import loads
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
@@ -194,7 +194,7 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
         check_trust(config, run.path, REGISTERED)
     result = run.result
     update = max(map(update_of, list_checkpoints(run.checkpoints)), default=0)
-    test = PairedTest(**json.loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
+    test = PairedTest(**loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
     return TrainedRun(config=config, update=update, finished=update >= config.training.num_updates, test=test)
 
 

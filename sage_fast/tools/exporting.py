@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast import __version__
 from sage_fast.checkpoint import Checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import replacing, write_text
+from sage_fast.config.files import loads, replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.evaluation import Evaluation, paired_tests
@@ -198,7 +198,7 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
     files, earlier = {RECORD}, dict[str, Any]()
     if record.is_file():
         try:
-            earlier = json.loads(record.read_text(encoding="utf-8"))
+            earlier = loads(record.read_text(encoding="utf-8"))
             files |= set(earlier["files"])
             exported = Path(earlier["checkpoint"]) if "checkpoint" in earlier else None
         except (ValueError, TypeError, KeyError) as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import content_digest, write_text
+from sage_fast.config.files import content_digest, loads, write_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, ModelConfig
 from sage_fast.distributed.start import rank_device
@@ -204,7 +204,7 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
     known: dict[str, Any] = {}
     if file.exists():
         try:
-            known = json.loads(file.read_text(encoding="utf-8"))
+            known = loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ConfigError(f"{file} is not JSON ({error}); delete it, or give another --output_dir.") from error
     present = {name for name in records if (output / name).exists()} if not overwrite else set()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.config.files import write_text
+from sage_fast.config.files import loads, write_text
 from sage_fast.config.presets import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
@@ -154,7 +154,7 @@ class PairedEvaluation:
         complete = all(path.exists() for path in (file, record, *(videos / name for name in self.files)))
         if complete and not self.overwrite:
             try:
-                if json.loads(record.read_text(encoding="utf-8")) == settings:
+                if loads(record.read_text(encoding="utf-8")) == settings:
                     found = Evaluation.load(file)
                     logger.info("Using the scores of the %s model in %s: same settings.", model, file)
                     return found

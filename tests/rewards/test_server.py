@@ -1,5 +1,6 @@
 """Rewards in another process: the same scores to the bit, from another environment, slow, killed, or shared."""
 
+import itertools
 import json
 import os
 import signal
@@ -10,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -409,11 +411,154 @@ def test_trainers_share_a_server(serve: Callable[..., str]) -> None:
     assert sorted(one + other) == list(range(1, 41))
 
 
+def test_a_batch_that_waits_for_its_turn_is_kept(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """More trainers than results are kept, each with one batch."""
+    monkeypatch.setattr(server, "MOST_KEPT", 2)
+    monkeypatch.setattr(server, "ANSWER_AFTER", 0.01)
+    url = serve(f"{__name__}:late")
+    clients = [RemoteReward(url, None) for _ in range(24)]
+    with ThreadPoolExecutor(len(clients)) as trainers:
+        answers = [trainers.submit(client.score, VIDEOS[:1], [f"{n}"]) for n, client in enumerate(clients)]
+        assert [answer.result(60)["late"].tolist() for answer in answers] == [[n] for n in range(len(clients))]
+
+
+def late(videos: Tensor, prompts: Sequence[str]) -> list[float]:
+    time.sleep(0.02)
+    return [float(prompt) for prompt in prompts]
+
+
+class Front(ThreadingHTTPServer):
+    """One address, where `answer` is what a test makes of the answers of reward servers."""
+
+    token = None
+    daemon_threads = True
+
+    def __init__(self, answer: Callable[[str, bytearray | None], dict[str, Any]]) -> None:
+        self.answer = answer
+        super().__init__(("127.0.0.1", 0), server._Handler)
+        threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+
+@contextmanager
+def client_of(answer: Callable[[str, bytearray | None], dict[str, Any]]) -> Iterator[RemoteReward]:
+    with Front(answer) as front:
+        yield RemoteReward(f"http://127.0.0.1:{front.server_port}", None)
+        front.shutdown()
+
+
+def test_servers_that_share_an_address_are_named() -> None:
+    """Each has its own batches, so that a client would ask one for the result of another."""
+    several = [RewardServer({"rewards": {here("brightness"): {}}}) for _ in range(3)]
+    turns = itertools.cycle(several)
+    with (
+        client_of(lambda path, body: next(turns).answer(path, body)) as client,
+        pytest.raises(RewardServerError, match="Several servers answer at http.* in turn"),
+    ):
+        for _ in range(4):
+            client.score(VIDEOS, PROMPTS)
+    for each in several:
+        each.server_close()
+
+
+def test_a_server_that_was_started_again_a_few_times_is_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[RewardServer] = []
+
+    def answer(path: str, body: bytearray | None) -> dict[str, Any]:
+        # It dies with every batch until it has had three.
+        if (body is not None and len(made) < 4) or not made:
+            made.append(RewardServer({"rewards": {here("brightness"): {}}}))
+            return made[-1].answer("/score/other", None) if body else made[-1].answer(path, None)
+        return made[-1].answer(path, body)
+
+    with client_of(answer) as client:
+        assert torch.equal(client.score(VIDEOS, PROMPTS)["brightness"], support.brightness(VIDEOS, PROMPTS).double())
+    for each in made:
+        each.server_close()
+
+
+def test_a_server_that_loses_every_batch_is_given_up() -> None:
+    only = RewardServer({"rewards": {here("brightness"): {}}})
+
+    def answer(path: str, body: bytearray | None) -> dict[str, Any]:
+        return only.answer("/score/other", None) if path.startswith("/score") else only.answer(path, body)
+
+    with (
+        client_of(answer) as client,
+        pytest.raises(RewardServerError, match="has lost a batch 11 times: it is started again and again"),
+    ):
+        client.score(VIDEOS, PROMPTS)
+    only.server_close()
+
+
+def test_a_batch_is_no_longer_waited_for_once_the_run_has_ended(serve: Callable[..., str]) -> None:
+    """As where the server's reward hangs, and the user has ended the run."""
+    client = RemoteReward(serve("brightness"), None)
+    client._ask = lambda *_, **__: {"state": "scoring"}  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(client.score, VIDEOS, PROMPTS)
+        assert not waiting.done()
+        client.close()
+        with pytest.raises(RewardServerError, match="ended while"):
+            waiting.result(10)
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"server": "a"}, "is not a reward server: a batch is answered by {"),
+        ({"scores": [1.0, 2.0, 3.0]}, "is not a reward server: a batch is answered by"),
+        ({"scores": {"brightness": {"a": 1}}}, "is not a reward server: a batch is answered by"),
+        ({"scores": {"brightness": ["x"]}}, "is not a reward server: a batch is answered by"),
+    ],
+    ids=["none", "list", "mapping", "text"],
+)
+def test_scores_that_are_none_are_no_error_of_python(answers: dict[str, Any], message: str) -> None:
+    only = RewardServer({"rewards": {here("brightness"): {}}})
+
+    def answer(path: str, body: bytearray | None) -> dict[str, Any]:
+        return {"serves": only.serves, **answers} if path.startswith("/score") else only.answer(path, body)
+
+    with client_of(answer) as client, pytest.raises(RewardServerError, match=message):
+        client.score(VIDEOS, PROMPTS)
+    only.server_close()
+
+
+@pytest.mark.parametrize("way", ["trickles", "is endless"])
+def test_an_answer_that_does_not_end_is_given_up(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.5)
+    monkeypatch.setattr(remote, "MAX_ANSWER_BYTES", 2**18)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            part = b"[" if way == "trickles" else b"[" * 2**16
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(part)
+                    time.sleep(0.02)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    reason = "not complete within 1 s" if way == "trickles" else "larger than 262,144 bytes"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as other:
+        other.daemon_threads = True
+        threading.Thread(target=other.serve_forever, args=[0.01], daemon=True).start()
+        with pytest.raises(RewardServerError, match=f"has not answered for 0.5 s.*{reason}"):
+            RemoteReward(f"http://127.0.0.1:{other.server_port}", None)
+        other.shutdown()
+
+
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
         ('{"scores": {"brightness": [1, 1, 1]}}', "is not a reward server: /health answers"),
+        ('{"rewards": {}}', "is not a reward server: /health answers"),
+        ('{"serves": "x", "rewards": {"brightness": {}}}', "is not a reward server: /health answers"),
+        ('{"serves": "x", "rewards": {"brightness": 3}}', "is not a reward server: /health answers"),
         ("hello", "has not answered for 0 s"),
+        ("[" * 100_000, "has not answered for 0 s .*nested too deep"),
     ],
 )
 def test_nothing_is_taken_from_a_server_of_something_else(

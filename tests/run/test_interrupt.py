@@ -3,19 +3,23 @@
 import os
 import pty
 import signal
+import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from sage_fast.rewards.server import lasting_streams
 from sage_fast.run.interrupt import SAME_KEY_PRESS, SIGNALS, GracefulStop
 
 # The run stands for any loop that prints; a closed terminal must not turn its prints into errors.
 LOOP = """
 import sys, time
+from sage_fast.rewards.server import lasting_streams
 from sage_fast.run.interrupt import GracefulStop
-with GracefulStop() as stop:
+with lasting_streams(), GracefulStop() as stop:
     print("ready", flush=True)
     while not stop.requested:
         time.sleep(0.01)
@@ -78,3 +82,120 @@ def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(tmp_path: Path, capfd: 
         assert (tmp_path / "STOP").exists()
     assert not (tmp_path / "STOP").exists()
     assert capfd.readouterr().err.count("saving after this update") == 1
+
+
+# Ctrl-C in a shell reaches every program of a pipeline: the reader of the words is gone when the run speaks next.
+PIPED = """
+import os, signal, subprocess, sys, time
+from sage_fast.rewards.server import lasting_streams
+from sage_fast.run.interrupt import GracefulStop
+with lasting_streams(), GracefulStop() as stop:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+    assert stop.requested
+    print("saving", flush=True)
+    print("saving", file=sys.stderr, flush=True)
+    os.write(1, b"C code")
+    subprocess.run(["echo", "a child"], check=True)
+with open(sys.argv[1], "w") as file:
+    file.write("saved")
+"""
+
+
+@pytest.mark.parametrize("number", ["SIGINT", "SIGHUP", "SIGTERM"])
+def test_words_that_nobody_reads_any_more_end_nothing(tmp_path: Path, number: str) -> None:
+    words = [sys.executable, "-c", PIPED, str(tmp_path / "saved"), number]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(words, **pipes)  # type: ignore[call-overload]
+    assert process.stdout.readline() == b"ready\n"
+    process.stdout.close()
+    process.stdin.write(b"go\n")
+    process.stdin.close()
+    assert process.wait(60) == 0
+    assert (tmp_path / "saved").read_text() == "saved"
+
+
+def test_words_for_a_full_disk_are_dropped_and_later_ones_are_not(tmp_path: Path) -> None:
+    """A log of at most 4 kB: words beyond are an error of the disk, EFBIG, that must not end anything."""
+    log = tmp_path / "log"
+    program = (
+        "import os, resource, signal\n"
+        "from sage_fast.rewards.server import lasting_streams\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))\n"
+        "with lasting_streams():\n"
+        "    for _ in range(100):\n"
+        "        print('x' * 100)\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))\n"
+        "    print('room again')\n"
+    )
+    with log.open("wb") as file:
+        subprocess.run([sys.executable, "-c", program], check=True, stdout=file, stderr=subprocess.STDOUT, timeout=60)
+    text = log.read_text()
+    assert len(text) <= 4096 + len("room again\n") and text.endswith("room again\n")
+
+
+def test_streams_of_a_host_program_stay_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with lasting_streams():
+        assert sys.stdout is before
+        print("heard")
+    assert capsys.readouterr().out == "heard\n"
+
+
+@pytest.mark.signals
+@pytest.mark.parametrize("from_thread", [False, True], ids=["main", "thread"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1])
+def test_a_process_that_a_reward_forks_ends_by_signals(number: signal.Signals, from_thread: bool) -> None:
+    """Multiprocessing's `terminate` and a scheduler mean what they say to it."""
+    children: list[int] = []
+
+    def fork() -> None:
+        if (child := os.fork()) == 0:
+            try:
+                time.sleep(60)
+            finally:
+                os._exit(7)
+        children.append(child)
+
+    with GracefulStop() as stop:
+        if from_thread:
+            thread = threading.Thread(target=fork)
+            thread.start()
+            thread.join()
+        else:
+            fork()
+        time.sleep(0.1)
+        os.kill(children[0], number)
+        _, status = os.waitpid(children[0], 0)
+        assert not stop.requested
+    ended_by_python = number == signal.SIGINT
+    assert (os.WEXITSTATUS(status) == 7) if ended_by_python else (os.WTERMSIG(status) == number)
+
+
+@pytest.mark.signals
+@pytest.mark.parametrize("first", ["asked", "hung"])
+def test_a_reward_that_hangs_is_not_waited_for(first: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with GracefulStop() as stop:
+        if first == "asked":
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested
+            telling = threading.Timer(0.1, stop.watch, ["Reward 'slow' has been running for 5 min on prompt 3."])
+        else:
+            stop.watch("Reward 'slow' has been running for 5 min on prompt 3.")
+            telling = threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGTERM])
+        telling.start()
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait(30)
+        telling.join()
+    assert "Reward 'slow' has been running for 5 min on prompt 3. Ending without this update" in capfd.readouterr().err
+
+
+@pytest.mark.signals
+def test_a_reward_that_ended_after_all_is_forgotten() -> None:
+    with GracefulStop() as stop:
+        stop.watch("Reward 'slow' has been running for 5 min on prompt 3.")
+        stop.watch(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested

@@ -1,8 +1,8 @@
 """HunyuanVideo-1.5: the fused transformer, prompt encoders, video decoder, and its weights from disk."""
 
-import json
 from contextlib import suppress
 
+from sage_fast.config.files import loads
 from sage_fast.models.hub import local_folder
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
@@ -23,5 +23,5 @@ def animates_pictures(path: str | None) -> bool:
     if path is None or folder is None:
         return path is not None and "i2v" in path
     with suppress(OSError, ValueError):  # missing or damaged: the loader's checks name it
-        return bool(json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"] == IMAGE_TO_VIDEO)
+        return bool(loads((folder / "model_index.json").read_text("utf-8"))["_class_name"] == IMAGE_TO_VIDEO)
     return False

@@ -6,7 +6,6 @@ hidden layer are the stock ones, and how a picture is scaled. The encoders are 1
 """
 
 import inspect
-import json
 import logging
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -20,6 +19,7 @@ from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extra
 from diffusers.utils import load_image
 from torch import Tensor, nn
 
+from sage_fast.config.files import loads
 from sage_fast.models.prompt_cache import CachedPromptEncoder
 from sage_fast.models.snapshot import load_vae
 from sage_fast.records import Pictured, PromptEmbeds, text_of
@@ -90,7 +90,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             return
         encode_glyphs = self._load_glyph_encoder() if any(extract_glyph_texts(text_of(t)) for t in texts) else None
         encode_picture = None if all(isinstance(text, str) for text in texts) else self._load_vision()
-        width = json.loads((self.root / "text_encoder_2" / "config.json").read_text(encoding="utf-8"))["d_model"]
+        width = loads((self.root / "text_encoder_2" / "config.json").read_text(encoding="utf-8"))["d_model"]
         no_glyphs = torch.zeros(0, width)
         encoder, tokenizer = self._load_text_encoder()
         try:

@@ -1,6 +1,5 @@
 """Load a toy model: a tiny transformer of HunyuanVideo-1.5's class, the word encoder and the patch codec."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from sage_fast.config.files import loads
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription
@@ -114,7 +114,7 @@ def _open(model: ModelConfig, shipped: Path) -> tuple[Path, dict[str, Any]]:
                 f"{directory} has no {name}. Give a folder written by 'python -m experiments.pretrain "
                 "--output_dir FOLDER', or no path for the model that ships with the project."
             )
-    return directory, dict(json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
+    return directory, dict(loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
 
 
 class Toy(HunyuanTransformer):

@@ -8,7 +8,6 @@ The weights are those of a PEFT model over transformers 4.45's Qwen2-VL. LoRA ma
 adapt, in float32 before the one rounding to the run's data type: the model is frozen, and this way it costs nothing.
 """
 
-import json
 import math
 import pickle
 import zipfile
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_fast.config.files import loads
 from sage_fast.models.hub import checkpoint_folder, fetch_command
 
 REPOSITORY = "KwaiVGI/VideoReward"
@@ -71,7 +71,7 @@ class VideoAlignSettings:
                 f"checkpoint-*/. {_fetch_checkpoint(folder)}."
             )
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = loads(path.read_text(encoding="utf-8"))
             for section, key, required in _REQUIRED:
                 if tree[section].get(key) != required:
                     raise ValueError(

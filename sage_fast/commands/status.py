@@ -4,6 +4,7 @@ examples:
   sage-fast status runs                     every run in a folder
   sage-fast status runs/demo runs/mine
   sage-fast status runs --json              for a script
+  sage-fast status runs --acknowledge       what is wrong now has been seen: it is not told again
   watch -n 10 sage-fast status runs
 
 state     running   it makes progress
@@ -17,7 +18,7 @@ state     running   it makes progress
           ..., worse  the last paired evaluation is more than 3 standard errors below update 0; since when, and which
                     checkpoint is the best, is below the table
 
-Exit status: 1 if a run hangs, was killed, has failed or got worse, else 0. Nothing is written.
+Exit status: 1 if a run hangs, was killed, has failed or got worse, else 0. Nothing is written, except by --acknowledge.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sage_fast.run.run_status import RunState
-USAGE = "RUN [RUN ...] [--json]"
+USAGE = "RUN [RUN ...] [--json] [--acknowledge]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,19 +37,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     # Named as the run directories and files of the other commands, for the words that argparse leaves over.
     parser.add_argument("config", nargs="+", metavar="RUN", help="run directory, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print the runs as a JSON list")
+    parser.add_argument(
+        "--acknowledge", action="store_true", help="note in every run that its state has been seen; exit status 0"
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table; 1 where a run needs somebody's attention."""
     from dataclasses import asdict
 
+    from sage_fast.config.errors import printable
+    from sage_fast.run.directory import RunDirectory
     from sage_fast.run.run_status import look_at_run
 
-    states = [look_at_run(run) for run in find_runs([Path(name) for name in options.config])]
+    runs = find_runs([Path(name) for name in options.config])
+    if options.acknowledge:
+        for run in runs:
+            RunDirectory(run).acknowledged.touch()
+    states = [look_at_run(run) for run in runs]
     if options.json:
         print(json.dumps([{**asdict(state), "run": str(state.run)} for state in states], indent=1))
     else:
-        print(to_text(states))
+        print(printable(to_text(states)))
     return int(any(state.needs_attention for state in states))
 
 
@@ -79,8 +89,9 @@ def to_text(states: Sequence["RunState"]) -> str:
     rows = [head, *(_cells(state) for state in states)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    notes = [note for state in states if (note := _note(state))]
-    return "\n".join([*lines, *notes, *(f"{state.run}: {state.worse}" for state in states if state.worse)])
+    told = [state for state in states if not state.acknowledged]
+    notes = [note for state in told if (note := _note(state))]
+    return "\n".join([*lines, *notes, *(f"{state.run}: {state.worse}" for state in told if state.worse)])
 
 
 def _cells(state: "RunState") -> tuple[str, ...]:
@@ -105,12 +116,13 @@ def _cells(state: "RunState") -> tuple[str, ...]:
 
 def _note(state: "RunState") -> str:
     """A line on a run that needs attention."""
+    from sage_fast.run.run_status import command_for
+
     if state.condition == "failed" and state.status is not None:
         return f"{state.run}: {(state.status.error or '').splitlines()[0] if state.status.error else 'failed'}"
     if state.condition == "killed":
-        return (
-            f"{state.run}: the process is gone and left no error; sage-fast train {state.run} --resume auto continues"
-        )
+        command = command_for(state.run, state.status, "train", "DIR", "--resume", "auto")
+        return f"{state.run}: the process is gone and left no error; this continues:\n  {command}"
     if state.condition == "hangs":
         return f"{state.run}: no progress, but alive: {state.holder or 'its process'}"
     return ""

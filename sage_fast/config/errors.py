@@ -84,6 +84,11 @@ class UnreadableCheckpointError(CheckpointError):
         )
 
 
+def printable(text: str) -> str:
+    """A text of a file or of a server without what a terminal would obey: control characters become escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 # A command in backquotes stays as it is, and so do the options of other programs, such as torchrun's.
 _OPTION = re.compile(
     r"`[^`]*`|--(?P<flag>overwrite|trust-config|allow-cpu)\b"

@@ -9,9 +9,10 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from contextlib import contextmanager, suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from sage_fast.config.errors import ConfigError
 
 _WHOLE = 4 * 2**20
 _BLOCK = 4 * 2**10
+
+LEFT_AFTER = 3600.0
+"""Seconds without a write after which a temporary file belongs to nobody any more."""
 
 MAX_DOCUMENT_BYTES = 2**20
 """Of a YAML or JSON document; the presets take 3 KB."""
@@ -42,6 +46,7 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
         OSError: the folder cannot be created or written to; the message names it and says what to change.
     """
     path = Path(path)
+    _remove_leftovers(path.parent)
     # Processes of two nodes that share the folder may have the same number.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
@@ -65,8 +70,21 @@ def replacing(path: str | os.PathLike[str], *, lasting: bool = True) -> Iterator
         if lasting:
             # The rename is an entry of the folder, and lasts once that is on disk.
             sync(path.parent)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:  # as of a write, which knows its descriptor alone
+            raise type(error)(error.errno, error.strerror, str(path)) from error
+        raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@cache
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes have left half written in a folder; once, because it may hold many files."""
+    with suppress(OSError):
+        for file in folder.glob(".*.partial"):
+            if file.stat().st_mtime < time.time() - LEFT_AFTER:
+                file.unlink()
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, lasting: bool = True) -> None:

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
 from sage_fast.config.presets import config_file, locate, portable, similar_preset
-from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, outside_names
+from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, SCORES, outside_names
 from sage_fast.config.schema import RunConfig, to_dict
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
@@ -38,6 +38,7 @@ def load_config(
 
     Files are merged from left to right: what a later file names replaces what an earlier one says, key by key inside
     sections; a list or a mapping of the user's own names (`reward.weights`, `reward.options`) is replaced as a whole.
+    Other `reward.rewards` leave the options and the weights behind that belonged to those before.
     A file may start from another one: `extends: NAME`. Prompt files are looked for as `locate` says, and are absolute
     in the result.
 
@@ -63,6 +64,7 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
 
 
 def _checked(tree: Tree) -> RunConfig:
+    _check_weights(tree)
     try:
         # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of Python it would refuse.
         # Numbers and arrays of numpy become Python's.
@@ -77,6 +79,8 @@ def read_tree(files: Sequence[str | Path], overrides: Sequence[str] | Mapping[st
     given = overrides.items() if isinstance(overrides, Mapping) else _split_words(overrides)
     # --config among the words is one more file, and so below every override.
     values = [(key, value) for key, value in given if key != "config"]
+    # First, because the options and weights among the words are those of these rewards.
+    values.sort(key=lambda pair: pair[0] != "reward.rewards")
     tree: Tree = {}
     for file in (*files, *(value for key, value in given if key == "config")):
         tree = _merged(tree, read_config_file(file))
@@ -161,6 +165,8 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     elif is_dataclass(kind):
         _check_keys({name: value}, "command line", "".join(f"{section}." for section in sections))
         value = _merged(tree.get(name, {}), value, f"{known}.")
+    elif known == "reward.rewards":
+        _leave_behind(tree, value)
     tree[name] = value
 
 
@@ -195,10 +201,48 @@ def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
 def _merged(base: Tree, top: Tree, prefix: str = "") -> Tree:
     """`top` laid over `base`, key by key inside sections; other values are replaced as a whole."""
     result = dict(base)
+    if prefix == "reward." and "rewards" in top:
+        _leave_behind(result, top["rewards"])
     for name, value in top.items():
         inside = is_dataclass(_fields()[f"{prefix}{name}"].type) and name in base
         result[name] = _merged(base[name], value, f"{prefix}{name}.") if inside else value
     return result
+
+
+def _leave_behind(reward: Tree, rewards: Any) -> None:
+    """Take out of the section `reward`, in place, what belongs to rewards that others replace.
+
+    Which scores are whose is not known before they are called: the weights go as soon as one reward goes.
+    """
+    if not isinstance(rewards, list):
+        return  # refused later
+    if isinstance(options := reward.get("options"), dict):
+        reward["options"] = {name: given for name, given in options.items() if name in rewards}
+    if any(name not in rewards for name in reward.get("rewards") or _default("reward.rewards")):
+        reward.pop("weights", None)
+
+
+def _check_weights(tree: Tree) -> None:
+    """ConfigError for weights that fit no score: a run would find it once it has a video."""
+    reward = tree.get("reward")
+    rewards = reward.get("rewards") if isinstance(reward, dict) else None
+    if not isinstance(reward, dict) or not isinstance(rewards, list):
+        return
+    if any(":" not in str(name) and name not in SCORES for name in rewards):
+        return  # a name of nothing, which is refused as such
+    scores = {score for name in rewards for score in SCORES.get(str(name), ())}
+    if "weights" in reward:
+        weights = reward["weights"]
+        unknown = sorted(set(weights) - scores) if isinstance(weights, dict) else []
+        if unknown and all(name in SCORES for name in rewards):
+            raise ConfigError(f"reward.weights names {unknown}, but {shown(rewards, MAX_SHOWN)} give {sorted(scores)}.")
+    elif not scores.issuperset(_default("reward.weights")):
+        named = [SCORES.get(str(name), (str(name).rpartition(":")[2],))[0] for name in rewards]
+        raise ConfigError(
+            f"reward.weights is missing: nothing says what the scores of {shown(rewards, MAX_SHOWN)} count. Name them, "
+            f"for instance --reward.weights={{{', '.join(f'{score}: 1.0' for score in named)}}}; a function's numbers "
+            "are the score of its name."
+        )
 
 
 def _located(tree: Tree, folder: Path | None = None) -> Tree:
@@ -364,6 +408,21 @@ def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str
     return {str(name) for name in (*given, *(rewards if isinstance(rewards, list) else []))}
 
 
+def outside_code(config: RunConfig, rewards: bool = True) -> dict[str, list[str]]:
+    """Keys that name code outside SAGE-Fast -> the names.
+
+    Args:
+        rewards: whether the rewards are built, or the model alone.
+    """
+    outside = {
+        "model.family": outside_names([config.model.family], MODEL_FAMILIES),
+        "reward.rewards": outside_names(config.reward.rewards if rewards else [], REWARDS),
+        "reward.python": [config.reward.python] if rewards and config.reward.python else [],
+        "reward.url": [config.reward.url] if rewards and config.reward.url else [],
+    }
+    return {key: names for key, names in outside.items() if names}
+
+
 def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards: bool = True) -> None:
     """ConfigError where a run directory or a checkpoint names code outside SAGE-Fast.
 
@@ -373,13 +432,7 @@ def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards
         named: what the user has named, and so trusts.
         rewards: whether the command builds the rewards, or the model alone.
     """
-    outside = {
-        "model.family": outside_names([config.model.family], MODEL_FAMILIES),
-        "reward.rewards": outside_names(config.reward.rewards if rewards else [], REWARDS),
-        "reward.python": [config.reward.python] if rewards and config.reward.python else [],
-        "reward.url": [config.reward.url] if rewards and config.reward.url else [],
-    }
-    for key, names in outside.items():
+    for key, names in outside_code(config, rewards).items():
         if unknown := [name for name in names if name not in named]:
             raise ConfigError(
                 f"{source} names {', '.join(map(repr, unknown))} under {key}: code that is not part of SAGE-Fast, and "

@@ -43,6 +43,15 @@ REWARDS = {
 REGISTERED: dict[str, Any] = {}
 """Objects that this process has entered by `register`, by name."""
 
+SCORES = {
+    "toy": ("VQ", "MQ", "TA", "aligned", "manifold_distance"),
+    "videoalign": ("VQ", "MQ", "TA"),
+    "clip_score": ("CLIPScore",),
+    "pick_score": ("PickScore",),
+    "ocr": ("OCR", "OCR_right"),
+}
+"""The scores of those rewards."""
+
 
 def register(found: Any, taken: Collection[str] = ()) -> str:
     """Enter an object of this process, and return the name under which `resolve` finds it: `module:qualified name`.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from sage_fast.config.errors import ConfigError
+from sage_fast.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +26,20 @@ logger = logging.getLogger(__name__)
 
 def rank() -> int:
     """This process among all of the run; 0 where no launcher has started it."""
-    return int(os.environ.get("RANK", "0"))
+    return _number("RANK", 0)
 
 
 def world_size() -> int:
     """Number of processes of the run."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
+    """A whole number of the environment. SystemExit where it is another text: who reads it may be telling an error."""
+    text = environment.get(name) or str(default)
+    if not text.isdecimal():
+        sys.exit(f"error: the environment variable {name} is {text!r}; a launcher sets it to a number. Unset it.")
+    return int(text)
 
 
 def rank_device(name: str) -> "torch.device":
@@ -62,7 +70,7 @@ def rank_device(name: str) -> "torch.device":
             f"model.device is {name!r}, but torch sees no GPU on {os.uname().nodename}. Use cpu, or see that the "
             "driver and a CUDA build of torch are installed on every node."
         )
-    count, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    count, local = torch.cuda.device_count(), _number("LOCAL_RANK", 0)
     if ":" not in name:
         # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two processes
         # that have the same one.
@@ -91,7 +99,7 @@ def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) 
     Raises:
         ConfigError: torchrun may restart the processes, and would let them share one store, or not go on with the run.
     """
-    restarts = int(environment.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0, environment)
     if restarts and resume != "auto":
         raise ConfigError(
             f"torchrun was started with --max-restarts={restarts}, but with --resume {resume} restarted processes "
@@ -192,7 +200,7 @@ def configure_logging() -> None:
 def report_error(message: str) -> None:
     """Print an error that ends this process, with its rank before it where there are several."""
     text = message if world_size() == 1 else f"[rank {rank()}] {message}"
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def end_process(status: int) -> NoReturn:

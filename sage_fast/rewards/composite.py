@@ -21,6 +21,8 @@ from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import TAKEN, FunctionReward, SetupError, build_reward, fill_options, parameters
 
+LARGEST = 1e30
+"""Of a score: sums and squares of larger ones are not finite in float32."""
 SLOW = 300.0
 """Seconds after which a call of a reward is said to be still running, and again each time."""
 
@@ -300,7 +302,7 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
         raise RewardError(
             f"{what} of shape {tuple(value.shape)} for {len(samples)} videos; it must be ({len(samples)},)."
         )
-    bad = (~value.isfinite()).nonzero().flatten().tolist()
+    bad = (~(value.abs() <= LARGEST)).nonzero().flatten().tolist()
     if bad:
         raise RewardError(f"{what} = {value[bad[0]].item()} for {describe_batch([samples[bad[0]]])}.")
     return value

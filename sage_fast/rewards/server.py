@@ -35,7 +35,7 @@ from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, Literal
 
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
 """Environment variable, of the server and of its trainers, of the token that every request must carry."""
@@ -120,30 +120,29 @@ def function_score(name: str) -> str:
     return f"{own}_score" if own in TAKEN else own
 
 
-def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
-    """The reward behind an entry of `reward.rewards`.
+WANTED = (
+    "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
+    "with such a method."
+)
+
+
+def check_reward(name: str, found: Any, options: Mapping[str, Any]) -> Literal["object", "function", "maker"]:
+    """What an entry of `reward.rewards` names, without a call of it.
 
     Args:
         name: the entry. options: its `reward.options`.
-        found: what the entry names. A class is constructed with the options, and an object with a method `score` is
-            used as it is. A function whose first two parameters have no default is called as f(videos, prompts,
-            **options) for every batch; any other function is called with the options and must return a reward.
+        found: what the entry names.
 
     Raises:
-        SetupError: the options do not fit, the reward refuses them or lacks a file, or it is not a reward.
+        SetupError: the options do not fit, or it cannot be a reward.
     """
-    wanted = (
-        "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
-        "with such a method."
-    )
-    options = copy.deepcopy(dict(options))  # a reward may change what it is given
     if hasattr(found, "score") and not inspect.isclass(found):
         if options:
             raise SetupError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
         _check_order(name, found.score)
-        return found
+        return "object"
     if not callable(found):
-        raise SetupError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {wanted}")
+        raise SetupError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {WANTED}")
     takes = parameters(found)
     first = list(takes.values())[:2]
     # Two parameters at the front that nothing else fills are the videos and the prompts.
@@ -156,7 +155,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         way = f"If it makes a reward, set its option: --reward.options.{name}.{first[0].name}=VALUE."
         raise SetupError(f"{_wrong_order(name, takes)} {way}")
     try:
-        if takes:
+        with suppress(ValueError):  # some built-in functions have no signature
             inspect.signature(found).bind(*([None, None] if scores_videos else []), **options)
     except TypeError as error:
         raise SetupError(
@@ -165,6 +164,27 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         ) from error
     if scores_videos:
         _check_order(name, found)
+        return "function"
+    return "maker"
+
+
+def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
+    """The reward behind an entry of `reward.rewards`.
+
+    Args:
+        name: the entry. options: its `reward.options`.
+        found: what the entry names. A class is constructed with the options, and an object with a method `score` is
+            used as it is. A function whose first two parameters have no default is called as f(videos, prompts,
+            **options) for every batch; any other function is called with the options and must return a reward.
+
+    Raises:
+        SetupError: the options do not fit, the reward refuses them or lacks a file, or it is not a reward.
+    """
+    options = copy.deepcopy(dict(options))  # a reward may change what it is given
+    kind = check_reward(name, found, options)
+    if kind == "object":
+        return found
+    if kind == "function":
         return FunctionReward(found, function_score(name), options)
     try:
         reward = found(**options)
@@ -173,7 +193,7 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         raise SetupError(f"reward.rewards: {name!r} cannot be set up{given}: {error}") from error
     if not callable(getattr(reward, "score", None)):
         raise SetupError(
-            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {wanted}"
+            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {WANTED}"
         )
     _check_order(name, reward.score)
     return reward
@@ -221,7 +241,7 @@ class RewardServer(ThreadingHTTPServer):
     request_queue_size = 1024  # clients that connect at once
 
     def __init__(self, spec: Mapping[str, Any], host: str = LOOPBACK, port: int = 0, token: str | None = None) -> None:
-        if host != LOOPBACK and not token:
+        if host not in (LOOPBACK, "localhost") and not token:
             raise SetupError(f"--host is {host}, which other machines reach. Set {TOKEN} here and for the trainers.")
         self.token = token
         self.id = secrets.token_hex(8)  # a client tells servers apart by it
@@ -367,6 +387,7 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
 
     # A file to be laid over a preset may hold the rewards alone, and the rest of a run does not matter here.
     tree, unused = read_tree(files, overrides), {"output_dir": "none", "data.prompts": ["none"]}
+    tree.get("reward", {}).setdefault("weights", {"unused": 1.0})
     config = load_config(None, unused | {key: tree[key] for key in ("reward", "video") if key in tree})
     rewards = {name: config.reward.options.get(name, {}) for name in config.reward.rewards}
     return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}

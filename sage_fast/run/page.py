@@ -9,9 +9,6 @@ import json
 import logging
 import math
 import os
-import shlex
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -31,7 +28,7 @@ from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.evaluation import Evaluation, paired_test, plus_minus, scored_in_both, to_error
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import Line, Rows, line_chart, metric_line, score_lines
-from sage_fast.run.run_status import Status, format_seconds, read_status
+from sage_fast.run.run_status import Status, command_for, format_seconds, read_status
 
 REFRESH_SECONDS = 60
 SHOWN_VIDEOS = 4
@@ -147,9 +144,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
         f"{name}: a run of SAGE-Fast",
         refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
         name=name,
-        directory=directory.path.resolve().as_posix(),
-        # What the commands on the page begin with, so that they can be pasted.
-        program="sage-fast" if shutil.which("sage-fast") else f"{shlex.quote(sys.executable)} -m sage_fast",
+        commands=[command_for(directory.path, status, *words) for words in _next_commands(status)],
         status=status,
         facts=_facts(rows, status, compared),
         signal=_signal(rows),
@@ -164,6 +159,14 @@ def run_page(run: str | os.PathLike[str]) -> str:
         differences=_differences(config),
         environment=loads(environment.read_text("utf-8")) if environment.exists() else None,
     )
+
+
+def _next_commands(status: Status | None) -> list[tuple[str, ...]]:
+    """See `command_for`."""
+    if status is None or status.state != "finished":
+        return [("train", "DIR", "--resume", "auto")]
+    made = {"evaluate": "DIR/scores", "generate": "DIR/generated", "export": "DIR/exported"}
+    return [(command, "DIR", "--output_dir", folder) for command, folder in made.items()]
 
 
 def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:

@@ -203,7 +203,11 @@ class Run:
         training = config.training
         self.progress = RunProgress(
             self.directory,
-            Status(num_updates=training.num_updates, videos_per_rollout=self.trainer.videos_per_rollout),
+            Status(
+                num_updates=training.num_updates,
+                videos_per_rollout=self.trainer.videos_per_rollout,
+                folder=os.getcwd(),
+            ),
             step=training.updates_per_rollout,
             evaluation_every=config.evaluation.every,
             shown=world.is_main,

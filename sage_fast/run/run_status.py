@@ -10,24 +10,28 @@ import logging
 import math
 import os
 import platform
+import shlex
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.errors import CheckpointError, DecodeError, RewardError, RunDirectoryError, TrainingError
 from sage_fast.config.files import loads, write_text
+from sage_fast.config.load import load_config, outside_code
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
 
@@ -35,6 +39,8 @@ HEARTBEAT_SECONDS = 60.0
 """A log has a line at least so often."""
 SECONDS_BETWEEN_WRITES = 5.0
 """Of the file, within a phase."""
+MAX_BYTES = 2**20
+"""Of the file."""
 MAX_ERROR = 500
 """Characters of an error that the status keeps."""
 RECENT = 20
@@ -66,7 +72,7 @@ class Status:
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
     paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
     seconds_left: by the measured pace. longest_seconds: that it has gone without progress. videos_per_rollout: on all
-    ranks. error: that ended it. repeats: a restart would meet it again. written: UTC.
+    ranks. folder: in which it was started. error: that ended it. repeats: a restart would meet it again. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
     gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
@@ -86,6 +92,7 @@ class Status:
     seconds_left: float | None = None
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
+    folder: str = ""
     error: str | None = None
     repeats: bool = False
     written: str = ""
@@ -303,6 +310,7 @@ class RunState:
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the process is gone without a last
     word, `unknown` where it has no status. holder: the process, of `lease.txt`. quiet_seconds: since its last progress.
+    acknowledged: `sage-fast status --acknowledge` was called since then.
 
     Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder="process 4711 on node7",
     quiet_seconds=2.0)`
@@ -313,11 +321,13 @@ class RunState:
     status: Status | None
     holder: str
     quiet_seconds: float | None
+    acknowledged: bool = False
 
     @property
     def needs_attention(self) -> bool:
         """True where somebody should look: it does not go on by itself, or the model got worse."""
-        return self.condition in ("hangs", "killed", "failed") or self.worse is not None
+        ends_badly = self.condition in ("hangs", "killed", "failed") or self.worse is not None
+        return ends_badly and not self.acknowledged
 
     @property
     def worse(self) -> str | None:
@@ -346,7 +356,34 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
         condition = "running"
     else:
         condition = "hangs" if alive else "killed"
-    return RunState(run=directory, condition=condition, status=status, holder=holder, quiet_seconds=quiet)
+    seen = RunDirectory(directory).acknowledged
+    return RunState(
+        run=directory,
+        condition=condition,
+        status=status,
+        holder=holder,
+        quiet_seconds=quiet,
+        acknowledged=seen.exists() and seen.stat().st_mtime >= written,
+    )
+
+
+def command_for(run: Path, status: Status | None, *words: str) -> str:
+    """A command on a run as it can be pasted into a shell of any folder.
+
+    Paths in its configuration may be relative to the folder in which it was started.
+
+    Args:
+        words: the command, with DIR for the run, such as `("train", "DIR", "--resume", "auto")`.
+    """
+    trust: list[str] = []
+    with suppress(OSError, ValueError):  # the command itself says what is wrong with the configuration
+        if outside_code(load_config(RunDirectory(run).config), rewards=words[0] in ("train", "evaluate")):
+            trust = ["--trust-config"]
+    program = ["sage-fast"] if shutil.which("sage-fast") else [sys.executable, "-m", "sage_fast"]
+    absolute = str(run.absolute())
+    line = shlex.join([*program, *(word.replace("DIR", absolute) for word in words), *trust])
+    folder = "" if status is None else status.folder
+    return f"cd {shlex.quote(folder)} && {line}" if folder else line
 
 
 def patience(status: Status) -> float:
@@ -360,10 +397,10 @@ def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float
     path = RunDirectory(directory).status
     try:
         with path.open(encoding="utf-8") as file:
-            tree, written = loads(file.read()), path.stat().st_mtime
-        # The status of another version may have other fields.
+            tree, written = loads(file.read(MAX_BYTES)), path.stat().st_mtime
+        # The status of another version may have other fields; what else stands there is not shown as if it were one.
         known = {key: tree[key] for key in Status.__dataclass_fields__ if key in tree}
-        return Status(**known), written
+        return TypeAdapter(Status).validate_python(known), written
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, TypeError) as error:

@@ -30,6 +30,7 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
+from sage_fast.models.hub import is_repository
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.adapters import adapter_files, read_adapter
@@ -419,6 +420,10 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
     """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
     if allowed or rank_device(config.model.device).type != "cpu":
         return
+    # A folder that is not there is another mistake, and comes first.
+    path = config.model.path
+    if path is not None and not is_repository(path) and not Path(path).expanduser().exists():
+        raise ConfigError(f"model.path is {path!r}, and there is no such folder.")
     try:
         count = count_weights(config, describe_model(config.model).transformer).total
     except ValueError:  # ConfigError among them

@@ -3,7 +3,6 @@
 Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that fails does not end the others.
 """
 
-import inspect
 import os
 import platform
 import shutil
@@ -35,6 +34,7 @@ from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.text import encoding_text
 from sage_fast.planning.weights import count_weights
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
+from sage_fast.rewards.server import SetupError, check_reward, fill_options, parameters
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.prompt_files import load_prompts
 
@@ -236,14 +236,12 @@ def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
         return replace(check, status="info") if there else check  # nobody has asked the server
     try:
         found = find_reward(name)
-        if inspect.isclass(found):
-            options, takes = section.options.get(name, {}), inspect.signature(found)
-            takes.bind(**options)
-            fps = options.get("fps", video_fps)  # a run fills it in where it is left out
-            if "fps" in takes.parameters and fps != video_fps:
-                detail = f"fps is {fps}, but video.fps is {video_fps:g}; it decides which frames are scored"
-                return Check("configuration", key, "warning", detail, fix=f"--reward.options.{name}.fps={video_fps:g}")
-    except (ConfigError, TypeError) as error:
+        options = fill_options(found, section.options.get(name, {}), device="cpu", fps=video_fps)  # as a run does
+        check_reward(name, found, options)
+        if "fps" in parameters(found) and options["fps"] != video_fps:
+            detail = f"fps is {options['fps']}, but video.fps is {video_fps:g}; it decides which frames are scored"
+            return Check("configuration", key, "warning", detail, fix=f"--reward.options.{name}.fps={video_fps:g}")
+    except (ConfigError, SetupError) as error:
         return Check("configuration", key, "missing", str(error), fix=f"see reward.options.{name}")
     return Check("configuration", key, "ok", REWARDS.get(name, name))
 

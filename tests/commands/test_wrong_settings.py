@@ -57,8 +57,11 @@ WORDS = {
     "equalizer": ("--objective.ratio=ratio_norm", ["ratio is 'ratio_norm'", "set equalizer to false"]),
     "kl-share": ("--training.kl_share_every=5 --objective.kl_mode=none", ["kl_share_every is 5", "choose a KL mode"]),
     "reward": ("--reward.rewards=[videoalign9]", ["reward.rewards is 'videoalign9'", "toy"]),
-    "reward-module": ("--reward.rewards=[no.such.module:Reward]", ["reward.rewards", "no.such.module"]),
-    "reward-name": ("--reward.rewards=[..:x]", ["reward.rewards is '..:x'"]),
+    "reward-module": (
+        "--reward.rewards=[no.such.module:Reward] --reward.weights.x=1",
+        ["reward.rewards", "no.such.module"],
+    ),
+    "reward-name": ("--reward.rewards=[..:x] --reward.weights.x=1", ["reward.rewards is '..:x'"]),
     "reward-option": ("--reward.options.toy.size=3", ["reward.options.toy", "size"]),
     "reward-weight": ("--reward.weights={VQ:0}", ["reward.weights", "VQ:0"]),
     "family": ("--model.family=os:system", ["model.family is 'os:system'", "TypeError"]),

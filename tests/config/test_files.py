@@ -1,12 +1,16 @@
 """Identity of files, and one process at a time."""
 
+import errno
 import os
+import re
+import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.config.files import fingerprint, replacing
+from sage_fast.config.files import LEFT_AFTER, fingerprint, loads, replacing, write_text
 
 
 def test_a_copy_is_the_same_and_a_change_of_any_tensor_shows(tmp_path: Path) -> None:
@@ -49,3 +53,33 @@ def test_two_nodes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
         one.write_text("same")
         other.write_text("same")
     assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("age", "stays"), [(2 * LEFT_AFTER, False), (LEFT_AFTER / 2, True)], ids=["left", "written"])
+def test_what_a_killed_process_left_goes_with_the_next_file_of_its_folder(
+    age: float, stays: bool, tmp_path: Path
+) -> None:
+    """One that somebody still writes has a date of just now."""
+    half = [tmp_path / name for name in (".status.json.7-0f.partial", ".other.mp4.8-aa.partial")]
+    for file in (*half, tmp_path / "mine.partial", tmp_path / ".hidden"):
+        file.touch()
+        os.utime(file, (time.time() - age, time.time() - age))
+    write_text(tmp_path / "index.html", "page")
+    assert all(file.exists() == stays for file in half)
+    assert (tmp_path / "mine.partial").exists() and (tmp_path / ".hidden").exists()
+
+
+def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
+    """The system's own names a descriptor at most."""
+    path = tmp_path / "scores.json"
+    with pytest.raises(OSError, match=re.escape(str(path))), replacing(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(PermissionError, match="elsewhere"), replacing(path):
+        raise PermissionError(errno.EACCES, "Permission denied", "elsewhere")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "", "\0", b"\xff"], ids=range(6))
+def test_whatever_is_wrong_with_a_json_text_is_a_value_error(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match="."):
+        loads(text)

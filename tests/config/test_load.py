@@ -1,7 +1,9 @@
 """Configurations from files, presets and words, and back: what is read, what goes over what, what is trusted."""
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,3 +182,76 @@ def test_a_configuration_is_made_in_python_too(tmp_path: Path) -> None:
         load_config("toy_cpu", {"rollout": {"sde_window.size": 2}})
     with pytest.raises(ConfigError, match=r"unknown key 'rollout\.et'"):
         load_config("toy_cpu", {"rollout.et": 1})
+
+
+# ------------------------------------------------------------------------------------------ rewards of one's own
+
+
+MINE = "mine:sharp"
+PRESET = "hv15_352x624_lora_1gpu"
+
+
+@pytest.mark.parametrize("way", ["words", "reversed words", "file", "section", "dict"])
+def test_who_replaces_the_rewards_drops_what_belonged_to_others(way: str, tmp_path: Path) -> None:
+    words = [f"--reward.rewards=[{MINE}]", "--reward.weights={sharp: 2.0}", f"--reward.options.{MINE}.radius=3"]
+    files: list[str | Path] = [PRESET]
+    overrides: Any = words
+    section = {"rewards": [MINE], "weights": {"sharp": 2.0}, "options": {MINE: {"radius": 3}}}
+    if way == "reversed words":
+        overrides = words[::-1]
+    elif way == "file":
+        (tmp_path / "mine.yaml").write_text(json.dumps({"reward": section}))
+        files, overrides = [PRESET, tmp_path / "mine.yaml"], []
+    elif way == "section":
+        overrides = [f"--reward={json.dumps(section)}"]
+    elif way == "dict":
+        overrides = {f"reward.{key}": value for key, value in section.items()}
+    config = load_config(files, overrides)
+    assert config.reward.options == {MINE: {"radius": 3}} and config.reward.weights == {"sharp": 2.0}
+    assert config.reward.on_failure == "drop_group", "the other keys belong to no reward"
+
+
+def test_options_of_rewards_that_stay_are_kept() -> None:
+    before = load_config(PRESET).reward
+    more = load_config(PRESET, ["--reward.rewards=[videoalign, clip_score]"]).reward
+    assert more.options == before.options and more.weights == before.weights
+    added = load_config(PRESET, [f"--reward.rewards+={MINE}", "--reward.weights.sharp=1"]).reward
+    assert added.options == before.options and added.weights == {**before.weights, "sharp": 1.0}
+    swapped = load_config(PRESET, [f"--reward.rewards=[videoalign, {MINE}]", "--reward.weights.sharp=1"]).reward
+    assert swapped.options == before.options and swapped.weights == {**before.weights, "sharp": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "advice"),
+    [
+        (f"[{MINE}]", "--reward.weights={sharp: 1.0}"),
+        ("[ocr]", "--reward.weights={OCR: 1.0}"),
+        (f"[clip_score, {MINE}]", "--reward.weights={CLIPScore: 1.0, sharp: 1.0}"),
+    ],
+)
+@pytest.mark.parametrize("preset", [PRESET, None], ids=["over a preset", "alone"])
+def test_rewards_without_weights_are_refused_before_anything_is_loaded(
+    preset: str | None, rewards: str, advice: str
+) -> None:
+    words = ["--output_dir=out", f"--data.prompts={ROOT}/configs/prompts/toy_train.csv", f"--reward.rewards={rewards}"]
+    with pytest.raises(ConfigError, match=re.escape(advice)):
+        load_config(preset, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--reward.weights.VG=1"],
+        ["--reward.weights={VQ: 1.0, OCR: 1.0}"],
+        ["--reward.rewards=[ocr]", "--reward.weights={ocr: 1.0}"],
+    ],
+)
+def test_a_weight_that_fits_no_score_of_the_rewards_that_ship_is_refused(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="reward.weights names .* but .* give "):
+        load_config(PRESET, words)
+    load_config(PRESET, ["--reward.rewards+=mine:Judge", "--reward.weights.VG=1"])
+
+
+def test_a_swap_of_rewards_with_the_same_scores_needs_no_weights() -> None:
+    config = load_config("toy_cpu", ["--reward.rewards=[videoalign]"])
+    assert config.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, "the default, not the weights of the toy's"

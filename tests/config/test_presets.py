@@ -22,6 +22,8 @@ from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
 from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.text import between
 from sage_fast.records import word_count
+from sage_fast.rewards.base import find_reward, reward_requirements
+from sage_fast.rewards.server import SetupError, build_reward, check_reward, fill_options
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import load_prompts, read_prompts
 
@@ -112,6 +114,30 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
     assert config.reward.options["videoalign"]["fps"] == video.fps
     # What the window of every step leaves to train.
     assert int(rollout_table(rollout, 0).trainable.sum()) == 20
+
+
+@pytest.mark.parametrize("preset", [name for name in preset_names() if "/" not in name and name != "study_cpu"])
+def test_the_rewards_of_a_preset_take_its_options_and_look_where_the_advice_puts_their_files(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A preset that inherits another one's options may lack one that a reward must have."""
+    config = load_config(preset)
+    monkeypatch.chdir(tmp_path)
+    for name in config.reward.rewards:
+        found, given = find_reward(name), config.reward.options.get(name, {})
+        assert check_reward(name, found, fill_options(found, given, device="cpu", fps=config.video.fps)) == "maker"
+        downloads = [r for r in reward_requirements(name, given) if "--local-dir" in r.fetch]
+        for requirement in downloads:
+            folder = tmp_path / requirement.fetch.split("--local-dir ")[1].split()[0]
+            for file in requirement.missing:
+                made = folder / file.replace("*", "1")
+                made.parent.mkdir(parents=True, exist_ok=True)
+                made.touch()
+        now = {r.name: r.missing for r in reward_requirements(name, given)}
+        assert not any(now[requirement.name] for requirement in downloads)
+        if name == "videoalign":  # which says what is wrong with an empty file, not that it has no folder
+            with pytest.raises(SetupError, match=re.escape("models/VideoReward")):
+                build_reward(name, found, fill_options(found, given, device="cpu", fps=config.video.fps))
 
 
 def test_the_paper_is_one_preset() -> None:

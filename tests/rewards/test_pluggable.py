@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.load import load_config
+from sage_fast.config.registry import REWARDS, SCORES
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, require
@@ -16,6 +17,9 @@ from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
 from sage_fast.planning.text import to_json
 from sage_fast.rewards.base import RewardCosts
+from sage_fast.rewards.clip import CLIPScore, PickScore
+from sage_fast.rewards.toy import ToyReward
+from sage_fast.rewards.videoalign.checkpoint import SCORES as VIDEOALIGN_SCORES
 from sage_fast.tools.diagnosis import Check, examine
 
 NAME = f"{__name__}:Judge"
@@ -65,3 +69,17 @@ def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(tmp_path
     (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
     assert planned(path=folder)["memory"]["rollout"]["reward models"] == 1000
     assert file(path=folder).status == "ok"
+
+
+def test_the_registry_names_the_scores_of_the_rewards_that_ship() -> None:
+    """By what they return, or what they declare where they need files."""
+    videos = torch.zeros(1, 4, 3, 16, 16, dtype=torch.uint8)
+    returned = ToyReward().score(videos, ["a red circle moving left"])
+    assert {
+        "toy": tuple(returned),
+        "videoalign": VIDEOALIGN_SCORES,
+        "clip_score": tuple(CLIPScore.SCALES),
+        "pick_score": tuple(PickScore.SCALES),
+        "ocr": ("OCR", "OCR_right"),
+    } == SCORES
+    assert SCORES.keys() == REWARDS.keys()

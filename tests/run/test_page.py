@@ -1,5 +1,6 @@
 """The page of a run: what is on it, how large it gets, and that a browser shows it as it should."""
 
+import html
 import json
 import logging
 import math
@@ -83,7 +84,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split("Prompts that lost most")
     assert "+2\n" in gained and "-1\n" not in gained and "-1\n" in lost and "+2\n" not in lost
-    assert "train . --resume auto" in lost and "Configuration" in lost
+    assert f"train {shlex.quote(str(long_run))} --resume auto" in lost and "Configuration" in lost
     assert 'data-refresh="60"' in text and 'data-updates="0 100 200"' in text
     gains, losses = text.partition("<h2>Largest gains")[2].partition("<h2>Prompts")[0].split("<h2>Largest losses")
     assert gains.count("<video") == 8 and 'class="gain">+2<' in gains and 'class="loss"' not in gains
@@ -137,12 +138,11 @@ def test_the_page_begins_with_the_picture_and_ends_with_commands_that_work(
     headings = re.findall(r"<h2>([^<]+)</h2>", text)
     assert headings[:2] == ["Before and after", "Gain and reward"] and headings[-1] == "What next"
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    command = re.search(r"<pre>(.*) --output_dir scores$", run_page(finished_run), re.M)
-    assert command is not None
-    monkeypatch.chdir(finished_run)
-    words = shlex.split(command[1])
-    assert subprocess.run([*words, "--help"], check=False, capture_output=True).returncode == 0
-    assert words[-2:] == ["evaluate", "."] and load_config(words[-1] + "/config.yaml")
+    commands = html.unescape(re.search(r"<pre>(cd [^<]*)</pre>", run_page(finished_run))[1]).splitlines()  # type: ignore
+    assert [shlex.split(line)[6] for line in commands] == ["evaluate", "generate", "export"]
+    for line in commands:
+        assert shlex.split(line)[7] == str(finished_run)
+        assert subprocess.run(f"{line} --help", shell=True, check=False, capture_output=True).returncode == 0
 
 
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:

@@ -1,8 +1,11 @@
 """Runs as seen from outside: which lives, hangs, was killed, has failed; and what a log shows meanwhile."""
 
+import html
 import json
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -24,6 +27,7 @@ from sage_fast.run.run import Run
 from sage_fast.run.run_status import (
     RunProgress,
     Status,
+    command_for,
     describe_worse,
     format_seconds,
     look_at_run,
@@ -70,10 +74,82 @@ def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]
     assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "1/4", "0.41", "+0.05"]
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
-    assert f"sage-fast train {runs / 'gone'} --resume auto" in notes
+    assert f"train {runs / 'gone'} --resume auto" in notes
     assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
     assert [run["condition"] for run in found] == ["running", "finished"]
     assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(f"process {os.getpid()} on")
+
+
+def test_a_state_that_was_seen_is_told_once(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = str(runs / "fails")
+    assert main(["status", one]) == 1
+    assert main(["status", one, "--acknowledge"]) == 0 and main(["status", one]) == 0
+    assert "failed" in capsys.readouterr().out.splitlines()[-1], "it is in the table all the same"
+    assert main(["status", str(runs)]) == 1, "others are told"
+    later = time.time() + 10
+    os.utime(runs / "fails" / "status.json", (later, later))
+    assert main(["status", one]) == 1, "it has failed again"
+    assert "The reward failed." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '"a text"',
+        "3",
+        '{"state": "running", "num_updates": "many"}',
+        '{"state": "asleep", "num_updates": 3}',
+        '{"state": "running", "num_updates": 3, "seconds_left": {"a": 1}, "reward": []}',
+        '{"state": "running"}',
+        "\0" * 1000,
+    ],
+    ids=["deep", "text", "number", "many", "asleep", "types", "short", "nul"],
+)
+def test_one_strange_status_does_not_hide_the_others(
+    text: str, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    (runs / "goes" / "status.json").write_text(text)
+    main(["status", str(runs)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "unknown", "killed", "killed"]
+    assert f"{runs / 'goes' / 'status.json'} cannot be used" in caplog.text
+
+
+def test_a_status_gives_the_terminal_no_orders(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    error = "The reward\x1b[2J\x1b]0;title\x07 failed.\u202e"
+    status = replace(GOING, state="failed", error=error)
+    (runs / "fails" / "status.json").write_text(json.dumps(asdict(status)))
+    main(["status", str(runs / "fails")])
+    shown = capsys.readouterr().out
+    assert "The reward\\x1b[2J\\x1b]0;title\\x07 failed.\\u202e" in shown
+    assert shown.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["own", "outside"])
+def test_commands_can_be_pasted_anywhere(outside: bool, tmp_path: Path, tiny_run: MakeRun) -> None:
+    """From another folder, with code of others, and with a space in the path."""
+    started, elsewhere = tmp_path / "where it began", tmp_path / "elsewhere"
+    started.mkdir()
+    elsewhere.mkdir()
+    (started / "own_rewards.py").write_text(
+        "def dark(videos, prompts):\n    return -videos.double().mean((1, 2, 3, 4))\n"
+    )
+    words = ["--output_dir=run of today", "--evaluation.every=0", "--training.num_updates=1"]
+    words += ["--reward.rewards=['own_rewards:dark']", "--reward.weights={dark: 1.0}"] if outside else []
+    config = tiny_run(*words)
+    (started / "start.yaml").write_text(dump_config(config))
+    environment = os.environ | {"PYTHONPATH": str(started)}
+    program = [sys.executable, "-m", "sage_fast", "train", "start.yaml"]
+    subprocess.run(program, check=True, cwd=started, env=environment, capture_output=True)
+    run = started / "run of today"
+    status, _ = read_status(run)
+    command = command_for(run, status, "train", "DIR", "--resume", "auto", "--training.num_updates=2")
+    assert ("--trust-config" in command) == outside
+    page = html.unescape((run / "index.html").read_text("utf-8"))
+    assert command_for(run, status, "evaluate", "DIR", "--output_dir", "DIR/scores") in page
+    subprocess.run(command, shell=True, check=True, cwd=elsewhere, env=environment, capture_output=True)
+    assert read_status(run)[0].update == 2  # type: ignore[union-attr]
 
 
 def test_an_export_is_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Doctor: its findings, their remedies, and the configurations that it lets pass."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from importlib.metadata import version
@@ -12,9 +13,11 @@ import pytest
 import torch
 
 from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hunyuan15.loading import load_components
+from sage_fast.rewards.composite import CompositeReward
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools.diagnosis import can_run
 from tests.commands.programs import check_command
@@ -101,6 +104,50 @@ def test_a_problem_is_named_and_the_rest_is_still_checked(
     found = by_name(checks)[key]
     assert found.status == "missing" and detail in found.detail and fix in found.fix
     assert [c.name for c in checks if c.status == "missing"] == [key] and len(checks) > 3
+
+
+def backwards(prompts: list[str], videos: Any) -> Any:
+    """In TRL's order."""
+
+
+def plain(videos: Any, prompts: list[str], radius: float = 1.0) -> Any:
+    """A function with an option."""
+
+
+def maker(radius: float) -> Any:
+    """A function that makes a reward."""
+
+
+class Standing:
+    def score(self, videos: Any, prompts: list[str]) -> Any: ...
+
+
+standing = Standing()
+constant = 3
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("backwards", {}, "takes (prompts, videos), but a reward is called as f(videos, prompts)"),
+        ("plain", {"raduis": 2}, "got an unexpected keyword argument 'raduis'"),
+        ("maker", {}, "radius=VALUE"),
+        ("Standing", {"radius": 2}, "got an unexpected keyword argument 'radius'"),
+        ("standing", {"radius": 2}, "is an object and takes no options"),
+        ("constant", {}, "is of type int"),
+        ("absent", {}, "has no 'absent'"),
+    ],
+)
+def test_doctor_refuses_the_rewards_that_train_refuses(
+    tiny_run: MakeRun, name: str, options: dict[str, Any], message: str
+) -> None:
+    target = f"{__name__}:{name}"
+    words = [f"--reward.rewards=['{target}']", f"--reward.weights.{name}=1"]
+    words += [f"--reward.options.{target}.{key}={value}" for key, value in options.items()]
+    found = by_name([*doctor._settings(tiny_run(*words), 1)])[f"reward {target}"]
+    assert found.status == "missing" and message in found.detail
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        CompositeReward.from_config(tiny_run(*words).reward)
 
 
 def test_a_frame_rate_that_is_not_the_rewards_is_a_warning(tmp_path: Path) -> None:

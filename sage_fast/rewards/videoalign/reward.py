@@ -28,7 +28,7 @@ from sage_fast.rewards.videoalign.checkpoint import (
 )
 
 DEFAULT_FOLDER = "models/VideoReward"
-"""Folder for `plan` and `doctor` where the required option `path` is not set."""
+"""Folder of the checkpoint where the option `path` is not set."""
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -61,7 +61,7 @@ class VideoAlignReward:
     rounding of another batch size.
 
     Args:
-        path: folder of the checkpoint, the one that holds model_config.json.
+        path: folder of the checkpoint, the one that holds model_config.json; where the advice of `doctor` puts it.
         fps: frames per second that the videos are meant to be played at. Set it to `video.fps`: 2 frames of a second
             are scored, so it decides which ones, and a wrong value changes every score.
         base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
@@ -109,7 +109,7 @@ class VideoAlignReward:
 
     def __init__(
         self,
-        path: str,
+        path: str = DEFAULT_FOLDER,
         fps: float | None = None,
         base_model: str = DEFAULT_BASE_MODEL,
         device: str = "auto",

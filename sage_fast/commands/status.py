@@ -4,7 +4,7 @@ examples:
   sage-fast status runs                     every run in a folder
   sage-fast status runs/demo runs/mine
   sage-fast status runs --json              for a script
-  sage-fast status runs --acknowledge       what is wrong now has been seen: it is not told again
+  sage-fast status runs --acknowledge       what is wrong now has been seen; it is not shown again
   watch -n 10 sage-fast status runs
 
 state     running   it makes progress

@@ -166,7 +166,10 @@ def read_text(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> str:
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "Is a pipe or a device, not a file", str(path))
         # The size says 0 for a file in /proc, and 2 TB for one that must not be read to find that out.
-        data = file.read(max_bytes + 1) if status.st_size <= max_bytes else b""
+        data = file.read(_BLOCK) if status.st_size <= max_bytes else b""
+        if b"\0" in data:
+            raise ConfigError(f"{path}: not text, it begins with bytes of 0; save it with the encoding UTF-8")
+        data += file.read(max_bytes + 1 - len(data)) if data else b""
     if max(len(data), status.st_size) > max_bytes:
         raise ConfigError(f"{path}: larger than {max_bytes:,} bytes; is it the file that was meant?")
     try:

@@ -25,6 +25,9 @@ from sage_fast.config.schema import RunConfig, to_dict
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
 """Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
 
+PATHS = ("output_dir", "model.path", "model.adapter", "model.cache_dir", "data.prompts", "evaluation.prompts")
+"""Keys that hold paths."""
+
 MAX_SHOWN = 200
 """Characters of a wrong value that a message repeats."""
 
@@ -65,6 +68,11 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
 
 def _checked(tree: Tree) -> RunConfig:
     _check_weights(tree)
+    for key in PATHS:
+        *sections, name = key.split(".")
+        value = functools.reduce(lambda found, section: found.get(section) or {}, sections, tree).get(name)
+        if isinstance(value, str) and re.search(r"\$\{|^\$\w+", value):
+            raise ConfigError(f"{key} is {value!r}, where variables are not filled in. Write the path; ~ is your home.")
     try:
         # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of Python it would refuse.
         # Numbers and arrays of numpy become Python's.

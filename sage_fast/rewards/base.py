@@ -2,8 +2,8 @@
 
 import copy
 import random
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -163,3 +163,16 @@ def seed_generators(seed: int) -> None:
     # NumPy takes words of 32 bits, and a seed has up to 63.
     np.random.seed([seed % 2**32, seed >> 32])
     torch.manual_seed(seed)
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give the generators of `seed_generators` back the states that they had before the context."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    own, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(own)
+        np.random.set_state(numpy)

@@ -16,7 +16,7 @@ from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import Reward, describe_batch, find_reward, scored_elsewhere
+from sage_fast.rewards.base import Reward, describe_batch, find_reward, kept_generators, scored_elsewhere
 from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import TAKEN, FunctionReward, SetupError, build_reward, fill_options, parameters
@@ -87,6 +87,8 @@ class CompositeReward:
         """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
         self.on_hang: Callable[[str | None], None] = lambda text: None
         """Told, in words and from another thread, of a call that has run for long, and None once such a call ends."""
+        self._compares_next = False
+        self._again: tuple[Tensor, Sequence[Sample], Mapping[str, Tensor]] | None = None
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
         if taken := weights.keys() & TAKEN:
@@ -215,7 +217,57 @@ class CompositeReward:
             raise ConfigError(
                 f"reward.weights names {missing}, but the rewards {list(self.rewards)} return {sorted(scores)}."
             )
+        if self._compares_next and len(samples) > 1:
+            self._compares_next = False
+            self._compare_alone(videos, samples, scores)
         return scores
+
+    # ------------------------------------------------------------------------------------------ scored again
+
+    def compare_next(self) -> None:
+        """Score a video of the next batch once more, alone: its score must not depend on the others."""
+        self._compares_next = True
+
+    def compare_last(self) -> None:
+        """Score that video once more at the end of a run: a reward that drifts rises by itself."""
+        if self._again is not None:
+            video, sample, before = self._again
+            self._tell_difference(before, self._score_again(video, sample), {}, "when the run began", "now")
+
+    def _compare_alone(self, videos: Tensor, samples: Sequence[Sample], batch: Mapping[str, Tensor]) -> None:
+        # The best: what a reward does with the whole batch shows least in its middle.
+        row = int(self.overall(batch).argmax())
+        one = slice(row, row + 1)
+        video = videos[one].clone()
+        alone = self._score_again(video, samples[one])
+        self._again = video, samples[one], alone
+        spread = {name: values.std(correction=0).item() for name, values in batch.items()}
+        self._tell_difference(
+            {name: values[one] for name, values in batch.items()}, alone, spread, "in its batch", "alone"
+        )
+
+    def _score_again(self, video: Tensor, sample: Sequence[Sample]) -> Mapping[str, Tensor]:
+        """Scores outside the run's own sequence of calls: a reward that draws finds its generators as they were."""
+        with kept_generators():
+            try:
+                return self.score(video, sample)
+            except RewardError as error:
+                logger.warning("A video that was scored in a batch cannot be scored alone: %s", error)
+                return {}
+
+    def _tell_difference(
+        self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], spread: Mapping[str, float], *when: str
+    ) -> None:
+        for name in first.keys() & second.keys():
+            one, other = first[name][0].item(), second[name][0].item()
+            # A model may round otherwise in another batch, in bfloat16 by some percent.
+            rounding = 0.02 * abs(one) + 0.1 * spread.get(name, 0.0)
+            if abs(one - other) > rounding + 1e-6:
+                logger.warning(
+                    "The same video has %s %.4g %s and %.4g %s. A score must depend on its video and prompt alone: "
+                    "else the gain of a run is not that of its videos (docs/rewards.md).",
+                    *(name, one, when[0], other, when[1]),
+                )
 
     def call(self, name: str, videos: Tensor, prompts: Sequence[str], when: str) -> Any:
         """Result of one reward, unchecked. The reward gets copies.

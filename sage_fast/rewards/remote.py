@@ -138,8 +138,8 @@ class RemoteReward:
             return
         if server in self._servers:
             raise RewardServerError(
-                f"Several servers answer at {self.url} in turn, and each scores batches of its own. Give every one an "
-                "address of its own, and each trainer one of them."
+                f"Several servers answer at {self.url} in turn, and each keeps its own batches. Give every one its "
+                "own address, and each trainer one of them."
             )
         self._servers.append(server)
 

@@ -45,7 +45,7 @@ ANSWER_AFTER = 10.0
 TAKEN = ("reward", "overall", "Reward")
 """Names that no score can have: in metrics and tables they are sums of scores."""
 MOST_KEPT = 4096
-"""Results that are kept for repeated requests. A batch that waits for its turn is none yet."""
+"""Results that are kept for repeated requests. A batch that waits has no result yet."""
 
 
 # ------------------------------------------------------------------------------------------ words
@@ -83,7 +83,8 @@ def lasting_streams() -> Iterator[None]:
         if type(stream) is io.TextIOWrapper:
             raw = StandardStream(stream.fileno())
             text = io.BufferedWriter(raw)
-            setattr(sys, name, io.TextIOWrapper(text, stream.encoding, stream.errors, line_buffering=True))
+            # A letter that the encoding lacks must not end anything either.
+            setattr(sys, name, io.TextIOWrapper(text, stream.encoding, "backslashreplace", line_buffering=True))
     try:
         yield
     finally:
@@ -127,7 +128,7 @@ WANTED = (
 
 
 def check_reward(name: str, found: Any, options: Mapping[str, Any]) -> Literal["object", "function", "maker"]:
-    """What an entry of `reward.rewards` names, without a call of it.
+    """Tell what an entry of `reward.rewards` names, without calling it.
 
     Args:
         name: the entry. options: its `reward.options`.

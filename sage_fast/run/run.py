@@ -275,6 +275,7 @@ class Run:
             self._begin(checkpoint)
             del checkpoint
             finished = self._loop()
+            self.trainer.reward.compare_last()
             # The last checkpoint may still be on its way to disk, and callbacks get complete ones alone.
             self.writer.wait()
             self._tell_of_checkpoints()
@@ -283,6 +284,8 @@ class Run:
     def _begin(self, checkpoint: Checkpoint | None) -> None:
         """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
         if checkpoint is None:
+            if self.world.is_main:
+                self.trainer.reward.compare_next()
             self.metrics.truncate_after(-1)
             self._measure_baseline()  # scores on disk are not this run's
             return

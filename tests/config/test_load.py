@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sage_fast.config.files import dump_yaml, read_yaml
 from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import by_dotted_key, to_dict
+from sage_fast.run.prompt_files import read_prompts
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -255,3 +257,24 @@ def test_a_weight_that_fits_no_score_of_the_rewards_that_ship_is_refused(words: 
 def test_a_swap_of_rewards_with_the_same_scores_needs_no_weights() -> None:
     config = load_config("toy_cpu", ["--reward.rewards=[videoalign]"])
     assert config.reward.weights == {"VQ": 1.0, "MQ": 1.0, "TA": 1.0}, "the default, not the weights of the toy's"
+
+
+@pytest.mark.parametrize("value", ["${HOME}/runs", "$HOME/runs", "${oc.env:HOME}/runs", "runs/${USER}"])
+@pytest.mark.parametrize("key", ["output_dir", "model.path", "data.prompts", "model.adapter"])
+def test_variables_in_paths_are_no_names_of_folders(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(key) + ".*where variables are not filled in"):
+        load_config("toy_cpu", {key: value})
+
+
+@pytest.mark.parametrize("name", ["run.yaml", "prompts.csv", "prompts.txt"])
+def test_a_file_of_nothing_but_zeros_is_no_text(name: str) -> None:
+    """A gigabyte that takes no room on the disk; none of it is kept."""
+    with open(name, "wb") as file:
+        file.truncate(2**29 if name != "run.yaml" else 1000)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError, match="not text, it begins with bytes of 0"):
+        if name == "run.yaml":
+            load_config(name)
+        else:
+            read_prompts(name)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**17  # KiB

@@ -12,7 +12,7 @@ import torch
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig
-from sage_fast.distributed.start import check_restartable, rank_device, start_world
+from sage_fast.distributed.start import _number, check_restartable, rank, rank_device, start_world, world_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,6 +73,22 @@ def test_restarts_that_would_not_go_on_are_refused_before_the_processes_meet(
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=rf"--resume {resume} .*Give --resume auto"):
         start_world(DistributedConfig(), "lora", torch.device("cpu"), {"resume": resume})
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_MAX_RESTARTS"])
+@pytest.mark.parametrize("value", ["", "first", "-1", "1.5"])
+def test_a_number_of_the_environment_that_is_none_is_named(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An empty one, as a script leaves behind, is none at all."""
+    monkeypatch.setenv(name, value)
+    if value:
+        with pytest.raises(SystemExit, match=f"environment variable {name} is '{value}'"):
+            _number(name, 1)
+    else:
+        assert _number(name, 1) == 1
+    monkeypatch.delenv(name)
+    assert _number(name, 1) == 1 and rank() == 0 and world_size() == 1
 
 
 # ---------------------------------------------------------------------------------------------- scripts

@@ -1,13 +1,21 @@
 """Everything that may be named as a reward, and what is said when it is none."""
 
+import random
+import re
+import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.evaluation import REWARD
+from sage_fast.rewards import composite as composite_module
+from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.server import TAKEN, FunctionReward, function_score
 from tests.rewards import support
@@ -68,6 +76,8 @@ class Returns:
         ({"s": torch.ones(2)}, r"returned s of shape \(2,\) for 3 videos"),
         ({"s": ["a", "b", "c"]}, "returned s, which is not a tensor of numbers"),
         ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
+        ({"s": [1.0, 1e300, 1.0]}, r"Reward 'r' returned s = 1e\+300 for prompt 7 \('bb'\), sample 1\."),
+        ({"s": torch.tensor([1.0, 1.0, -3e38])}, r"Reward 'r' returned s = -3\S+e\+38 for prompt 7 \('c'\)"),
         ({"taken": [1.0, 2.0, 3.0]}, "Two rewards return a score named 'taken'; the second is 'r'"),
         ({"s": [10**400, 1, 1]}, "returned s, which is not a tensor of numbers: int too large"),
         (
@@ -151,3 +161,108 @@ def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:
 def test_an_interrupt_in_a_reward_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
         composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").score_or_mark(VIDEOS, SAMPLES)
+
+
+# ------------------------------------------------------------------------------------------ scored again
+
+
+def of_videos(score: Callable[[Tensor], Tensor]) -> CompositeReward:
+    """A reward of the videos' brightness."""
+    reward = FunctionReward(lambda videos, prompts: score(videos.double().mean((1, 2, 3, 4))), "bright", {})
+    return CompositeReward({"of": reward}, {"bright": 1.0})
+
+
+class Drifting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        return values * (1 + 0.1 * self.calls)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        lambda values: values - values.mean(),
+        lambda values: values.argsort().argsort().double(),
+        lambda values: values / values.sum(),
+        lambda values: values + 10 * torch.rand(len(values)),
+    ],
+    ids=["centred", "ranked", "shares", "drawn"],
+)
+def test_a_score_that_depends_on_the_others_is_told_with_two_numbers(
+    score: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = of_videos(score)
+    reward.compare_next()
+    torch.manual_seed(0)
+    reward.score(VIDEOS, SAMPLES)
+    assert re.search(r"The same video has bright \S+ in its batch and \S+ alone\.", caplog.text)
+    caplog.clear()
+    reward.score(VIDEOS, SAMPLES)
+    assert not caplog.text, "once"
+
+
+def test_a_score_that_cannot_be_had_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    reward = of_videos(lambda values: (values - values.mean()) / values.std())
+    reward.compare_next()
+    assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
+    assert "cannot be scored alone: Reward 'of' returned bright = nan" in caplog.text
+
+
+def test_a_reward_that_drifts_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    reward = of_videos(Drifting())
+    reward.compare_next()
+    reward.score(VIDEOS, SAMPLES)
+    caplog.clear()
+    for _ in range(5):
+        reward.score(VIDEOS, SAMPLES)
+    reward.compare_last()
+    assert re.search(r"The same video has bright \S+ when the run began and \S+ now\.", caplog.text)
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.01], ids=["exact", "rounds"])
+def test_a_score_of_the_video_alone_is_passed_in_silence(rounding: float, caplog: pytest.LogCaptureFixture) -> None:
+    reward = of_videos(lambda values: values * (1 + rounding * (len(values) == 1)))
+    reward.compare_next()
+    for videos, samples in ((VIDEOS[:1], SAMPLES[:1]), (VIDEOS, SAMPLES), (VIDEOS, SAMPLES)):
+        reward.score(videos, samples)
+    reward.compare_last()
+    assert not caplog.text
+
+
+def test_a_reward_that_draws_finds_its_generators_as_they_were() -> None:
+    def draws(values: Tensor) -> Tensor:
+        return values + torch.rand(len(values)) + random.random() + np.random.rand()
+
+    def scores(compares: bool) -> list[Tensor]:
+        seed_generators(7)
+        reward = of_videos(draws)
+        if compares:
+            reward.compare_next()
+        found = [reward.score(VIDEOS, SAMPLES)["bright"] for _ in range(3)]
+        reward.compare_last()
+        return [*found, torch.rand(2)]
+
+    assert all(map(torch.equal, scores(False), scores(True)))
+
+
+def test_a_call_that_does_not_end_is_told_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(composite_module, "SLOW", 0.05)
+    told: list[str | None] = []
+
+    def slow(values: Tensor) -> Tensor:
+        time.sleep(0.3)
+        return values
+
+    reward = of_videos(slow)
+    reward.on_hang = told.append
+    reward.score(VIDEOS, SAMPLES)
+    assert "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or one of the 2 videos" in caplog.text
+    assert len(told) > 2 and told[-1] is None and all(text and "Reward 'of'" in text for text in told[:-1])
+    caplog.clear()
+    of_videos(lambda values: values).score(VIDEOS, SAMPLES)
+    assert not caplog.text

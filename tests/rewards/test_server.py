@@ -585,8 +585,9 @@ def test_a_token_is_asked_for_and_needed_where_other_machines_reach_the_server(
     assert len(rewards(url).score(VIDEOS, SAMPLES)["brightness"]) == 3
     with pytest.raises(SetupError, match=r"--host is 0\.0\.0\.0, which other machines reach\. Set SAGE_FAST_REWARD"):
         RewardServer({"rewards": {}}, "0.0.0.0")
-    with RewardServer({"rewards": {}}) as alone:
-        assert alone.server_address[0] == "127.0.0.1"
+    for given in ({}, {"host": "localhost"}):
+        with RewardServer({"rewards": {}}, **given) as alone:
+            assert alone.server_address[0] == "127.0.0.1"
 
 
 def test_a_run_directory_names_no_program_and_no_server_without_trust(tiny_run: MakeRun, tmp_path: Path) -> None:

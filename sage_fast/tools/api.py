@@ -420,10 +420,9 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
     """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
     if allowed or rank_device(config.model.device).type != "cpu":
         return
-    # A folder that is not there is another mistake, and comes first.
     path = config.model.path
     if path is not None and not is_repository(path) and not Path(path).expanduser().exists():
-        raise ConfigError(f"model.path is {path!r}, and there is no such folder.")
+        return  # a folder that is not there is said when it is loaded, too
     try:
         count = count_weights(config, describe_model(config.model).transformer).total
     except ValueError:  # ConfigError among them

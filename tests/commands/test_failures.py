@@ -1,8 +1,13 @@
 """Faults that a run survives: each ends in one clear message and an intact output directory."""
 
 import json
+import multiprocessing
+import os
 import resource
 import shutil
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,12 +20,14 @@ from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.lease import Lease
 from sage_fast.run.run import Run, build_trainer
+from sage_fast.run.run_status import read_status
 
 MakeRun = Callable[..., RunConfig]
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -250,3 +257,50 @@ def test_a_checkpoint_of_another_model(finished_run: Path, tiny_run: MakeRun, tm
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*of shape"):
         Run(config)
     assert not (tmp_path / "second").exists()
+
+
+# ------------------------------------------------------------------------------------------ signals
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_run_whose_tee_dies_of_the_same_signal_is_saved(
+    number: signal.Signals, tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """`train ... 2>&1 | tee log`, and a Ctrl-C or a hang-up, which reach the whole group."""
+    config = tiny_run("--training.num_updates=10000", "--evaluation.every=0", "--checkpoint.every=10000")
+    (tmp_path / "start.yaml").write_text(dump_config(config))
+    log = tmp_path / "log"
+    words = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "start.yaml")]
+    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+    with log.open("wb") as file:
+        tee = subprocess.Popen(["cat"], stdin=run.stdout, stdout=file, process_group=run.pid)
+    assert run.stdout is not None
+    run.stdout.close()
+    while "update 2/" not in log.read_text():
+        assert run.poll() is None
+        time.sleep(0.02)
+    os.killpg(run.pid, number)
+    assert tee.wait(60) == -number and run.wait(120) == 0
+    status, _ = read_status(config.output_dir)
+    assert status is not None and status.state == "stopped"
+    assert [int(path.name[-6:]) for path in list_checkpoints(Path(config.output_dir) / "checkpoints")] == [
+        status.update
+    ]
+
+
+def forks(videos: Tensor, prompts: Sequence[str]) -> list[float]:
+    """Starts a process by fork, as many scorers do, and ends it."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=[60])
+    child.start()
+    child.terminate()
+    child.join(20)
+    return [float(child.exitcode or 0)] * len(prompts)
+
+
+@pytest.mark.signals
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork")
+def test_a_process_that_a_reward_forks_in_a_run_can_be_ended(tiny_run: MakeRun) -> None:
+    words = [f"--reward.rewards=['{__name__}:forks']", "--reward.weights={forks: 1.0}"]
+    config = tiny_run(*words, "--evaluation.every=0", "--training.num_updates=1")
+    Run(config).train()
+    assert read_metrics(Path(config.output_dir) / "metrics.jsonl")[-1]["reward/forks_mean"] == -signal.SIGTERM

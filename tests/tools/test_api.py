@@ -238,3 +238,15 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
     assert "8.3 billion parameters" in errors and "--allow-cpu" in errors and "toy_cpu" in errors
     assert main([*words, "--allow-cpu"]) == 1
     assert "it is being loaded" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", ["gone/model", "/gone", "./models/gone", "~/gone-of-sage"])
+@pytest.mark.parametrize("preset", ["hv15_352x624_lora_1gpu", "wan_480p_lora_1gpu"])
+def test_a_folder_that_is_not_there_is_said_before_the_size_of_its_model(
+    path: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()  # so that gone/model is no repository
+    assert main(["train", preset, "--model.device=cpu", "--output_dir=run", f"--model.path={path}"]) == 2
+    errors = capsys.readouterr().err
+    assert path.removeprefix("~") in errors and "billion parameters" not in errors

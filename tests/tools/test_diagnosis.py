@@ -135,7 +135,7 @@ constant = 3
         ("Standing", {"radius": 2}, "got an unexpected keyword argument 'radius'"),
         ("standing", {"radius": 2}, "is an object and takes no options"),
         ("constant", {}, "is of type int"),
-        ("absent", {}, "has no 'absent'"),
+        ("absent", {}, "has no attribute 'absent'"),
     ],
 )
 def test_doctor_refuses_the_rewards_that_train_refuses(

@@ -246,7 +246,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_size_of_its_model(
     path: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gone").mkdir()  # so that gone/model is no repository
+    (tmp_path / "gone").mkdir()  # so that gone/model is not a repository
     assert main(["train", preset, "--model.device=cpu", "--output_dir=run", f"--model.path={path}"]) == 2
     errors = capsys.readouterr().err
     assert path.removeprefix("~") in errors and "billion parameters" not in errors

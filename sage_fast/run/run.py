@@ -207,6 +207,7 @@ class Run:
                 num_updates=training.num_updates,
                 videos_per_rollout=self.trainer.videos_per_rollout,
                 folder=os.getcwd(),
+                gpus=world.size if world.size == int(os.environ.get("LOCAL_WORLD_SIZE") or 1) else 1,
             ),
             step=training.updates_per_rollout,
             evaluation_every=config.evaluation.every,

@@ -72,7 +72,8 @@ class Status:
     how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
     paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
     seconds_left: by the measured pace. longest_seconds: that it has gone without progress. videos_per_rollout: on all
-    ranks. folder: in which it was started. error: that ended it. repeats: a restart would meet it again. written: UTC.
+    ranks. folder: in which it was started. gpus: its processes, if one node has them all. error: that ended it.
+    repeats: a restart would meet it again. written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
     gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
@@ -93,6 +94,7 @@ class Status:
     longest_seconds: float = 0.0
     videos_per_rollout: int = 0
     folder: str = ""
+    gpus: int = 1
     error: str | None = None
     repeats: bool = False
     written: str = ""
@@ -381,7 +383,8 @@ def command_for(run: Path, status: Status | None, *words: str) -> str:
             trust = ["--trust-config"]
     program = ["sage-fast"] if shutil.which("sage-fast") else [sys.executable, "-m", "sage_fast"]
     absolute = str(run.absolute())
-    line = shlex.join([*program, *(word.replace("DIR", absolute) for word in words), *trust])
+    launch = ["--gpus", str(status.gpus)] if status is not None and status.gpus > 1 and words[0] == "train" else []
+    line = shlex.join([*program, *(word.replace("DIR", absolute) for word in words), *launch, *trust])
     folder = "" if status is None else status.folder
     return f"cd {shlex.quote(folder)} && {line}" if folder else line
 

@@ -152,6 +152,13 @@ def test_commands_can_be_pasted_anywhere(outside: bool, tmp_path: Path, tiny_run
     assert read_status(run)[0].update == 2  # type: ignore[union-attr]
 
 
+def test_a_command_starts_as_many_processes_as_the_run_had(tmp_path: Path) -> None:
+    several = replace(GOING, gpus=4)
+    assert "--gpus 4" in command_for(tmp_path, several, "train", "DIR")
+    assert "--gpus" not in command_for(tmp_path, several, "generate", "DIR")
+    assert "--gpus" not in command_for(tmp_path, GOING, "train", "DIR")
+
+
 def test_an_export_is_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in (runs / "done", runs / "fails", runs / "gone"):
         (folder / "export.json").touch()

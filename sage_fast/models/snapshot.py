@@ -17,11 +17,8 @@ from sage_fast.models.hub import Requirement, fetch_command, local_folder, requi
 from sage_fast.models.stored import STEMS, load_pretrained, open_weights, read_json, weight_files
 
 WEIGHTS = {
-    "transformer": STEMS["diffusers"],
-    "vae": STEMS["diffusers"],
-    "text_encoder": STEMS["transformers"],
-    "text_encoder_2": STEMS["transformers"],
-    "image_encoder": STEMS["transformers"],
+    **dict.fromkeys(("transformer", "vae"), STEMS["diffusers"]),
+    **dict.fromkeys(("text_encoder", "text_encoder_2", "image_encoder"), STEMS["transformers"]),
 }
 """Folders with weights, and the stem of their files."""
 

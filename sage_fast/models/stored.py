@@ -23,13 +23,7 @@ from sage_fast.models.transformer import in_parts
 _MAPPED_BYTES = 2**25
 """Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
 
-NUMBERS = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "F64": torch.float64,
-    "I64": torch.int64,
-}
+NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
 """Types that are read, by their names in .safetensors. Whole numbers are an adapter's alpha, and positions in CLIP."""
 
 

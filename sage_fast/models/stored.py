@@ -84,7 +84,7 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
             open_weights(file)
     log = import_module(f"{library}.utils.logging")
     verbosity = log.get_verbosity()
-    # What does not fit is reported below.
+    # Weights that do not fit are reported below.
     log.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(

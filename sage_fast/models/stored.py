@@ -99,7 +99,8 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
         # Its files may hold other models beside this one, such as a decoder, but no more layers of this one.
         own = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
         unexpected = [name for name in unexpected if re.sub(r"\d+", "N", name) in own]
-    mismatched = [name for name, *_ in info["mismatched_keys"]]
+    # Names, or in other releases names with both shapes.
+    mismatched = list(map(str, info["mismatched_keys"]))
     check_fit(folder, missing=info["missing_keys"], unexpected=unexpected, mismatched=mismatched)
     return model.eval()
 

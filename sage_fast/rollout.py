@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
+from sage_fast.config.errors import ConfigError, DecodeError, RewardError, RewardServerError
 from sage_fast.config.sections import EvaluationConfig, ObjectiveConfig, RolloutConfig, TrainingConfig
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -303,6 +303,16 @@ def evaluation_sampler(
     )
 
 
+def decode(decoder: VideoDecoder, latents: Tensor) -> Tensor:
+    """Videos of sampled latents, see `VideoDecoder`. DecodeError where a latent is not finite, of any family."""
+    if not latents.isfinite().all():
+        raise DecodeError(
+            "Sampled latents are not finite: the velocity of the model was not. Use model.dtype float32 or bfloat16, "
+            "and check the weights, the adapter and the text encoder."
+        )
+    return decoder.decode(latents)
+
+
 @dataclass(kw_only=True)
 class VideoScoring:
     """Decodes sampled latents, scores the videos, and gathers the scores of all ranks.
@@ -341,7 +351,7 @@ class VideoScoring:
         own = [samples[row] for row in rows]
         self.progress("decode", rows[0], len(samples), describe_batch(own))
         with self.phase("decode"):
-            videos = self.decoder.decode(trajectory.final[rows])
+            videos = decode(self.decoder, trajectory.final[rows])
         numbers = [first + row for row in rows]
         if thread := self.reward.thread:
             self.pending.append(thread.submit(self._score, videos, own, numbers))

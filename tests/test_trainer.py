@@ -16,13 +16,13 @@ from torch import Tensor
 
 from sage_fast import optim
 from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoints, open_checkpoint
-from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.errors import ConfigError, DecodeError, TrainingError
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import KLMode, kl_uses
+from sage_fast.config.sections import KLMode, ModelConfig, kl_uses
 from sage_fast.data import PromptSchedule
 from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.kernels import PolicyTerms
-from sage_fast.models.family import WeightFacts
+from sage_fast.models.family import WeightFacts, load_components
 from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
@@ -30,12 +30,14 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import initial_latents, noise_keys, noise_seed, rollout_table
+from sage_fast.rollout import decode, initial_latents, noise_keys, noise_seed, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
 from tests.made_runs import untimed
 from tests.test_gradient import passes, videos_of
+from tests.tiny.checkpoints import save_diffusers_layout
+from tests.tiny.wan import save_wan
 
 MakeRun = Callable[..., RunConfig]
 
@@ -469,6 +471,35 @@ def test_skipped_updates_are_part_of_the_state(tiny_run: MakeRun, monkeypatch: p
     poison_gradients(resumed, monkeypatch, {1})
     with pytest.raises(TrainingError, match="Update 2"):
         resumed.iterate()
+
+
+@pytest.mark.parametrize("first_steps", [(), ("--rollout.initial_noise=shared",)], ids=["own", "shared"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_latents_that_are_not_finite_are_no_fault_of_the_reward(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, value: float, first_steps: tuple[str, ...]
+) -> None:
+    """The toy's codec clips them to pixels like any others."""
+    trainer = build_trainer(tiny_run(*first_steps))
+    monkeypatch.setattr(trainer.reward, "score", lambda *_: pytest.fail("scored"))
+    trainer.policy.transformer.proj_out.bias.data.fill_(value)
+    with pytest.raises(DecodeError, match=r"Sampled latents are not finite.*check the weights, the adapter"):
+        trainer.iterate()
+    with pytest.raises(DecodeError, match="Sampled latents are not finite"):
+        trainer.evaluate()
+
+
+@pytest.mark.parametrize("family", ["toy", "hunyuan15", "wan"])
+def test_one_latent_of_a_batch_is_enough_in_every_family(family: str, tmp_path: Path) -> None:
+    save = {"toy": lambda folder: None, "hunyuan15": save_diffusers_layout, "wan": save_wan}[family]
+    save(tmp_path)
+    section = ModelConfig(family=family, path=None if family == "toy" else str(tmp_path), device="cpu")
+    decoder = load_components(section).video_decoder
+    latents = torch.zeros(2, *decoder.latent_shape(*((4, 16, 16) if family == "toy" else (5, 32, 32))))
+    assert len(decode(decoder, latents)) == 2
+    for value in (math.nan, math.inf, -math.inf):
+        latents[1, -1, -1, -1, -1] = value
+        with pytest.raises(DecodeError, match="not finite"):
+            decode(decoder, latents)
 
 
 def test_weights_that_an_optimizer_step_ruined_are_not_saved(tiny_run: MakeRun) -> None:

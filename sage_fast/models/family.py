@@ -265,6 +265,8 @@ class ModelFamily(ABC):
     forward runs on tensors without memory, as a plan runs it.
     names: linear layers of a block in diffusers -> in its official class and in ComfyUI, where layers of one name stand
     below each other in the order of the table. official_blocks: the attribute with the blocks there.
+    outer_names: linear layers outside the blocks in diffusers -> in the official class. architectures: pattern of the
+    model's names in the metadata of adapters, in small letters and digits alone.
     pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
     the time shift in it. licence: name and address of that of its weights, which binds what is trained from them.
     clients: layouts that an adapter is exported in.
@@ -279,6 +281,8 @@ class ModelFamily(ABC):
     plans_stock: bool = False
     names: ClassVar[Mapping[str, tuple[str, str]]] = {}
     official_blocks: str = ""
+    outer_names: ClassVar[Mapping[str, str]] = {}
+    architectures: str = ".*"
     licence: tuple[str, str] | None = None
     pipeline: str = "DiffusionPipeline"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
@@ -447,6 +451,9 @@ class ModelFamily(ABC):
 
         Example: `double_blocks.0.img_attn.qkv` of ComfyUI is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
         """
+        for own, official in cls.outer_names.items():
+            if name.replace(".", "_") in (own.replace(".", "_"), official.replace(".", "_")):
+                return [own]
         match = re.fullmatch(rf"(?:{cls.blocks}|{cls.official_blocks})[._](\d+)[._](.+)", name)
         part = match[2].replace(".", "_") if match else None
         layers = [own for own, others in cls.names.items() if part in [n.replace(".", "_") for n in (own, *others)]]

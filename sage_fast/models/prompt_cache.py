@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers.utils import logging as transformers_logging
 
 from sage_fast.config.files import content_digest, fingerprint, loads, replacing
 from sage_fast.distributed.world import SINGLE_PROCESS, World
+from sage_fast.models.stored import load_pretrained
 from sage_fast.records import SHORT_CAPTION, Pictured, PromptEmbeds, text_of, word_count
 
 logger = logging.getLogger(__name__)
@@ -219,23 +219,10 @@ class CachedPromptEncoder(ABC):
     def _load(self, model_class: Any, part: str) -> Any:
         """A transformers model of a folder, in its files' type, read straight to the device.
 
-        ValueError when weights are missing.
+        ValueError as `load_pretrained`.
         """
-        folder, verbosity = self.root / part, transformers_logging.get_verbosity()
-        # Missing weights are reported below.
-        transformers_logging.set_verbosity_error()
-        try:
-            model, info = model_class.from_pretrained(
-                folder, dtype="auto", device_map=self.device, local_files_only=True, output_loading_info=True
-            )
-        finally:
-            transformers_logging.set_verbosity(verbosity)
-        if info["missing_keys"]:
-            raise ValueError(
-                f"The weights in {folder} lack {len(info['missing_keys'])} tensors of a {model_class.__name__}, among "
-                f"them {sorted(info['missing_keys'])[0]}. Download the folder again."
-            )
-        return model.eval().requires_grad_(False)
+        model = load_pretrained(model_class, self.root / part, dtype="auto", device_map=self.device)
+        return model.requires_grad_(False)
 
     def _release(self) -> None:
         """Give the memory of encoders that are no longer referenced back to the device."""

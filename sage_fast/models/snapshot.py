@@ -11,18 +11,14 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hub import Requirement, fetch_command, local_folder, require
-from sage_fast.models.stored import check_fit, read_json, weight_files
+from sage_fast.models.stored import STEMS, load_pretrained, open_weights, read_json, weight_files
 
 WEIGHTS = {
-    "transformer": "diffusion_pytorch_model",
-    "vae": "diffusion_pytorch_model",
-    "text_encoder": "model",
-    "text_encoder_2": "model",
-    "image_encoder": "model",
+    **dict.fromkeys(("transformer", "vae"), STEMS["diffusers"]),
+    **dict.fromkeys(("text_encoder", "text_encoder_2", "image_encoder"), STEMS["transformers"]),
 }
 """Folders with weights, and the stem of their files."""
 
@@ -98,7 +94,7 @@ def configuration_file(part: str) -> str:
 
 
 def require_parts(root: Path, parts: Sequence[str], command: Callable[[str], str]) -> None:
-    """ValueError unless the folders have their configuration, and all of their safetensors, of which none was cut off.
+    """ValueError unless the folders have their configuration and all of their safetensors, none cut off or quantised.
 
     Args:
         command: of a folder, the command that gets it.
@@ -111,12 +107,9 @@ def require_parts(root: Path, parts: Sequence[str], command: Callable[[str], str
         for file in weights:
             try:
                 # Opening compares the size of the file with the one that its header tells.
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError as error:
-                raise ValueError(
-                    f"{file} is damaged or was not downloaded to its end ({error}). Delete it and run: {command(part)}"
-                ) from error
+                open_weights(file)
+            except ValueError as error:
+                raise ValueError(f"{error} Delete it and run: {command(part)}") from error
 
 
 def requirement(
@@ -178,10 +171,6 @@ def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
     Args:
         kind: diffusers' class. dtype: name of a type of torch.
 
-    ValueError: weights and configuration do not fit each other, or a file is damaged.
+    ValueError as `load_pretrained`.
     """
-    vae, info = kind.from_pretrained(
-        folder, torch_dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True, use_safetensors=True
-    )
-    check_fit(folder, missing=info["missing_keys"], unexpected=info["unexpected_keys"])
-    return vae.eval()
+    return load_pretrained(kind, folder, torch_dtype=getattr(torch, dtype), use_safetensors=True)

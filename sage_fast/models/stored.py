@@ -7,11 +7,14 @@ cache of files, which gives way to anything that needs the memory.
 """
 
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -20,8 +23,15 @@ from sage_fast.models.transformer import in_parts
 _MAPPED_BYTES = 2**25
 """Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
 
+NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
+"""Types that are read, by their names in .safetensors. Whole numbers are an adapter's alpha, and positions in CLIP."""
 
-def weight_files(folder: Path, stem: str = "diffusion_pytorch_model") -> list[Path]:
+
+STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
+"""Library -> how the names of its files of weights begin."""
+
+
+def weight_files(folder: Path, stem: str = STEMS["diffusers"]) -> list[Path]:
     """Files of the weights in a folder, there or not: those that its index names, or the one without an index.
 
     ValueError names an index that is damaged.
@@ -38,6 +48,61 @@ def read_json(path: Path) -> dict[str, Any]:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
+
+
+def open_weights(path: Path) -> Any:
+    """An opened .safetensors file. Whatever reads weights opens their files here.
+
+    ValueError names one that is damaged or quantised; FileNotFoundError one that is missing.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or was not downloaded to its end ({error}).") from error
+    check_types(path, {name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118  no mapping
+    return file
+
+
+def check_types(path: Path, types: Mapping[str, str | torch.dtype]) -> None:
+    """ValueError unless the weights of a file are stored as numbers; `types`: by name, of .safetensors or of torch."""
+    for name, stored in types.items():
+        if stored not in NUMBERS and stored not in NUMBERS.values():
+            raise ValueError(
+                f"{path} is quantised: {name} is stored as {stored}, which is rounded and often scaled by other keys. "
+                "Take the file that was published in float32, bfloat16 or float16."
+            )
+
+
+def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
+    """A model of diffusers or transformers from a folder, in evaluation mode; `options` are those of `from_pretrained`.
+
+    ValueError: a file is damaged or quantised, or config.json describes another model than the files hold.
+    """
+    library = kind.__module__.partition(".")[0]
+    for file in weight_files(folder, STEMS[library]):
+        if file.is_file():
+            open_weights(file)
+    log = import_module(f"{library}.utils.logging")
+    verbosity = log.get_verbosity()
+    # Weights that do not fit are reported below.
+    log.set_verbosity_error()
+    try:
+        model, info = kind.from_pretrained(
+            folder, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    except StrictDataclassError as error:
+        raise ValueError(f"{folder / 'config.json'} contradicts itself: {' '.join(str(error).split())}") from error
+    finally:
+        log.set_verbosity(verbosity)
+    unexpected = info["unexpected_keys"]
+    if library == "transformers":
+        # Its files may hold other models beside this one, such as a decoder, but no more layers of this one.
+        own = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
+        unexpected = [name for name in unexpected if re.sub(r"\d+", "N", name) in own]
+    # Names, or in other releases names with both shapes.
+    mismatched = list(map(str, info["mismatched_keys"]))
+    check_fit(folder, missing=info["missing_keys"], unexpected=unexpected, mismatched=mismatched)
+    return model.eval()
 
 
 def misfits(described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> dict[str, set[str]]:
@@ -62,7 +127,7 @@ def check_fit(folder: Path, **wrong: Collection[str]) -> None:
 class StoredWeights(Mapping[str, Tensor]):
     """The weights in a folder of a diffusers model: each look-up maps one into memory and keeps nothing.
 
-    ValueError names a file that is damaged; OSError for one that is missing.
+    ValueError names a file that is damaged or quantised; OSError for one that is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -122,10 +187,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def _open(self, path: Path) -> Any:
         if path not in self._opened:
-            try:
-                self._opened[path] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ValueError(f"{path} is damaged or was not downloaded to its end ({error}).") from error
+            self._opened[path] = open_weights(path)
         return self._opened[path]
 
 

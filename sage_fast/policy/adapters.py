@@ -10,12 +10,12 @@ import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from peft import LoraConfig as PeftLoraConfig
 from peft.utils.other import get_pattern_key
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from sage_fast.config.sections import LoraConfig, ModelConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
-from sage_fast.models.family import Components, family_of, open_components
+from sage_fast.models.family import Components, ModelFamily, family_of, open_components
+from sage_fast.models.stored import open_weights
 from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, has_adapter, make_trainable, trainable_parameters
 
@@ -31,19 +31,24 @@ LAYOUTS = {
 """Layouts that are read -> how their keys begin; the first that fits."""
 
 MERGE = "Merge it into the transformer with the program that trained it, and give that by model.path."
+BESIDE = r"\.(lora_B|lora_up)(\.\w+)?\.bias|\.diff(_[bm])?$"
+"""In keys of what is added beside the matrices; files that save steps have many of zeros."""
 FOREIGN = {
     r"\.hada_": ("LoHa (LyCORIS), products of two low-rank matrices", MERGE),
     r"\.lokr_": ("LoKr (LyCORIS), Kronecker products", MERGE),
     r"\.dora_scale|\.lora_magnitude_vector": ("DoRA, which also scales whole columns", MERGE),
     r"\.lora_mid": ("LoCon with a Tucker core (LyCORIS)", MERGE),
     r"\.oft_|\.boft_": ("OFT, a rotation of the weights", MERGE),
-    r"\.(lora_B|lora_up)(\.\w+)?\.bias|\.diff(_b)?$": ("LoRA with whole weights or biases beside it", MERGE),
+    BESIDE: ("LoRA with whole weights or biases beside it, which are not zero", MERGE),
     r"^(lora_te|text_encoder)": ("of a text encoder, which is not trained here", "Delete these keys from the file."),
 }
 """Pattern in a key -> the layout that it tells of, and how to come to one that is read."""
 
+LARGEST = 65504.0
+"""Of float16. No training comes near it."""
+
 KEY = re.compile(
-    r"(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet_|lora_transformer_|unet\.)?"
+    r"(base_model\.model\.)?(transformer\.|(model\.)?diffusion_model\.|lora_unet__?|lora_transformer_|unet\.|pipe\.dit\.)?"
     r"(?P<layer>.+?)\.(lora[_.](?P<half>A|B|down|up)(\.default)?\.weight|(?P<alpha>alpha))"
 )
 
@@ -104,40 +109,53 @@ def adapter_files(path: Path) -> list[Path]:
     return [file, beside] if file.name != ADAPTER_FILE and beside.is_file() else [file]
 
 
-def read_adapter(path: Path, layers_named: Callable[[str], Sequence[str]] = lambda name: [name]) -> dict[str, Pair]:
+def read_adapter(path: Path, family: ModelFamily | type[ModelFamily] = ModelFamily) -> dict[str, Pair]:
     """The pairs of a LoRA adapter by the layers' names in diffusers, from a file or folder of any layout in `LAYOUTS`.
 
     A file that states no scale has alpha = rank, as all programs take it.
 
     Args:
-        layers_named: of the model's family (`ModelFamily`); without it layers keep the names of the file.
+        family: of the model; without it layers keep the names of the file.
 
     Raises:
-        ValueError: not a LoRA adapter; one of a layout that is not read, or that says of itself what is not
-            understood; a layer without one of its matrices. The message names the file, the layout and the key.
+        ValueError: not a LoRA adapter; one of another model, of a layout that is not read, or that says of itself what
+            is not understood; a layer without one of its matrices; numbers that no training gives. The message names
+            the file, the layout and the key.
     """
     file, *beside = adapter_files(path)
-    try:
-        with safe_open(file, "pt") as opened:
-            metadata = opened.metadata() or {}
-            values = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a .safetensors file: {error}.") from error
+    opened = open_weights(file)
+    metadata = opened.metadata() or {}
+    values = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118  no mapping
     layouts = [name for name, keys in LAYOUTS.items() if any(re.match(keys, key) for key in values)]
     try:
+        _check_model(metadata, family)
         layers, fields = _by_layer(values), _peft_fields(beside, metadata)
         if "peft" in layouts and not fields and "alpha" not in metadata:
             raise ValueError(f"peft writes its scale into {PEFT_CONFIG}, which is not beside it. Put it there.")
-        return _pairs(layers, fields, metadata, layers_named)
+        return _pairs(layers, fields, metadata, family.layers_named)
     except ValueError as error:
         named = f" (layout: {layouts[0]})" if layouts else ""
         raise ValueError(f"{file}{named} cannot be used: {error}") from error
+
+
+def _check_model(metadata: Mapping[str, str], family: ModelFamily | type[ModelFamily]) -> None:
+    """ValueError where trainers' metadata names another model than the family's."""
+    for key in ("modelspec.architecture", "ss_base_model_version"):
+        name = metadata.get(key, "")
+        if name and not re.fullmatch(family.architectures, re.sub(r"[^a-z0-9]", "", name.lower())):
+            raise ValueError(f"its metadata has {key} = {name!r}, which is another model. Give an adapter of this one.")
 
 
 def _by_layer(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Layer's name in the file, without a prefix -> its tensors `A`, `B` and `alpha`. ValueError for other keys."""
     found: dict[str, dict[str, Tensor]] = {}
     for key, value in values.items():
+        # Written so that NaN is among them.
+        wrong = value[~(value.abs() <= LARGEST)]
+        if wrong.numel():
+            raise ValueError(f"{key!r} holds {wrong[0]:g}, as after a training that diverged. Take an earlier file.")
+        if re.search(BESIDE, key) and not value.any():
+            continue
         for pattern, (layout, advice) in FOREIGN.items():
             if re.search(pattern, key):
                 raise ValueError(f"it is {layout}: {key!r}. {advice}")
@@ -192,6 +210,8 @@ def _pairs(
                 "(rank, in) and (out, rank)."
             )
         scale = _scale(layer, len(a), parts.get("alpha"), fields, metadata)
+        if not 0 < abs(scale) <= LARGEST:
+            raise ValueError(f"the scale of {layer!r}, alpha / rank, is {scale:g}. Get the file again.")
         names = layers_named(layer)
         if len(b) % len(names):
             raise ValueError(f"{layer!r} has lora_B of {len(b)} rows, which are not those of {len(names)} layers.")
@@ -229,7 +249,7 @@ def _scale(
                     f"its metadata has {name} = {metadata[name]} for rank {metadata.get('rank', rank)}, where no "
                     f"program reads it. Give each layer a key such as {layer + '.alpha'!r} with that number."
                 )
-    except (TypeError, AttributeError, re.error) as error:
+    except (TypeError, AttributeError, OverflowError, re.error) as error:
         raise ValueError(f"the scale of {layer!r} is not a number: {error}.") from error
     return 1.0 if stated is None else stated
 
@@ -247,13 +267,13 @@ def use_adapter(transformer: Any, path: Path) -> None:
     Raises:
         ValueError: there is no such file, it cannot be read, or it is for another transformer.
     """
-    pairs = read_adapter(path, family_of(transformer).layers_named)
+    pairs = read_adapter(path, family_of(transformer))
     if has_adapter(transformer):
         transformer.unload_lora()
     modules = {name: m for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
     for name, pair in pairs.items():
         if (layer := modules.get(name)) is None:
-            raise ValueError(f"{path} has an adapter for {name!r}, which this model lacks. Give one that it has.")
+            raise ValueError(f"{path} adapts {name!r}, and this model has no linear layer of that name. {MERGE}")
         if (len(pair.b), pair.a.shape[1]) != layer.weight.shape:
             raise ValueError(
                 f"{path} does not fit this model: its {name} has {pair.a.shape[1]} inputs and {len(pair.b)} outputs, "
@@ -292,12 +312,14 @@ def load_adapter(transformer: Any, path: Path) -> None:
     ((_, config),), family = transformer.peft_config.items(), family_of(transformer)
     scale, values = config.lora_alpha / config.r, dict[str, Tensor]()
     try:
-        pairs = read_adapter(path, family.layers_named)
+        pairs = read_adapter(path, family)
     except ValueError as error:
         raise ValueError(f"model.adapter: {error}") from error
     # An adapter from elsewhere may have pairs that change nothing here; this run's has none for these layers.
     dead = family.dead_modules(transformer)
     for name, pair in ((name, pair) for name, pair in pairs.items() if not is_dead(name, dead)):
+        if not name.startswith(f"{family.blocks}."):
+            raise ValueError(f"model.adapter: {path} adapts {name!r}, which is outside the trained blocks. {MERGE}")
         values |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * (pair.scale / scale)}
     try:
         check_same_shapes(shapes_of(own), shapes_of(values), "adapter")

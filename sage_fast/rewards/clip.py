@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, checkpoint_folder, require
+from sage_fast.models.stored import load_pretrained
 from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
 
 logger = logging.getLogger(__name__)
@@ -78,15 +79,11 @@ class _ClipSimilarity:
             folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
         self.preprocess = CLIPImageProcessor.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        model, loading = CLIPModel.from_pretrained(weights, output_loading_info=True, dtype=self.dtype)
-        wrong = sorted(map(str, [*loading["missing_keys"], *loading["mismatched_keys"]]))
-        if wrong:
-            # transformers would go on with random weights in their place.
-            raise ValueError(
-                f"{path!r} is not a checkpoint of CLIPModel: {len(wrong)} weights are missing or of another shape, "
-                f"{wrong[0]} among them. Set reward.options.{reward}.path to one that is."
-            )
-        self.model = model.to(self.device).eval().requires_grad_(False)
+        try:
+            model = load_pretrained(CLIPModel, weights, dtype=self.dtype)
+        except ValueError as error:
+            raise ValueError(f"{error} Or set reward.options.{reward}.path to a checkpoint of CLIPModel.") from error
+        self.model = model.to(self.device).requires_grad_(False)
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:

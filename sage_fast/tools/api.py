@@ -29,7 +29,7 @@ from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest
-from sage_fast.models.family import describe_model
+from sage_fast.models.family import describe_model, model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
@@ -378,7 +378,8 @@ def _choose_weights(
     if lora is not None:
         try:
             file, *_ = adapter_files(Path(lora))
-            read_adapter(file)  # for what is wrong with it, before anything is computed
+            # For what is wrong with it, before anything is computed.
+            read_adapter(file, model_family(config.model.family))
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error
         return file, file

@@ -256,12 +256,15 @@ def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
             f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
         ) from error
     if config.training.mode == "lora":
-        # Before the merge, with the adapter still in float32: the sum is rounded once.
         for name, parameter in transformer.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
-        transformer.fuse_lora(safe_fusing=True)
+        # In place: peft's safe merge would round the adapter's product to 16 bits, and then the sum.
+        transformer.fuse_lora()
         transformer.unload_lora()
+    for name, parameter in transformer.named_parameters():
+        if not parameter.isfinite().all():
+            raise ConfigError(f"{name} is not finite in the exported model. Choose an earlier --checkpoint.")
     return transformer
 
 

@@ -23,7 +23,7 @@ from sage_fast.policy.adapters import load_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.trained import use_weights, weights_digest
 from sage_fast.records import Prompt
-from sage_fast.rollout import Sampler, evaluation_sampler, initial_latents, micro_batches, noise_seed
+from sage_fast.rollout import Sampler, decode, evaluation_sampler, initial_latents, micro_batches, noise_seed
 from sage_fast.run import media
 
 logger = logging.getLogger(__name__)
@@ -158,7 +158,7 @@ def write_videos(
     sample, done = generator.sampler(sde_type=sampler), 0
     for names in micro_batches(remaining, config.evaluation.batch_size):
         latents = sample(sample.samples(plan[name] for name in names)).final
-        for name, video in zip(names, generator.decoder.decode(latents), strict=True):
+        for name, video in zip(names, decode(generator.decoder, latents), strict=True):
             video_files.write_video(output / name, video.cpu(), config.video.fps)
         done += len(names)
         logger.info("%d of %d videos, the last is %s", done, len(remaining), output / names[-1])

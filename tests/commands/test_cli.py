@@ -18,6 +18,7 @@ from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import load_run_config, prompt_words, split_words
 from sage_fast.config.load import load_config
 from sage_fast.models import video_files
+from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.run.provenance import git_commit
 from sage_fast.sde import SDE_TYPES
 
@@ -308,13 +309,40 @@ def test_an_adapter_generates_the_videos_of_its_checkpoint_and_is_known_by_its_w
     assert "weights: " in capsys.readouterr().err
 
 
+def test_a_model_that_computes_no_numbers_makes_no_videos(
+    config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The codec of the toy would clip them to pixels, and exit with 0."""
+    model = Path(shutil.copytree(load_config(config_file).model.path or ASSETS, tmp_path / "ruined"))
+    weights = load_file(model / WEIGHTS_NAME)
+    weights["proj_out.bias"].fill_(torch.nan)
+    save_file(weights, model / WEIGHTS_NAME)
+    output = tmp_path / "v"
+    assert generate(config_file, prompts, output, "--checkpoint", "none", f"--model.path={model}") == 1
+    assert "Sampled latents are not finite" in capsys.readouterr().err and not list(output.glob("*.mp4"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e30])
+def test_an_adapter_whose_training_broke_is_refused_before_anything_is_loaded(
+    value: float, finished_run: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors")
+    next(iter(tensors.values()))[0, 0] = value
+    save_file(tensors, file := tmp_path / "broken.safetensors")
+    assert generate(finished_run, prompts, tmp_path / "v", "--lora", str(file)) == 2
+    assert main(["train", str(finished_run), f"--output_dir={tmp_path / 'r'}", f"--model.adapter={file}"]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count(f"holds {value:g}, as after a training that diverged") == 2 and "--lora: " in errors
+    assert not (tmp_path / "v").exists()
+
+
 def test_an_adapter_of_another_model_is_refused(
     finished_run: Path, config_file: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tensors = load_file(finished_run / "checkpoints/update-000002/lora/pytorch_lora_weights.safetensors")
     foreign = {k.replace("transformer_blocks.0", "single_blocks.0"): v for k, v in tensors.items()}
     wide = {k: (torch.zeros(2, 7) if k.endswith("to_q.lora_A.weight") else v) for k, v in tensors.items()}
-    for other, message in ((foreign, "which this model lacks"), (wide, "does not fit this model")):
+    for other, message in ((foreign, "this model has no linear layer of that name"), (wide, "does not fit this model")):
         file = tmp_path / "other.safetensors"
         save_file(other, file)
         assert generate(config_file, prompts, tmp_path / "v", "--lora", str(file)) == 2

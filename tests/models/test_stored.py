@@ -11,13 +11,15 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.load import load_config
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.family import load_components, open_components
+from sage_fast.models.family import load_components, model_family, open_components
 from sage_fast.models.stored import StoredWeights
+from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.policy.lora import add_lora, base_digest
 from sage_fast.run.run import build_trainer
 from tests.conftest import TINY_RUN
@@ -175,3 +177,50 @@ def test_files_that_the_index_does_not_name_are_left_alone(diffusers_checkpoint:
     (file.parent / "diffusion_pytorch_model.fp16.safetensors").write_bytes(file.read_bytes()[:100])
     loaded = load_components(ModelConfig(family="hunyuan15", path=str(model))).transformer
     assert torch.equal(loaded.state_dict()[name], StoredWeights(file.parent)[name])
+
+
+def store(file: Path, dtype: torch.dtype) -> None:
+    """Store the matrices of a file in another type, as programs do that quantise them."""
+    weights = load_file(file)
+    save_file({n: v.to(dtype) if v.ndim == 2 else v for n, v in weights.items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float8_e5m2, "F8_E5M2"),
+        (torch.int8, "I8"),
+        (torch.uint8, "U8"),  # two numbers of 4 bits
+        (torch.int32, "I32"),  # eight of them
+    ],
+)
+def test_quantised_weights_are_refused_before_anything_is_loaded(
+    part: str, dtype: torch.dtype, name: str, diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
+    model = copy_tree(diffusers_checkpoint, tmp_path / "model")
+    (file,) = (model / part).glob("*.safetensors")
+    # The tiny autoencoder has no matrices.
+    save_file(load_file(file) | {"a.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    store(file, dtype)
+    section = ModelConfig(family="hunyuan15", path=str(model))
+    for use in (open_components, model_family("hunyuan15").inspect):
+        with pytest.raises(ValueError, match=rf"{file} is quantised: .* stored as {name}.*bfloat16.*hf download"):
+            use(section)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_types_of_numbers_are_read(dtype: torch.dtype, diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    model = copy_tree(diffusers_checkpoint, tmp_path / "model")
+    file = model / "transformer" / "diffusion_pytorch_model.safetensors"
+    store(file, dtype)
+    loaded = load_components(ModelConfig(family="hunyuan15", path=str(model))).transformer.state_dict()
+    assert all(torch.equal(loaded[name], value.float()) for name, value in load_file(file).items())
+
+
+def test_a_folder_of_plain_files_is_no_exception(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ASSETS, tmp_path / "toy"))
+    store(folder / WEIGHTS_NAME, torch.int8)
+    with pytest.raises(ValueError, match=r"is quantised: .* stored as I8"):
+        load_components(ModelConfig(family="toy", path=str(folder)))

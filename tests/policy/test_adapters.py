@@ -180,7 +180,7 @@ def test_a_joined_layer_of_one_rank_is_split_by_rows(plain: Trained, tmp_path: P
     a, b = torch.randn(2, 32), torch.randn(96, 2)
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
     save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "a.safetensors")
-    pairs = read_adapter(tmp_path, HunyuanTransformer.layers_named)
+    pairs = read_adapter(tmp_path, HunyuanTransformer)
     assert [*pairs] == [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"]
     torch.testing.assert_close(torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a)
 
@@ -194,6 +194,17 @@ def field(**fields: Any) -> Callable[[Tensors, dict[str, Any]], None]:
 
 def extra(name: str, *shape: int) -> Callable[[Tensors, dict[str, Any]], None]:
     return lambda tensors, config: tensors.update({name: torch.ones(shape)})
+
+
+def filled(name: str, value: float) -> Callable[[Tensors, dict[str, Any]], None]:
+    """One number of a tensor that is there."""
+    return lambda tensors, config: tensors.update({name: tensors[name].clone().index_fill_(0, torch.tensor(1), value)})
+
+
+def alpha(*values: float) -> Callable[[Tensors, dict[str, Any]], None]:
+    """A key of one layer beside a file without a description."""
+    number = torch.tensor(values if len(values) > 1 else values[0])
+    return lambda tensors, config: tensors.update({f"{FIRST}.alpha": number}) or config.clear()
 
 
 REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
@@ -219,7 +230,9 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "no-number": (field(lora_alpha=None), "is not a number"),
     "loha": (extra("lora_unet_double_blocks_0_img_attn_q.hada_w1_a", 2, 2), "LoHa"),
     "lokr": (extra("lora_unet_double_blocks_0_img_attn_q.lokr_w1", 2, 2), "LoKr"),
-    "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "whole weights"),
+    "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "whole weights.*not zero"),
+    "bias-difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff_b", 2), "not zero"),
+    "table-difference": (extra("diffusion_model.double_blocks.0.diff_m", 1, 6, 2), "not zero"),
     "te": (extra("lora_te1_layers_0.lora_down.weight", 2, 2), "of a text encoder"),
     "weights": (extra("proj_out.weight", 2, 2), "whole weights"),
     "stranger": (extra("iteration", 1), "'iteration' is no part"),
@@ -228,6 +241,19 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
                                 for h in ("lora_A", "lora_B")] and c.clear(), f"two adapters of {FIRST}"),
     "two-scales": (extra(f"{FIRST}.alpha"), "two scales"),
     "empty": (lambda t, c: t.clear(), "is empty"),
+    "nan": (filled(f"{FIRST}.lora_A.weight", torch.nan), rf"'{FIRST}.lora_A.weight' holds nan"),
+    "infinite": (filled(f"{FIRST}.lora_B.weight", -torch.inf), "lora_B.weight' holds -inf"),
+    "huge": (filled(f"{FIRST}.lora_B.weight", 1e30), r"holds 1e\+30"),
+    "beyond-float16": (filled(f"{FIRST}.lora_A.weight", 65536), "holds 65536"),
+    "difference-nan": (lambda t, c: t.update({f"{FIRST}.diff_b": torch.full([2], torch.nan)}), "diff_b' holds nan"),
+    "alpha-nan": (alpha(torch.nan), "alpha' holds nan"),
+    "alpha-huge": (alpha(1e30), r"alpha' holds 1e\+30"),
+    "alpha-zero": (alpha(0), rf"the scale of '{FIRST}', alpha / rank, is 0"),
+    "alpha-two": (alpha(2, 3), "element"),
+    "peft-alpha-nan": (field(lora_alpha=torch.nan), "alpha / rank, is nan"),
+    "peft-alpha-zero": (field(alpha_pattern={"to_q": 0}), "alpha / rank, is 0"),
+    "peft-alpha-infinite": (field(lora_alpha=torch.inf), "alpha / rank, is inf"),
+    "peft-rank-infinite": (field(r=torch.inf), "is not a number"),
 }  # fmt: skip
 
 
@@ -238,9 +264,62 @@ def test_what_is_not_understood_is_one_line(plain: Trained, tmp_path: Path, faul
     change(tensors, config)
     save_file(tensors, tmp_path / "a.safetensors", metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
     with pytest.raises(ValueError, match=message) as error:
-        read_adapter(tmp_path, HunyuanTransformer.layers_named)
+        read_adapter(tmp_path, HunyuanTransformer)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     assert not tensors or "(layout: " in str(error.value)
+
+
+def test_a_scale_may_be_negative_and_alpha_a_whole_number(plain: Trained, tmp_path: Path) -> None:
+    for number, scale in ((torch.tensor(4), 2.0), (torch.tensor(-1.0), -0.5), (torch.tensor([4.0]).half(), 2.0)):
+        save_file({**plain.weights, f"{FIRST}.alpha": number}, tmp_path / "a.safetensors")
+        assert read_adapter(tmp_path)[FIRST].scale == scale
+
+
+def test_what_is_beside_the_matrices_and_zero_changes_nothing(plain: Trained, tmp_path: Path) -> None:
+    zeros = {
+        "img_attn_q.diff_b": (32,),
+        "img_attn_q_norm.diff": (8,),
+        "diff_m": (1, 6, 2),
+        "img_attn_q.lora_B.bias": (32,),
+    }
+    tensors = {f"double_blocks.0.{name}": torch.zeros(shape) for name, shape in zeros.items()}
+    save_file(renamed(plain, official, None) | tensors, tmp_path / "a.safetensors")
+    used = tiny_transformer(layers=2)
+    use_adapter(used, tmp_path)
+    torch.testing.assert_close(probe(used), plain.expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_quantised_matrices_are_refused(plain: Trained, tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({name: value.to(dtype) for name, value in plain.weights.items()}, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=r"a.safetensors is quantised: .*lora_A.weight is stored as"):
+        use_adapter(tiny_transformer(layers=2), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "refused"),
+    [
+        ({"modelspec.architecture": "hunyuan-video-1.5/lora", "ss_base_model_version": "hunyuan_video_1_5"}, False),
+        ({"ss_base_model_version": "hv15"}, False),
+        ({"ss_base_model_version": "", "ss_sd_model_name": "wan.safetensors"}, False),
+        ({"modelspec.architecture": "hunyuan-video/lora"}, True),
+        ({"modelspec.architecture": "hunyuan-video-1.5/lora", "ss_base_model_version": "hunyuan_video"}, True),
+        ({"ss_base_model_version": "wan"}, True),
+        ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, True),
+    ],
+)
+def test_the_model_that_metadata_names_is_this_one(
+    plain: Trained, tmp_path: Path, metadata: dict[str, str], refused: bool
+) -> None:
+    save_file(renamed(plain, official, 4.0), tmp_path / "a.safetensors", metadata=metadata)
+    transformer = tiny_transformer(layers=2)
+    if not refused:
+        use_adapter(transformer, tmp_path)
+        return
+    add_lora(transformer, rank=2, alpha=None, target_modules=list(NAMES), seed=0)
+    for use in (use_adapter, load_adapter):
+        with pytest.raises(ValueError, match=r"its metadata has .*, which is another model"):
+            use(transformer, tmp_path)
 
 
 def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: Path) -> None:
@@ -252,7 +331,7 @@ def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: P
     with pytest.raises(ValueError, match=r"a\.bin is in the format '\.bin'"):
         adapter_files(tmp_path)
     file.write_bytes(b"no header")
-    with pytest.raises(ValueError, match=r"is not a \.safetensors file"):
+    with pytest.raises(ValueError, match=r"a\.safetensors is damaged or was not downloaded to its end"):
         read_adapter(file)
     save_file(plain.weights, file, metadata={"alpha": "4", "rank": "2"})
     with pytest.raises(ValueError, match=r"alpha = 4 for rank 2.*Give each layer a key"):

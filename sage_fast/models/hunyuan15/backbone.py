@@ -182,6 +182,7 @@ class HunyuanTransformer(ModelFamily):
     time_embedding = ("time_embed",)
     names = NAMES
     official_blocks = "double_blocks"
+    architectures = ".*(hunyuan(video)?|hv)15.*"
     pipeline = "HunyuanVideo15Pipeline"
     clients: ClassVar = {
         "diffusers": Client("diffusers"),

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from sage_fast.config.files import loads
@@ -14,7 +13,7 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription
 from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
-from sage_fast.models.stored import check_fit, misfits
+from sage_fast.models.stored import check_fit, misfits, open_weights
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
 from sage_fast.models.toy.renderer import tokenize
 from sage_fast.records import PromptEmbeds
@@ -136,8 +135,8 @@ class Toy(HunyuanTransformer):
         """
         directory, config = _open(model, self.shipped)
         transformer = build_transformer(config)
-        with safe_open(directory / WEIGHTS_NAME, framework="pt") as file:
-            weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+        file = open_weights(directory / WEIGHTS_NAME)
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
         described, stored = (
             {name: value.shape for name, value in values.items()}
             for values in (stored_parameters(transformer), weights)

@@ -41,6 +41,16 @@ NAMES = {
 }
 """Linear layers of a block in diffusers -> in the official class, and so in ComfyUI."""
 
+OUTER_NAMES = {
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "proj_out": "head.head",
+}
+"""The same outside the blocks, where adapters for fewer steps have layers too."""
+
 
 class WanTransformer(ModelFamily):
     """The half of a family that computes with this transformer."""
@@ -52,6 +62,9 @@ class WanTransformer(ModelFamily):
     plans_stock = True
     names: ClassVar = {layer: (official, official) for layer, official in NAMES.items()}
     official_blocks = "blocks"
+    outer_names = OUTER_NAMES
+    # 2.1 or without a number; text-to-video.
+    architectures = r"(?!.*(wan(video)?2[02-9]|i2v)).*wan.*"
     pipeline = "WanPipeline"
     scheduler = ("UniPCMultistepScheduler", "flow_shift")
     clients: ClassVar = {

@@ -125,6 +125,8 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     for wrong, why in (
         (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
         ((index.get("transformer_2") or [None])[0] is not None, "has two experts (Wan 2.2 A14B)"),
+        (index.get("boundary_ratio") is not None, "says at which noise level two experts take turns (Wan 2.2 A14B)"),
+        ((root / "transformer_2").exists(), "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)"),
         (index.get("expand_timesteps"), "has a noise level per token (Wan 2.2 5B)"),
     ):
         if wrong:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.files import loads
 from sage_fast.models.hub import checkpoint_folder, fetch_command
+from sage_fast.models.stored import check_types
 
 REPOSITORY = "KwaiVGI/VideoReward"
 DEFAULT_BASE_MODEL = "Qwen/Qwen2-VL-2B-Instruct"
@@ -175,12 +176,14 @@ def _read_weights(path: Path, folder: Path) -> dict[str, Tensor]:
         raise FileNotFoundError(f"{path.parent} lacks {path.name}. {_fetch_checkpoint(folder)}.")
     try:
         # Mapped, so that the processes of a node share one copy while they load.
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} ({path.stat().st_size:,} bytes) cannot be read as weights. Is the download incomplete, or the "
             f"file a Git LFS pointer? {_fetch_checkpoint(folder)}."
         ) from error
+    check_types(path, {name: tensor.dtype for name, tensor in state.items()})
+    return state
 
 
 def _current_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -194,8 +194,44 @@ def test_weights_that_lack_a_tensor_are_refused(diffusers_checkpoint: Path, tmp_
     weights = load_file(file)
     del weights["layers.0.mlp.up_proj.weight"]
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lack 1 tensors of a Qwen2_5_VLTextModel.*layers.0.mlp.up_proj.weight"):
+    with pytest.raises(ValueError, match=r"text_encoder do not fit.*1 missing keys.*layers.0.mlp.up_proj.weight"):
         encoder_of(damaged, tmp_path / "cache").encode(["a cat"])
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "kind"),
+    [
+        ("text_encoder", {"num_hidden_layers": 1, "layer_types": None}, "unexpected"),
+        ("text_encoder", {"intermediate_size": 24}, "mismatched"),
+        ("text_encoder_2", {"num_layers": 1}, "unexpected"),
+        ("text_encoder_2", {"d_ff": 24}, "mismatched"),
+    ],
+)
+def test_a_configuration_of_another_encoder_is_refused(
+    part: str, change: dict[str, Any], kind: str, diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
+    other = copy_tree(diffusers_checkpoint, tmp_path / "other")
+    config = other / part / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ValueError, match=rf"{part} do not fit its config.json: \d+ {kind} keys"):
+        encoder_of(other, tmp_path / "cache").encode(['a cat says "miau"'])
+    if "layer_types" in change:
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"layer_types": ["full_attention"] * 4}))
+        with pytest.raises(ValueError, match=r"text_encoder/config.json contradicts itself: .*num_hidden_layers"):
+            encoder_of(other, tmp_path / "cache").encode(["a cat"])
+
+
+def test_weights_of_another_model_beside_an_encoders_are_not_read(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+    """Such as the head of a language model, or the decoder of a T5."""
+    larger, text = copy_tree(diffusers_checkpoint, tmp_path / "larger"), 'a cat says "miau"'
+    beside = {"text_encoder": "lm_head.weight", "text_encoder_2": "decoder.block.0.layer.0.layer_norm.weight"}
+    for part, name in beside.items():
+        file = larger / part / "model.safetensors"
+        save_file(load_file(file) | {name: torch.ones(3)}, file, metadata={"format": "pt"})
+    (plain,), (found,) = (
+        encoder_of(folder, tmp_path / folder.name).encode([text]) for folder in (diffusers_checkpoint, larger)
+    )
+    assert torch.equal(plain.text, found.text) and torch.equal(plain.glyph, found.glyph)
 
 
 # ---------------------------------------------------------------------------------------------- many prompts and ranks

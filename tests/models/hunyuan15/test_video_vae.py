@@ -107,11 +107,7 @@ def test_an_impossible_size_names_the_nearest(
 
 
 def test_values_that_are_not_finite_are_refused(vae: AutoencoderKLHunyuanVideo15) -> None:
-    bad = latents_of(1, 1, 1, 1)
-    bad[0, 0] = float("nan")
     decoder = VAEDecoder(vae)
-    with pytest.raises(RuntimeError, match="Latents to decode are not finite"):
-        decoder.decode(bad)
     vae.decoder.conv_out.conv.bias.data[0] = float("inf")
     with pytest.raises(RuntimeError, match="model.vae_dtype"):
         decoder.decode(latents_of(1, 1, 1, 1))

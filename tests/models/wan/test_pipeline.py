@@ -1,6 +1,7 @@
 """From prompt to pixels, this project against diffusers' `WanPipeline` on the same tiny checkpoint."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,7 +9,6 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 
-from sage_fast.config.errors import DecodeError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
 from sage_fast.models.wan.backbone import WanTransformer
@@ -94,13 +94,11 @@ def test_latents_and_frames_at_the_pipelines_own_sigmas(model: Model, text: str)
     assert torch.equal(decoder.decode(torch.cat([latents, start]))[:1], expected), "each video by itself"
 
 
-def test_sizes_and_latents_that_cannot_be_decoded(model: Model) -> None:
+def test_sizes_that_cannot_be_decoded(model: Model) -> None:
     decoder = model.ours.video_decoder
     for size, key in (((8, 32, 32), "num_frames is 8"), ((9, 24, 32), "height is 24"), ((9, 32, 40), "width is 40")):
         with pytest.raises(ValueError, match=key):
             decoder.latent_shape(*size)
-    with pytest.raises(DecodeError, match="not finite"):
-        decoder.decode(torch.full((1, 4, 1, 4, 4), torch.inf))
 
 
 def test_a_video_that_does_not_fit_is_decoded_in_tiles(model: Model) -> None:
@@ -116,6 +114,7 @@ def test_a_video_that_does_not_fit_is_decoded_in_tiles(model: Model) -> None:
     [
         ({"_class_name": "WanImageToVideoPipeline"}, "is of a WanImageToVideoPipeline"),
         ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "two experts"),
+        ({"boundary_ratio": 0.875}, "two experts take turns"),
         ({"expand_timesteps": True}, "a noise level per token"),
         ({"vae": "gone"}, "hf download"),
     ],
@@ -131,6 +130,18 @@ def test_what_cannot_be_trained_is_refused_with_a_way_out(
     for use in (load_components, model_family("wan").inspect):
         with pytest.raises(ValueError, match=expected):
             use(section(tmp_path))
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_half_a_folder_of_two_experts_is_refused(model: Model, described: bool, tmp_path: Path) -> None:
+    """The other expert beside it is enough, whatever the pipeline's file says, or without that file."""
+    folder = Path(shutil.copytree(model.folder, tmp_path / "half"))
+    shutil.copytree(folder / "transformer", folder / "transformer_2")
+    if not described:
+        (folder / "model_index.json").unlink()
+    for use in (load_components, model_family("wan").inspect):
+        with pytest.raises(ValueError, match=r"transformer_2 beside it.*Use Wan 2\.1, for example: hf download"):
+            use(section(folder))
 
 
 def test_facts_and_files(model: Model) -> None:

@@ -7,19 +7,21 @@ from typing import Any, get_args
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.config.load import load_config
+from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import describe_model, family_of
 from sage_fast.models.stored import open_transformer
 from sage_fast.models.transformer import Layout
-from sage_fast.models.wan.backbone import NAMES, TEXT_TOKENS, WanTransformer, forward_work
+from sage_fast.models.wan.backbone import NAMES, OUTER_NAMES, TEXT_TOKENS, WanTransformer, forward_work
 from sage_fast.models.wan.wan import WAN_1_3B
 from sage_fast.planning.trace import meta_transformer, trace
 from sage_fast.planning.work import velocity_call
-from sage_fast.policy.adapters import read_adapter
+from sage_fast.policy.adapters import load_adapter, read_adapter, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
+from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from tests.tiny.wan import TEXT_WIDTH, build_wan, tiny_transformer
 
@@ -113,6 +115,122 @@ def test_the_closed_form_is_what_torch_counts() -> None:
     assert 2 * once.linear == cost.linear
 
 
+def adapted() -> dict[str, tuple[Tensor, Tensor]]:
+    """lora_A and lora_B of rank 2 for every linear layer, by the names of the official class."""
+    torch.manual_seed(0)
+    modules = dict(tiny_transformer().named_modules())
+    names = {f"blocks.{block}.{own}": f"blocks.{block}.{theirs}" for block in range(2) for own, theirs in NAMES.items()}
+    pairs = {}
+    for own, official in (names | OUTER_NAMES).items():
+        layer: Any = modules[own]
+        pairs[official] = torch.randn(2, layer.in_features) / 4, torch.randn(layer.out_features, 2) / 4
+    assert len(pairs) == sum(isinstance(m, torch.nn.Linear) for m in modules.values())
+    return pairs
+
+
+def save_for_fewer_steps(layout: str, file: Path) -> None:
+    """A file as lightx2v, CausVid, VideoX-Fun or DiffSynth name its keys."""
+    tensors: dict[str, Tensor] = {}
+    for name, (a, b) in adapted().items():
+        if layout == "lightx2v":
+            tensors |= {f"diffusion_model.{name}.lora_down.weight": a, f"diffusion_model.{name}.lora_up.weight": b}
+        elif layout == "videox-fun":
+            stem = f"lora_unet__{name.replace('.', '_')}"
+            tensors |= {
+                f"{stem}.lora_down.weight": a,
+                f"{stem}.lora_up.weight": b / 2,
+                f"{stem}.alpha": torch.tensor(4.0),
+            }
+        else:
+            tensors |= {f"pipe.dit.{name}.lora_{h}.default.weight": v for h, v in zip("AB", (a, b), strict=True)}
+    if layout == "lightx2v":
+        # Of every matrix, of which the pipeline makes a bias, and of norms.
+        lengths = {f"{name}.diff_b": len(b) for name, (_, b) in adapted().items()}
+        lengths |= {
+            f"blocks.{block}.{norm}": 24 for block in range(2) for norm in ("self_attn.norm_q.diff", "norm3.diff_b")
+        }
+        tensors |= {f"diffusion_model.{name}": torch.zeros(length) for name, length in lengths.items()}
+    save_file(tensors, file)
+
+
+def moved(transformer: WanTransformer3DModel) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    latents = torch.randn(2, 4, 2, 4, 6, generator=generator)
+    text = [PromptEmbeds(text=torch.randn(n, TEXT_WIDTH, generator=generator), glyph=torch.zeros(0, 1)) for n in (5, 2)]
+    with torch.no_grad():
+        return WanTransformer.velocity(transformer, latents, torch.tensor([0.75, 0.25]), text)
+
+
+@pytest.mark.parametrize("layout", ["lightx2v", "videox-fun", "diffsynth"])
+def test_adapters_for_fewer_steps_are_the_model_that_the_stock_pipeline_makes_of_them(
+    layout: str, tmp_path: Path
+) -> None:
+    save_for_fewer_steps("lightx2v", tmp_path / "pytorch_lora_weights.safetensors")
+    pipeline, used = build_wan(), tiny_transformer()
+    before = moved(used)
+    pipeline.load_lora_weights(str(tmp_path))
+    expected = moved(pipeline.transformer)
+    file = tmp_path / "other.safetensors"
+    save_for_fewer_steps(layout, file)
+    use_adapter(used, file)
+    torch.testing.assert_close(moved(used), expected, rtol=1e-5, atol=1e-5)
+    with WanTransformer.choose_forward(used, ModelConfig(family="wan", forward="fused")):  # type: ignore[union-attr]
+        torch.testing.assert_close(moved(used), expected, rtol=1e-4, atol=1e-4)
+    assert (expected - before).abs().max() > 0.1, "the adapter does something"
+    add_lora(started := tiny_transformer(), rank=2, alpha=None, target_modules=list(NAMES), seed=0)
+    with pytest.raises(ValueError, match=r"adapts '\S+', which is outside the trained blocks\. Merge it"):
+        load_adapter(started, file)
+
+
+@pytest.mark.parametrize(
+    ("key", "shape", "message"),
+    [
+        ("blocks.0.cross_attn.k.diff_b", (24,), r"whole weights or biases.*k\.diff_b'\. Merge"),
+        ("blocks.1.diff_m", (1, 6, 24), r"not zero: .*diff_m'"),
+        ("patch_embedding.diff", (24, 4, 1, 2, 2), r"not zero: .*patch_embedding\.diff'"),
+    ],
+)
+def test_what_is_added_beside_the_matrices_is_refused(
+    key: str, shape: tuple[int, ...], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.safetensors"
+    tensors = {f"diffusion_model.{n}.lora_{h}.weight": v
+               for n, pair in adapted().items() for h, v in zip("AB", pair, strict=True)}  # fmt: skip
+    save_file(tensors | {f"diffusion_model.{key}": torch.ones(shape)}, file)
+    with pytest.raises(ValueError, match=message):
+        use_adapter(tiny_transformer(), file)
+
+
+@pytest.mark.parametrize("name", ["blocks.0.cross_attn.k_img", "patch_embedding", "img_emb.proj.1"])
+def test_layers_that_are_not_there_are_refused_by_a_true_word(name: str, tmp_path: Path) -> None:
+    pair = {
+        f"diffusion_model.{name}.lora_A.weight": torch.ones(2, 16),
+        f"diffusion_model.{name}.lora_B.weight": torch.ones(24, 2),
+    }
+    save_file(pair, tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match=rf"adapts '{name}', and this model has no linear layer of that name"):
+        use_adapter(tiny_transformer(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        *((name, False) for name in ("wan", "wan2.1/lora", "wan_2.1", "wan21", "Wan2.1-T2V-14B", "WanVideo 2.1 1.3B")),
+        *((name, True) for name in ("wan2.2", "wan22_14b", "wan22_5b", "WanVideo-2.2", "wan21_i2v", "Wan-AI/Wan2.5")),
+        *((name, True) for name in ("hunyuan_video_1_5", "flux-1-dev/lora", "ltxv")),
+    ],
+)
+def test_the_model_that_an_adapters_metadata_names(name: str, refused: bool, tmp_path: Path) -> None:
+    save_for_fewer_steps("diffsynth", file := tmp_path / "a.safetensors")
+    for key in ("modelspec.architecture", "ss_base_model_version"):
+        save_file(load_file(file), file, {key: name})
+        if refused:
+            with pytest.raises(ValueError, match=rf"its metadata has {key} = '{name}', which is another model"):
+                read_adapter(file, WanTransformer)
+        else:
+            read_adapter(file, WanTransformer)
+
+
 ADAPTED = ["attn1.to_q", "attn2.to_out.0", "ffn.net.0.proj", "ffn.net.2"]
 
 
@@ -130,7 +248,7 @@ def test_the_stock_pipeline_loads_an_adapter_by_every_name(layout: Layout, tmp_p
         return
     named = WanTransformer.named_adapter(values, layout)
     save_file(named, tmp_path / "pytorch_lora_weights.safetensors", {"alpha": "2", "rank": "2"})
-    pairs = read_adapter(tmp_path, WanTransformer.layers_named)
+    pairs = read_adapter(tmp_path, WanTransformer)
     assert pairs.keys() == {name.rpartition(".lora_")[0] for name in values}
     for name, pair in pairs.items():
         assert pair.scale == 1.0 and torch.equal(pair.a, values[f"{name}.lora_A.weight"])

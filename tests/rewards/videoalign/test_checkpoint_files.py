@@ -49,6 +49,12 @@ def test_a_missing_file_is_named_with_the_command_that_fetches_it(own_paths, fil
         make(own_paths)
 
 
+def test_quantised_weights_are_refused(own_paths):
+    edit_state(own_paths[0], lambda state: state.update({"rm_head.weight": torch.ones(3, 4, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"model.pth is quantised: rm_head.weight is stored as torch.int8"):
+        make(own_paths)
+
+
 def test_a_base_model_is_a_folder_or_in_the_local_cache_of_the_hub(own_paths, tmp_path, monkeypatch):
     """A run starts no download, even on a machine with a network."""
     checkpoint, base = own_paths

@@ -6,7 +6,6 @@ time from memory-mapped files, straight to where they belong. What the ranks of 
 cache of files, which gives way to anything that needs the memory.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
@@ -18,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from sage_fast.config.files import loads
 from sage_fast.models.transformer import in_parts
 
 _MAPPED_BYTES = 2**25
@@ -45,7 +45,7 @@ def weight_files(folder: Path, stem: str = STEMS["diffusers"]) -> list[Path]:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON file of a checkpoint. ValueError names one that is damaged."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return dict(loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}. Download it again.") from error
 

@@ -12,6 +12,7 @@ from peft import LoraConfig as PeftLoraConfig
 from peft.utils.other import get_pattern_key
 from torch import Tensor, nn
 
+from sage_fast.config.files import loads
 from sage_fast.config.sections import LoraConfig, ModelConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import Components, ModelFamily, family_of, open_components
@@ -59,6 +60,9 @@ NEUTRAL_FIELDS = re.compile(
     "eva_config|corda_config|lora_ga_config"
 )
 """peft's fields that are read, or leave the computed product as it is, whatever they hold."""
+REPETITION, REPEATED_GROUP = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)\s*[*+{]")
+"""Of a pattern of layers."""
+
 NEUTRAL_VALUES = {
     "peft_type": '"LORA"',
     "bias": '"none"',
@@ -180,7 +184,7 @@ def _peft_fields(beside: Sequence[Path], metadata: Mapping[str, str]) -> dict[st
     text, place = metadata.get(LORA_ADAPTER_METADATA_KEY), LORA_ADAPTER_METADATA_KEY
     if text is None and beside:
         text, place = beside[0].read_text(encoding="utf-8"), PEFT_CONFIG
-    fields = json.loads(text or "{}")
+    fields = loads(text or "{}")
     if not isinstance(fields, dict):
         raise ValueError(f"its {place} is {type(fields).__name__}, and not an object.")
     # diffusers puts the part that an adapter is for before every field.
@@ -189,6 +193,12 @@ def _peft_fields(beside: Sequence[Path], metadata: Mapping[str, str]) -> dict[st
         usual = NEUTRAL_VALUES.get(name, r"null|false|\[\]|\{\}")
         if not NEUTRAL_FIELDS.fullmatch(name) and not re.fullmatch(usual, json.dumps(value)):
             raise ValueError(f"its {place} has {name} = {value!r}, which is not understood. {MERGE}")
+    for name in ("rank_pattern", "alpha_pattern"):
+        patterns = fields.get(name)
+        for pattern in patterns if isinstance(patterns, dict) else ():
+            # Matched with the name of every layer: a repeated group, or many repetitions, would take for ever.
+            if len(pattern) > 200 or REPEATED_GROUP.search(pattern) or len(REPETITION.findall(pattern)) > 3:
+                raise ValueError(f"its {place} has {name} for {pattern[:60]!r}. Name the layers there.")
     return fields
 
 

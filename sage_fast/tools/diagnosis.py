@@ -309,8 +309,13 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "memory"
-    (device, description), host = _known(config.model), host_memory()
-    if description is None or device is None or host is None:
+    (device, _), host = _known(config.model), host_memory()
+    try:
+        description = describe_model(config.model)
+    except ConfigError as error:
+        yield Check(section, "training", "info", f"not predicted: {error}")
+        return
+    if device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
         yield Check(section, "training", "info", "not predicted: the plan knows the fused forward and FSDP2 alone")

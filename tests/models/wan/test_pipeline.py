@@ -1,6 +1,7 @@
 """From prompt to pixels, this project against diffusers' `WanPipeline` on the same tiny checkpoint."""
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,3 +140,16 @@ def test_facts_and_files(model: Model) -> None:
     assert facts is not None and facts.shift == 3.0 and facts.shift_difference(5.0)
     (whole,), (none,) = family.requirements(section(model.folder)), family.requirements(ModelConfig(family="wan"))
     assert whole.missing == [] and "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in none.fetch and none.gigabytes < 30
+
+
+def test_the_large_model_is_counted_and_completed_as_what_it_is(model: Model, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model.folder, tmp_path / "mine", ignore=shutil.ignore_patterns(".sage_fast")))
+    config = folder / "transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 40}))
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(ValueError, match=rf"Wan2.1-T2V-14B-Diffusers --include 'vae/\*' --local-dir {folder}$"):
+        load_components(section(folder))
+    for path in ("Wan-AI/Wan2.1-T2V-14B-Diffusers", tmp_path / "wan2.1-14b", folder):
+        (needed,) = model_family("wan").requirements(section(Path(path)))
+        assert "Wan-AI/Wan2.1-T2V-14B-Diffusers" in needed.fetch and 80 < needed.gigabytes < 81
+        assert ("--local-dir" in needed.fetch) == isinstance(path, Path)

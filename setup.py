@@ -42,7 +42,7 @@ INSTALL_REQUIRES = [
     "tqdm>=4.66",
     # Pages, contact sheets, reward curves, mp4 files and event files of a run.
     "jinja2>=3.1",
-    "pillow>=10.1",
+    "pillow>=10.4",
     "matplotlib>=3.8",
     # 17 converts colours on several threads by default, and is the first that can be limited to one.
     "av>=17",

@@ -129,9 +129,8 @@ class HunyuanVideo15(HunyuanTransformer):
         path = model.path or DEFAULT_REPOSITORY
         check_known(path, likely_repository(path), PUBLISHED)
         folder = local_folder(path)
-        pictures, published = animates_pictures(model.path), HUNYUAN_VIDEO_15
-        if pictures:
-            published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
+        pictures = animates_pictures(path)
+        published = HUNYUAN_VIDEO_15 | {"reads_pictures": pictures}
         transformer = stored_config(folder, "transformer", published, HunyuanVideo15Transformer3DModel)
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {

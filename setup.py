@@ -27,6 +27,8 @@ INSTALL_REQUIRES = [
     # is the newest minor release that the parity tests have run with.
     "diffusers>=0.36,<0.43",
     "transformers>=4.57,<6",
+    # Cleans the prompts of Wan: diffusers leaves that out where it is missing.
+    "ftfy>=6.1.1",
     # LoRA. It requires accelerate itself, so accelerate is not listed.
     "peft>=0.17",
     "safetensors>=0.4.3",

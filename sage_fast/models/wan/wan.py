@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ftfy  # noqa: F401  where it is missing, diffusers cleans prompts otherwise, without a word
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 

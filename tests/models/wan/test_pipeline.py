@@ -2,14 +2,16 @@
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
-from sage_fast.config.errors import DecodeError
+from sage_fast.config.errors import ConfigError, DecodeError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
 from sage_fast.models.wan.backbone import WanTransformer
@@ -55,6 +57,15 @@ def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, text: str
     assert (ours.text - expected[: len(ours.text)]).norm() <= 5e-6 * expected.norm()
     plain = encoder.encode_plainly(text)  # type: ignore[attr-defined]
     assert plain.shape == ours.text.shape and (plain - ours.text).norm() <= 5e-6 * plain.norm()
+
+
+def test_prompts_are_repaired_as_those_that_the_model_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package ftfy, which diffusers leaves out where it is missing, without a word, or with a NameError."""
+    assert prompt_clean("a “fox” it’s &amp; schÃ¶n") == 'a "fox" it\'s & schön'
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    monkeypatch.delitem(sys.modules, "sage_fast.models.wan.wan")
+    with pytest.raises(ConfigError, match="model.family is 'wan', but importing .*ftfy"):
+        model_family("wan")
 
 
 def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(model: Model, caplog: pytest.LogCaptureFixture) -> None:

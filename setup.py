@@ -19,14 +19,16 @@ PACKAGE_DIR: dict[str, str] = {
 }
 
 INSTALL_REQUIRES = [
-    # Every release that the tests have passed on; constraints.txt names the one that they run with.
+    # From the lowest release that the tests have passed on: `make test-lowest` installs these, beside the torch of
+    # constraints.txt, which names the releases that all tests run with.
     "torch>=2.11,<2.16",
     # Torch's CUDA wheels pin their own Triton; the CPU wheels bring none, and the interpreter tests need it.
     'triton>=3.6; platform_system == "Linux"',
     # 0.36 brought HunyuanVideo15Transformer3DModel. Its parameter names are our checkpoint format, so the cap
     # is the newest minor release that the parity tests have run with.
     "diffusers>=0.36,<0.43",
-    "transformers>=4.57,<6",
+    # 5.0 to 5.2 do not tie the word embeddings of Wan's text encoder as it is published, and 4.57.0 was withdrawn.
+    "transformers>=4.57.1,!=5.0.*,!=5.1.*,!=5.2.*,<6",
     # Cleans the prompts of Wan: diffusers leaves that out where it is missing.
     "ftfy>=6.1.1",
     # LoRA. It requires accelerate itself, so accelerate is not listed.
@@ -40,7 +42,7 @@ INSTALL_REQUIRES = [
     "PyYAML>=6.0",
     "numpy>=1.26",
     # Student's t of `compare` and `evaluate`.
-    "scipy>=1.11",
+    "scipy>=1.11.1",
     "tqdm>=4.66",
     # Pages, contact sheets, reward curves, mp4 files and event files of a run.
     "jinja2>=3.1",
@@ -50,7 +52,7 @@ INSTALL_REQUIRES = [
     "av>=17",
     "tensorboard>=2.16",
     # Driver, clocks and power for `doctor` and the benchmarks; pure Python, silent where there is no GPU.
-    "nvidia-ml-py>=12.535",
+    "nvidia-ml-py>=12.535.77",
 ]
 
 EXTRAS_REQUIRE = {
@@ -69,8 +71,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest>=8.2",
         "pytest-benchmark>=5.1",
-        "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",
+        "pytest-timeout>=2.3.1",
+        "pytest-xdist>=3.6.1",
         # The tests compare DeepSpeed's engine with torch's; its wheel is built in seconds, without operators.
         "deepspeed>=0.19.8,<0.20",
         "ruff>=0.12",

@@ -39,10 +39,10 @@ def read_picture(file: str) -> Image.Image:
             picture = picture.convert("RGBA")
             picture = Image.alpha_composite(Image.new("RGBA", picture.size, "white"), picture)
         return picture.convert("RGB")
-    # Every format's reader has errors of its own.
+    # The readers of the formats raise errors of many kinds.
     except Exception as error:
         raise ValueError(
-            f"{file} cannot be read as a picture: {error}. Save it anew as one PNG or JPEG of 8 bits a colour."
+            f"{file} cannot be read as a picture: {error}. Save it again as one PNG or JPEG of 8 bits a colour."
         ) from error
 
 

@@ -129,8 +129,8 @@ def check_known(path: str, likely: str, published: Collection[str]) -> None:
     needed = require("transformer", path, [file], likely, file)
     if needed.missing and path not in published:
         raise ConfigError(
-            f"model.path is {path!r}, which is no published repository that is known here, such as {likely}, so only "
-            f"{file} says how large the model is. Get it (2 KB) with: {needed.fetch}"
+            f"model.path is {path!r}, which is not one of the published repositories, such as {likely}, so only {file} "
+            f"says how large the model is. Get it (2 KB) with: {needed.fetch}"
         )
 
 

@@ -227,7 +227,7 @@ def test_what_is_no_picture_is_one_line_with_a_remedy(tmp_path, kind):
             read(str(file))
         said = str(error.value)
         assert said.startswith(f"{file} cannot be read as a picture: ") and "\n" not in said
-        assert NO_PICTURES[kind] in said and said.endswith("Save it anew as one PNG or JPEG of 8 bits a colour.")
+        assert NO_PICTURES[kind] in said and said.endswith("Save it again as one PNG or JPEG of 8 bits a colour.")
 
 
 def test_a_video_that_shows_little_of_a_picture_is_warned_of(tmp_path, caplog):

@@ -134,6 +134,19 @@ def check_known(path: str, likely: str, published: Collection[str]) -> None:
         )
 
 
+def _weights(root: Path, part: str) -> list[Path]:
+    return weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
+
+
+def _missing(root: Path, part: str) -> list[str]:
+    """Files that a folder of the model lacks; beside those of weights what is there in their place."""
+    weights = _weights(root, part)
+    others = _unread(*{*(root / part).glob("*")} - {*weights})
+    lacking = [f"{part}/{file.name}{others}" for file in weights if not file.is_file()]
+    needed = configuration_file(part)
+    return lacking if (root / needed).is_file() else [needed, *lacking]
+
+
 def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> None:
     """ValueError unless the folders have their configuration, and all of their safetensors, of which none was cut off.
 
@@ -142,12 +155,9 @@ def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> N
     """
     for part in parts:
         fetch = require(part, path, [], likely, f"{part}/*").fetch
-        weights = weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
-        for file in (root / configuration_file(part), *weights):
-            if not file.is_file():
-                others = {*(root / part).glob("*")} - {*weights} if file in weights else ()
-                raise ValueError(f"{file} is missing{_unread(*others)}. Get it with: {fetch}")
-        for file in weights:
+        for missing in _missing(root, part):
+            raise ValueError(f"{root}/{missing} is missing. Get it with: {fetch}")
+        for file in _weights(root, part):
             try:
                 # Opening compares the size of the file with the one that its header tells.
                 with safe_open(file, framework="pt"):
@@ -162,17 +172,13 @@ def requirement(
     name: str, path: str, parts: Sequence[str], repository: str, *include: str, gigabytes: float
 ) -> Requirement:
     """The folders of a model as a requirement, with the shards that an index names; arguments as of `hub.require`."""
-    patterns = [configuration_file(part) for part in parts]
-    patterns += [f"{part}/*.safetensors" for part in parts if part in WEIGHTS]
-    whole = require(name, path, patterns, repository, *include, gigabytes=gigabytes)
     refuse_file(path, repository)
-    missing = list(whole.missing)
-    # Shards that are not there, as after an interrupted download.
-    for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
-        with suppress(ValueError):  # damaged and not missing: the loader's checks name it
-            shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
-            missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
-    return replace(whole, missing=missing)
+    root = local_folder(path) or Path("/nowhere")
+    missing: list[str] = []
+    for part in parts:
+        with suppress(ValueError):  # a damaged index is not missing: the loader's checks name it
+            missing += _missing(root, part)
+    return replace(require(name, path, [], repository, *include, gigabytes=gigabytes), missing=missing)
 
 
 def stored_config(

@@ -8,7 +8,6 @@ prompt of 108 tokens. `build_image_to_video` makes the pipeline from pictures.
 import json
 import shutil
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from transformers import (
     ByT5Tokenizer,
     Qwen2_5_VLTextConfig,
     Qwen2_5_VLTextModel,
-    Qwen2TokenizerFast,
+    Qwen2Tokenizer,
     SiglipImageProcessor,
     SiglipVisionConfig,
     SiglipVisionModel,
@@ -149,7 +148,7 @@ def picture(file: Path, *, seed: int = 0, size: tuple[int, int] = (96, 64)) -> P
     return file
 
 
-def _chat_tokenizer() -> Qwen2TokenizerFast:
+def _chat_tokenizer() -> Qwen2Tokenizer:
     """A byte-level BPE of Qwen's kind that knows the words of the system prompt, so that it is as long as the real one.
 
     Other words are spelled in bytes and short pieces.
@@ -157,26 +156,19 @@ def _chat_tokenizer() -> Qwen2TokenizerFast:
     system = HunyuanVideo15Pipeline._get_mllm_prompt_embeds.__defaults__[2]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     learner = Tokenizer(models.BPE())
-    learner.pre_tokenizer = _qwen(dict.fromkeys(SPECIAL_TOKENS, 0), []).backend_tokenizer.pre_tokenizer
+    learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(vocab_size=2000, initial_alphabet=alphabet, show_progress=False)
     learner.train_from_iterator([system, "system\nuser\nassistant\n"], trainer)
     merges = [tuple(pair) for pair in json.loads(learner.to_str())["model"]["merges"]]
     words = dict.fromkeys([*SPECIAL_TOKENS, *alphabet, *("".join(pair) for pair in merges)])
-    tokenizer = _qwen({word: index for index, word in enumerate(words)}, merges)
+    tokenizer = Qwen2Tokenizer(
+        vocab={word: index for index, word in enumerate(words)}, merges=merges, padding_side="right"
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS[1:]})
     tokenizer.chat_template = CHAT_TEMPLATE
     prefix = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
     assert len(tokenizer(prefix).input_ids) == PREFIX_TOKENS
     return tokenizer
-
-
-def _qwen(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Qwen2TokenizerFast:
-    """Of files, which transformers 4 and 5 both take."""
-    with TemporaryDirectory() as folder:
-        words, pairs = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
-        words.write_text(json.dumps(vocabulary))
-        pairs.write_text("\n".join(map(" ".join, merges)))
-        return Qwen2TokenizerFast(str(words), str(pairs), padding_side="right")
 
 
 def _make_distinct(model: nn.Module) -> None:

@@ -13,10 +13,8 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 are of one shape, and published text-to-video ones have task_type i2v in their config.json."""
 
 
-def animates_pictures(path: str | None) -> bool:
+def animates_pictures(path: str) -> bool:
     """Tell whether weights are of image-to-video: by their files where these are here, else by the name."""
-    if path is None:
-        return False
     kind = stored_value(path, "model_index.json", "_class_name")
     return "i2v" in path if kind is None else kind == IMAGE_TO_VIDEO
 

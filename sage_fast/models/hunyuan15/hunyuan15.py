@@ -162,7 +162,7 @@ class HunyuanVideo15(HunyuanTransformer):
         return find_model(model, download=False)[1]
 
     def pipeline_class(self, model: ModelConfig) -> str:
-        return IMAGE_TO_VIDEO if animates_pictures(model.path) else self.pipeline
+        return IMAGE_TO_VIDEO if model.path and animates_pictures(model.path) else self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.

@@ -117,9 +117,11 @@ UNREAD = {
 @pytest.mark.parametrize("name", UNREAD)
 def test_weights_of_a_kind_that_is_not_read_are_named(copied: Path, name: str) -> None:
     next((copied / name).parent.glob("*.safetensors")).rename(copied / name)
-    what = rf"model.safetensors is missing \({Path(name).name} is {UNREAD[name]}.*not read\). Get it with: hf "
-    with pytest.raises(ValueError, match=what):
+    what = rf"model.safetensors \({Path(name).name} is {UNREAD[name]}.*not read\)"
+    with pytest.raises(ValueError, match=rf"{what} is missing. Get it with: hf "):
         load(copied)
+    (needed,) = model_family("hunyuan15").requirements(ModelConfig(family="hunyuan15", path=str(copied)))
+    assert len(needed.missing) == 1 and re.search(what, needed.missing[0]), "doctor says the same"
 
 
 def test_one_file_is_no_folder(tmp_path: Path) -> None:

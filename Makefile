@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOWEST := $(VENV)-lowest
 # Written as the last act of a set-up, so one that was interrupted starts again where pip left off.
 READY := $(VENV)/.ready
 DOCS_READY := $(VENV)/.docs-ready
@@ -37,7 +38,7 @@ endif
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-faults test-repeat guard lint format docs clean
+.PHONY: help setup demo test test-slow test-lowest test-faults test-repeat guard lint format docs clean
 # Set-up, training and tests each use the whole machine: `make -j` must not overlap them.
 .NOTPARALLEL:
 
@@ -79,6 +80,19 @@ test-slow: $(READY)  ## run the slow tests: kills at every file operation, layou
 
 test-faults: $(READY)  ## let every file-system call of a run fail in every way; test-slow tries each in one way
 	SAGE_TEST_ALL_FAULTS=1 $(BIN)/python -m pytest -n $(JOBS) tests/invariants/test_faults.py $(PYTEST_ARGS)
+
+# Releases by the lower ends of the ranges. Torch is that of constraints.txt: older builds for CPUs are not everywhere.
+$(LOWEST)/.ready: setup.py constraints.txt
+	@echo "Setting up $(LOWEST) with the lowest releases"
+	@rm -rf $(LOWEST)
+	@$(PYTHON) -m venv $(LOWEST)
+	@sed -nE "s/^ *[\"']([A-Za-z0-9_-]+)>=([0-9.]+).*/\1==\2/p" setup.py | grep -Ev "^(torch|triton)=" >$(LOWEST)/lowest.txt
+	@grep "^torch=" constraints.txt >>$(LOWEST)/lowest.txt
+	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(LOWEST)/lowest.txt -e ".[dev]"
+	@touch $@
+
+test-lowest: $(LOWEST)/.ready  ## run the tests of the models with the lowest releases of all packages but torch
+	$(LOWEST)/bin/python -m pytest -n $$(nproc) --dist loadfile -m "not slow" tests/models tests/policy tests/run $(PYTEST_ARGS)
 
 # Four processes for each core: a race shows when processes have to wait for one another.
 test-repeat: $(READY)  ## repeat the tests of signals and kills REPEATS times, under load

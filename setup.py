@@ -19,36 +19,40 @@ PACKAGE_DIR: dict[str, str] = {
 }
 
 INSTALL_REQUIRES = [
-    # Every release that the tests have passed on; constraints.txt names the one that they run with.
+    # From the lowest release that the tests have passed on: `make test-lowest` installs these, beside the torch of
+    # constraints.txt, which names the releases that all tests run with.
     "torch>=2.11,<2.16",
     # Torch's CUDA wheels pin their own Triton; the CPU wheels bring none, and the interpreter tests need it.
     'triton>=3.6; platform_system == "Linux"',
-    # 0.36 brought HunyuanVideo15Transformer3DModel. Its parameter names are our checkpoint format, so the cap
+    # Before 0.38 decoding takes other memory than is planned. Parameter names are our checkpoint format, so the cap
     # is the newest minor release that the parity tests have run with.
-    "diffusers>=0.36,<0.43",
-    "transformers>=4.57,<6",
+    "diffusers>=0.38,<0.43",
+    # 5.0 to 5.2 lack the word embeddings of Wan's text encoder as it is published.
+    "transformers>=5.3,<6",
+    # Cleans the prompts of Wan: diffusers leaves that out where it is missing.
+    "ftfy>=6.1.1",
     # LoRA. It requires accelerate itself, so accelerate is not listed.
-    "peft>=0.17",
-    "safetensors>=0.4.3",
+    "peft>=0.18",
+    "safetensors>=0.8",
     # Weights from the hub and the card of an export; comparing releases of DeepSpeed.
-    "huggingface_hub>=0.34",
+    "huggingface_hub>=1.3",
     "packaging>=23",
     # Types and ranges of the configuration, and the docstring below each field for --keys.
     "pydantic>=2.10,<3",
     "PyYAML>=6.0",
     "numpy>=1.26",
     # Student's t of `compare` and `evaluate`.
-    "scipy>=1.11",
+    "scipy>=1.11.1",
     "tqdm>=4.66",
     # Pages, contact sheets, reward curves, mp4 files and event files of a run.
     "jinja2>=3.1",
-    "pillow>=10.1",
+    "pillow>=10.4",
     "matplotlib>=3.8",
     # 17 converts colours on several threads by default, and is the first that can be limited to one.
     "av>=17",
     "tensorboard>=2.16",
     # Driver, clocks and power for `doctor` and the benchmarks; pure Python, silent where there is no GPU.
-    "nvidia-ml-py>=12.535",
+    "nvidia-ml-py>=12.535.77",
 ]
 
 EXTRAS_REQUIRE = {
@@ -67,8 +71,8 @@ EXTRAS_REQUIRE = {
     "dev": [
         "pytest>=8.2",
         "pytest-benchmark>=5.1",
-        "pytest-timeout>=2.3",
-        "pytest-xdist>=3.6",
+        "pytest-timeout>=2.3.1",
+        "pytest-xdist>=3.6.1",
         # The tests compare DeepSpeed's engine with torch's; its wheel is built in seconds, without operators.
         "deepspeed>=0.19.8,<0.20",
         "ruff>=0.12",

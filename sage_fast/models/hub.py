@@ -7,8 +7,12 @@ local cache. Nothing is downloaded here.
 import re
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from sage_fast.models.stored import read_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ def download_folder(requirement: Requirement) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     where = requirement.where
-    return Path(HF_HUB_CACHE) if is_repository(where) and not Path(where).is_dir() else Path(where).expanduser()
+    return Path(HF_HUB_CACHE) if is_repository(where) else Path(where).expanduser()
 
 
 def fetch_command(repository: str, *include: str, folder: str | Path | None = None) -> str:
@@ -45,7 +49,8 @@ def fetch_command(repository: str, *include: str, folder: str | Path | None = No
     Example: `fetch_command("a/b", "*.json")` is `"hf download a/b --include '*.json'"`.
     """
     chosen = [word for pattern in include for word in ("--include", pattern)]
-    target = [] if folder is None else ["--local-dir", str(folder)]
+    # A shell leaves `~` alone between quotes.
+    target = [] if folder is None else ["--local-dir", str(Path(folder).expanduser())]
     return shlex.join(["hf", "download", repository, *chosen, *target])
 
 
@@ -62,7 +67,7 @@ def require(
         gigabytes: 1e9 bytes of that, at most.
     """
     missing = missing_files(local_folder(path), patterns)
-    if is_repository(path) and not Path(path).is_dir():
+    if is_repository(path):
         fetch, repository = fetch_command(path, *include), path
     else:
         fetch = fetch_command(repository, *include, folder=path)
@@ -90,9 +95,16 @@ def local_folder(path: str) -> Path | None:
         return None
 
 
+def stored_value(path: str, file: str, key: str) -> Any:
+    """A value of a JSON file in the folder that a path means; None where it is not here or damaged."""
+    with suppress(OSError, ValueError):  # the loader's checks name what is wrong
+        return read_json((local_folder(path) or Path("/nowhere")) / file).get(key)
+    return None
+
+
 def is_repository(path: str) -> bool:
-    """Tell whether a path that is not a folder here means `owner/name` on the hub. Where its parent is a folder, as
-    in models/VideoReward, a folder is meant.
+    """Tell whether a path means `owner/name` on the hub. Where its parent is a folder, as in models/VideoReward, a
+    folder is meant, here or not.
     """
     return re.fullmatch(r"[\w.-]+/[\w.-]+", path) is not None and not Path(path).parent.is_dir()
 

@@ -177,7 +177,7 @@ class CachedPromptEncoder(ABC):
             self._identity = json.dumps([CACHE_VERSION, self.template, *map(fingerprint, files)])
         asked = f"{self._identity}\n{text_of(text)}"
         if not isinstance(text, str):
-            asked += f"\n{content_digest(text.image)} {text.height}x{text.width}"
+            asked += f"\n{content_digest(text.image)} {text.height}x{text.width} on white"
         key = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
 

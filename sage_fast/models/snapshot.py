@@ -2,8 +2,7 @@
 
 import inspect
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 
 import torch
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hub import Requirement, fetch_command, local_folder, require
+from sage_fast.models.hub import Requirement, fetch_command, is_repository, local_folder, require
 from sage_fast.models.stored import STEMS, load_pretrained, open_weights, read_json, weight_files
 
 WEIGHTS = {
@@ -24,6 +24,9 @@ WEIGHTS = {
 
 _CONFIGURATION = {"tokenizer": "tokenizer_config.json", "feature_extractor": "preprocessor_config.json"}
 """Kinds of folders -> the file that each has, where it is not config.json."""
+
+_UNREAD = {".gguf": "quantised", ".bin": "pickled", ".pt": "pickled", ".safetensors": "of a variant or another layout"}
+"""Ends of files with weights -> why they are not read where others are missing."""
 
 
 def cache_folder(model: ModelConfig) -> Path:
@@ -47,27 +50,35 @@ def cache_folder(model: ModelConfig) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 
-def find_folder(
-    path: str, parts: Sequence[str], default: str, convert: str, *, download: bool
-) -> tuple[Path, str | None]:
-    """The folder that `model.path` names, and the repository that it is the snapshot of, if it is of one.
+def refuse_file(path: str, likely: str) -> None:
+    """ConfigError for a `model.path` that is one file; `likely`: a repository to take instead."""
+    if Path(path).expanduser().is_file():
+        raise ConfigError(
+            f"model.path is {path!r}, which is one file{_unread(Path(path))}. Weights are read from a folder in "
+            f"diffusers' layout: set model.path to {likely}, and get it with: {fetch_command(likely)}"
+        )
+
+
+def find_folder(path: str, parts: Sequence[str], likely: str, convert: str, *, download: bool) -> Path:
+    """The folder that `model.path` names.
 
     Args:
         parts: folders of the repository that are needed.
-        default: a repository to name to the user. convert: a script of diffusers.
+        likely: the repository that the path most likely means. convert: a script of diffusers.
         download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
 
     ValueError: there is none, or it has another layout; the message says what to do.
     """
-    folder, repository = Path(path).expanduser(), None
+    refuse_file(path, likely)
+    folder = Path(path).expanduser()
+    remedy = f"Get the weights with: {fetch_command(likely, folder=path)}"
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-        if not re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        if not is_repository(path):
             raise ValueError(
-                f"model.path is {path!r}, which is no folder here and no repository of the form owner/name. Get the "
-                f"weights with: {fetch_command(default, folder=path)}"
+                f"model.path is {path!r}, which is no folder here and no repository of the form owner/name. {remedy}"
             )
         patterns = ["model_index.json", *(f"{part}/*" for part in parts)]
         try:
@@ -78,14 +89,16 @@ def find_folder(
                 f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
                 f"{fetch_command(path)}    Without one, set model.path to a folder that holds the weights."
             ) from error
-        folder, repository = Path(found), path
+        folder = Path(found)
+        # Another repository would not go into the cache's folder of this one.
+        remedy = f"Set model.path to a repository that is, such as {likely}."
     if not any((folder / name).is_file() for name in ("model_index.json", "transformer/config.json")):
         raise ValueError(
             f"model.path {path!r} has neither model_index.json nor transformer/config.json: it is not in diffusers' "
-            f"layout. Get the weights with: {fetch_command(default, folder=folder)}    Weights in the "
-            f"official layout are converted by diffusers' scripts/{convert}_to_diffusers.py."
+            f"layout{_unread(*folder.iterdir())}. {remedy}    Weights in the official layout are converted by "
+            f"diffusers' scripts/{convert}_to_diffusers.py."
         )
-    return folder, repository
+    return folder
 
 
 def configuration_file(part: str) -> str:
@@ -93,39 +106,72 @@ def configuration_file(part: str) -> str:
     return f"{part}/{_CONFIGURATION.get(part.removesuffix('_2'), 'config.json')}"
 
 
-def require_parts(root: Path, parts: Sequence[str], command: Callable[[str], str]) -> None:
-    """ValueError unless the folders have their configuration and all of their safetensors, none cut off or quantised.
+def _unread(*files: Path) -> str:
+    """Words for the first of some files that holds weights, none of which are read."""
+    for file in sorted(files):
+        if file.suffix in _UNREAD:
+            return f" ({file.name} is {_UNREAD[file.suffix]}, and not read)"
+    return ""
+
+
+def check_known(path: str, likely: str, published: Collection[str]) -> None:
+    """ConfigError unless a transformer can be described: its config.json is here, or its repository is published.
 
     Args:
-        command: of a folder, the command that gets it.
+        likely: the repository that a folder most likely is of. published: those whose transformer is known.
+    """
+    refuse_file(path, likely)
+    file = configuration_file("transformer")
+    needed = require("transformer", path, [file], likely, file)
+    if needed.missing and path not in published:
+        raise ConfigError(
+            f"model.path is {path!r}, which is not one of the published repositories, such as {likely}, so only {file} "
+            f"says how large the model is. Get it (2 KB) with: {needed.fetch}"
+        )
+
+
+def _weights(root: Path, part: str) -> list[Path]:
+    return weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
+
+
+def _missing(root: Path, part: str) -> list[str]:
+    """Files that a folder of the model lacks; beside those of weights what is there in their place."""
+    weights = _weights(root, part)
+    others = _unread(*{*(root / part).glob("*")} - {*weights})
+    lacking = [f"{part}/{file.name}{others}" for file in weights if not file.is_file()]
+    needed = configuration_file(part)
+    return lacking if (root / needed).is_file() else [needed, *lacking]
+
+
+def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> None:
+    """ValueError unless the folders have their configuration, and all of their safetensors, none cut off or quantised.
+
+    Args:
+        path, likely: `model.path`, whose folder is `root`, and the repository that it most likely means.
     """
     for part in parts:
-        weights = weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
-        for file in (root / configuration_file(part), *weights):
-            if not file.is_file():
-                raise ValueError(f"{file} is missing. Get it with: {command(part)}")
-        for file in weights:
+        fetch = require(part, path, [], likely, f"{part}/*").fetch
+        for missing in _missing(root, part):
+            raise ValueError(f"{root}/{missing} is missing. Get it with: {fetch}")
+        for file in _weights(root, part):
             try:
                 # Opening compares the size of the file with the one that its header tells.
                 open_weights(file)
             except ValueError as error:
-                raise ValueError(f"{error} Delete it and run: {command(part)}") from error
+                raise ValueError(f"{error} Delete it and run: {fetch}") from error
 
 
 def requirement(
     name: str, path: str, parts: Sequence[str], repository: str, *include: str, gigabytes: float
 ) -> Requirement:
     """The folders of a model as a requirement, with the shards that an index names; arguments as of `hub.require`."""
-    patterns = [configuration_file(part) for part in parts]
-    patterns += [f"{part}/*.safetensors" for part in parts if part in WEIGHTS]
-    whole = require(name, path, patterns, repository, *include, gigabytes=gigabytes)
-    missing = list(whole.missing)
-    # Shards that are not there, as after an interrupted download.
-    for index in sorted((local_folder(path) or Path("/nowhere")).glob("*/*.safetensors.index.json")):
-        with suppress(ValueError):  # damaged and not missing: the loader's checks name it
-            shards = weight_files(index.parent, index.name.removesuffix(".safetensors.index.json"))
-            missing += [f"{file.parent.name}/{file.name}" for file in shards if not file.is_file()]
-    return replace(whole, missing=missing)
+    refuse_file(path, repository)
+    root = local_folder(path) or Path("/nowhere")
+    missing: list[str] = []
+    for part in parts:
+        with suppress(ValueError):  # a damaged index is not missing: the loader's checks name it
+            missing += _missing(root, part)
+    return replace(require(name, path, [], repository, *include, gigabytes=gigabytes), missing=missing)
 
 
 def stored_config(

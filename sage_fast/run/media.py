@@ -18,6 +18,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 
 from sage_fast.config.files import replacing
+from sage_fast.models.picture_files import read_picture
 from sage_fast.models.video_files import video_frames
 from sage_fast.run.plots import GAIN, LOSS
 
@@ -55,9 +56,13 @@ class Cell:
 
 
 def write_picture(path: Path, image: str, size: tuple[int, int]) -> None:
-    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that begins with it. OSError."""
-    with Image.open(image) as opened, replacing(path) as partial:
-        ImageOps.fit(ImageOps.exif_transpose(opened).convert("RGB"), size).save(partial, "JPEG")
+    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that begins with it.
+
+    OSError, and ValueError as `read_picture`.
+    """
+    picture = ImageOps.fit(read_picture(image), size)
+    with replacing(path) as partial:
+        picture.save(partial, "JPEG")
 
 
 def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: str = "", *, grid: bool = False) -> None:

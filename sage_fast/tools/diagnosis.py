@@ -26,6 +26,7 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder, local_folder
+from sage_fast.models.picture_files import check_pictures
 from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
@@ -294,7 +295,9 @@ def _files(config: RunConfig) -> Iterator[Check]:
         facts.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
         fix = "see the message"
         with suppress(ConfigError):  # the check of the prompts says it
-            facts.check_pictures([prompt for group in load_prompts(config) for prompt in group])
+            prompts = [prompt for group in load_prompts(config) for prompt in group]
+            facts.check_pictures(prompts)
+            check_pictures(prompt.asked(config.video.height, config.video.width) for prompt in prompts)
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return
@@ -307,8 +310,13 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "memory"
-    (device, description), host = _known(config.model), host_memory()
-    if description is None or device is None or host is None:
+    (device, _), host = _known(config.model), host_memory()
+    try:
+        description = describe_model(config.model)
+    except ConfigError as error:
+        yield Check(section, "training", "info", f"not predicted: {error}")
+        return
+    if device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
         yield Check(section, "training", "info", "not predicted: the plan knows the fused forward and FSDP2 alone")

@@ -62,6 +62,7 @@ from sage_fast.rewards.base import RewardCosts
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.run import build_trainer
 from sage_kernels.tracer import count
+from tests.commands.programs import check_command
 from tests.tiny.checkpoints import VAE
 
 MakeRun = Callable[..., RunConfig]
@@ -601,6 +602,54 @@ def test_a_local_folder_decides_the_model(tmp_path: Path) -> None:
     (tmp_path / "transformer/config.json").write_text(json.dumps(shape))
     description = describe_model(load_config(B, [f"--model.path={tmp_path}"]).model)
     assert description.num_layers == 12 and description.width == 2048
+
+
+WAN, HUNYUAN = "Wan-AI/Wan2.1-T2V", "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"
+SIZES = {
+    ("wan", f"{WAN}-1.3B-Diffusers"): 1_418_996_800,
+    ("wan", f"{WAN}-14B-Diffusers"): 14_288_491_584,
+    ("hunyuan15", f"{HUNYUAN}-720p_i2v_distilled"): 8_326_608_160,
+}
+
+
+@pytest.mark.parametrize(("family", "path"), SIZES)
+def test_a_published_repository_is_planned_by_its_name(family: Any, path: str) -> None:
+    config = load_config(B, [f"--model.family={family}", f"--model.path={path}"])
+    assert count_weights(config, describe_model(config.model).transformer).total == SIZES[family, path]
+
+
+@pytest.mark.parametrize("path", ["somebody/wan-14b-tuned", "models/wan-14b", f"{WAN}-14B", f"{HUNYUAN}-480p_t2v"])
+def test_a_model_of_unknown_size_asks_for_its_configuration(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "models").mkdir()
+    words = ["plan", str(ROOT / "configs/wan_480p_lora_1gpu.yaml"), f"--model.path={path}"]
+    assert main(words) == 2
+    command = capsys.readouterr().err.partition("Get it (2 KB) with: ")[2].strip()
+    check_command(command)
+    repository = f"{WAN}-14B-Diffusers" if path.startswith("models/") else path
+    assert command.startswith(f"hf download {repository} --include transformer/config.json")
+    assert command.endswith(" --local-dir models/wan-14b") == path.startswith("models/")
+    folder = tmp_path / path
+    if not path.startswith("models/"):
+        entry = tmp_path / f"hub/models--{path.replace('/', '--')}"
+        (entry / "refs").mkdir(parents=True)
+        (entry / "refs/main").write_text("0" * 40)
+        folder = entry / "snapshots" / ("0" * 40)
+    # What that command leaves.
+    (folder / "transformer").mkdir(parents=True)
+    (folder / "transformer/config.json").write_text(json.dumps({"num_layers": 40, "num_attention_heads": 7}))
+    described = describe_model(load_config(words[1], words[2:]).model)
+    assert (described.num_layers, described.width) == (40, 7 * 128)
+
+
+@pytest.mark.slow
+def test_the_large_wan_does_not_fit_the_card_of_the_small_one() -> None:
+    config = load_config("wan_480p_lora_1gpu", [f"--model.path={WAN}-14B-Diffusers"])
+    large = make_plan(config, DEVICES["h100"], sizes={})
+    assert not large.fits and large.memory.peak == pytest.approx(92.4e9, rel=5e-3)
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """Videos decode back to what was written; sheets and plots hold what they were given."""
 
 import math
+import zlib
+from pathlib import Path
 
 import av
 import numpy as np
@@ -8,8 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
+from sage_fast.models.picture_files import check_pictures, read_picture
 from sage_fast.models.video_files import read_video, video_file_name, write_video
-from sage_fast.run.media import MARGIN, Cell, contact_sheet
+from sage_fast.records import Pictured
+from sage_fast.run.media import MARGIN, Cell, contact_sheet, write_picture
 
 
 def colour_blocks(num_frames: int, height: int, width: int) -> torch.Tensor:
@@ -109,6 +113,137 @@ def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, coun
     coloured = (np.ptp(picture, 2) > 60) & ~blue
     for channel in (0, 1):  # red crosses and green ticks
         assert ((coloured & (picture.argmax(2) == channel)).sum() > 20) == (count > 1)
+
+
+GREYS = np.linspace(0, 255, 40 * 60).reshape(40, 60)
+"""A ramp from black to white, as people see each of the pictures below; 60 wide and 40 high."""
+
+
+def ramp(folder: Path, kind: str) -> Path:
+    """The ramp in a file of a kind."""
+    grey = Image.fromarray(GREYS.round().astype(np.uint8))
+    inverted = Image.fromarray(255 - np.asarray(grey))
+    clear = Image.new("L", grey.size)
+    file = folder / (kind if "." in kind else f"{kind}.png")
+    match kind:
+        case "grey16" | "grey16.tif":
+            Image.fromarray((GREYS * 257).astype(np.uint16)).save(file)
+        case "cut-out":  # below transparent white something else is stored
+            Image.merge("RGBA", [clear, clear, clear, inverted]).save(file)
+        case "grey-cut-out":
+            Image.merge("LA", [clear, inverted]).save(file)
+        case "palette":
+            palette = Image.fromarray(np.asarray(grey), "P")
+            palette.putpalette(bytes([0, 0, 255, *(level for index in range(1, 256) for level in 3 * [index])]))
+            palette.save(file, transparency=bytes([0]) + bytes([255]) * 255)
+        case "cmyk.jpg":
+            Image.merge("CMYK", [clear, clear, clear, inverted]).save(file, quality=95)
+        case "turned.jpg":
+            exif = Image.Exif()
+            exif[0x0112] = 6
+            grey.transpose(Image.Transpose.ROTATE_90).save(file, exif=exif, quality=95)
+        case "camera.jpg":
+            grey.save(file, "MPO", save_all=True, append_images=[inverted], quality=95)
+    return file
+
+
+KINDS = ("grey16", "grey16.tif", "cut-out", "grey-cut-out", "palette", "cmyk.jpg", "turned.jpg", "camera.jpg")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_is_what_people_see(tmp_path, kind):
+    file = str(ramp(tmp_path, kind))
+    picture = read_picture(file)
+    assert picture.mode == "RGB"
+    expected = np.where((kind == "palette") & (GREYS.round() == 0), 255, GREYS)[:, :, None]
+    assert abs(np.asarray(picture).astype(float) - expected).max() <= (6 if kind.endswith("jpg") else 1)
+    write_picture(tmp_path / "page.jpg", file, (30, 20))
+    page = np.asarray(Image.open(tmp_path / "page.jpg")).astype(float)
+    assert page.shape == (20, 30, 3) and abs(page[2:, :, 0] - GREYS[::2, ::2][2:]).max() < 16
+
+
+def damaged(folder: Path, kind: str) -> Path:
+    """A file that cannot be read, or not as people see it."""
+    grey = Image.fromarray(GREYS.astype(np.uint8))
+    file = folder / kind
+    match kind:
+        case "float.tif":
+            Image.fromarray((GREYS / 255).astype(np.float32)).save(file)
+        case "long.tif":
+            Image.fromarray((GREYS * 2**20).astype(np.int32)).save(file)
+        case "dot.png":
+            Image.new("RGB", (1, 1)).save(file)
+        case "line.png":
+            Image.new("RGB", (400, 15)).save(file)
+        case "moving.gif" | "moving.png" | "pages.tif":
+            grey.save(file, save_all=True, append_images=[grey.transpose(Image.Transpose.ROTATE_180)])
+        case "cut.jpg":
+            grey.save(file)
+            file.write_bytes(file.read_bytes()[:-300])
+        case "cut.png":
+            grey.save(file)
+            file.write_bytes(file.read_bytes()[:-300])
+        case "broken.png":
+            grey.save(file)
+            file.write_bytes(file.read_bytes().replace(b"IDAT", b"IDxT"))
+        case "huge.png":  # 400 megapixels in some kB
+            file.write_bytes(png_header(20_000, 20_000))
+        case "text.png":
+            file.write_text("no picture")
+        case "folder.png":
+            file.mkdir()
+    return file
+
+
+def png_header(width: int, height: int) -> bytes:
+    size = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    start = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big")
+    return start + size + zlib.crc32(size).to_bytes(4, "big") + bytes([0, 0, 0, 0]) + b"IDAT" + bytes(4)
+
+
+NO_PICTURES = {
+    "float.tif": "32 bits",
+    "long.tif": "32 bits",
+    "dot.png": "it has 1x1 pixels",
+    "line.png": "400x15 pixels, and 16 a side",
+    "moving.gif": "it holds 2 pictures",
+    "moving.png": "it holds 2 pictures",
+    "pages.tif": "it holds 2 pictures",
+    "cut.jpg": "runcated",
+    "cut.png": "",
+    "broken.png": "",
+    "huge.png": "400000000 pixels",
+    "text.png": "cannot identify",
+    "folder.png": "Is a directory",
+    "gone.png": "No such file",
+}
+
+
+@pytest.mark.parametrize("kind", NO_PICTURES)
+def test_what_is_no_picture_is_one_line_with_a_remedy(tmp_path, kind):
+    file = damaged(tmp_path, kind)
+    for read in (read_picture, lambda file: write_picture(tmp_path / "page.jpg", file, (30, 20))):
+        with pytest.raises(ValueError) as error:
+            read(str(file))
+        said = str(error.value)
+        assert said.startswith(f"{file} cannot be read as a picture: ") and "\n" not in said
+        assert NO_PICTURES[kind] in said and said.endswith("Save it again as one PNG or JPEG of 8 bits a colour.")
+
+
+def test_a_video_that_shows_little_of_a_picture_is_warned_of(tmp_path, caplog):
+    files = {size: tmp_path / f"{size[0]}.png" for size in [(480, 832), (500, 500), (640, 480), (850, 480)]}
+    for size, file in files.items():
+        Image.new("RGB", size).save(file)
+    asked = {size: Pictured("a", str(file), 480, 832) for size, file in files.items()}
+    check_pictures(["a", asked[640, 480], asked[850, 480]])
+    assert not caplog.text
+    check_pictures(asked.values())
+    (record,) = caplog.records
+    assert f"Of the picture {files[480, 832]} a video 832 wide and 480 high shows 33 %" in record.message
+    check_pictures([asked[500, 500], asked[850, 480]._replace(height=832, width=480)])
+    assert [record.message.partition(" shows ")[2][:2] for record in caplog.records] == ["33", "33"]
+    check_pictures([asked[500, 500]])
+    assert "shows 58 %" in caplog.text
 
 
 def test_an_unwritable_directory_and_a_file_that_is_no_video_are_named(tmp_path):

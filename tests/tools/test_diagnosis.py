@@ -264,6 +264,12 @@ def test_memory_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, giga
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
+def test_memory_of_a_model_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
+    (found,) = doctor._memory(preset(tmp_path, "--model.path=somebody/tuned"), 1)
+    assert found.status == "info" and "not predicted: model.path is 'somebody/tuned'" in found.detail
+    check_command(found.detail.partition(" with: ")[2])
+
+
 def test_loading_needs_cpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's part of the transformer never lies in CPU memory whole: the process and the reward's weights count."""
     on_gpu(monkeypatch, 80)

@@ -1,9 +1,6 @@
 """HunyuanVideo-1.5: the fused transformer, prompt encoders, video decoder, and its weights from disk."""
 
-from contextlib import suppress
-
-from sage_fast.config.files import loads
-from sage_fast.models.hub import local_folder
+from sage_fast.models.hub import stored_value
 
 DEFAULT_REPOSITORY = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
 
@@ -16,12 +13,15 @@ IMAGE_TO_VIDEO = "HunyuanVideo15ImageToVideoPipeline"
 are of one shape, and published text-to-video ones have task_type i2v in their config.json."""
 
 
-def animates_pictures(path: str | None) -> bool:
-    """Tell whether a folder of weights is of image-to-video, or a repository that is not here, by its name."""
-    folder = local_folder(path) if path else None
-    # Nothing is here to read yet, and published repositories have t2v or i2v in their names.
-    if path is None or folder is None:
-        return path is not None and "i2v" in path
-    with suppress(OSError, ValueError):  # missing or damaged: the loader's checks name it
-        return bool(loads((folder / "model_index.json").read_text("utf-8"))["_class_name"] == IMAGE_TO_VIDEO)
-    return False
+def animates_pictures(path: str) -> bool:
+    """Tell whether weights are of image-to-video: by their files where these are here, else by the name."""
+    kind = stored_value(path, "model_index.json", "_class_name")
+    return "i2v" in path if kind is None else kind == IMAGE_TO_VIDEO
+
+
+def likely_repository(path: str) -> str:
+    """The published repository that a path most likely means: by its files where they are here, else by its name."""
+    size = stored_value(path, "transformer/config.json", "target_size")
+    large = "720p" in path if size is None else size == 960
+    name = DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
+    return name.replace("t2v", "i2v") if animates_pictures(path) else name

@@ -10,10 +10,17 @@ from diffusers import HunyuanVideo15Transformer3DModel
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, local_folder
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, PICTURE_PARTS, TEXT_PARTS, animates_pictures
+from sage_fast.models.hunyuan15 import (
+    DEFAULT_REPOSITORY,
+    IMAGE_TO_VIDEO,
+    PICTURE_PARTS,
+    TEXT_PARTS,
+    animates_pictures,
+    likely_repository,
+)
 from sage_fast.models.hunyuan15.backbone import IMAGE_TOKENS, HunyuanTransformer, forward_work, modulation
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.snapshot import requirement, stored_config
+from sage_fast.models.snapshot import check_known, requirement, stored_config
 
 HUNYUAN_VIDEO_15: dict[str, Any] = {
     "in_channels": 65,
@@ -36,6 +43,13 @@ HUNYUAN_VIDEO_15: dict[str, Any] = {
     "use_meanflow": False,
 }
 """The published transformer, 8,326,608,160 parameters."""
+
+_NAMES = (
+    *("480p_t2v", "720p_t2v", "480p_t2v_distilled", "480p_i2v", "720p_i2v"),
+    *("480p_i2v_distilled", "720p_i2v_distilled", "480p_i2v_step_distilled"),
+)
+PUBLISHED = [DEFAULT_REPOSITORY.replace("480p_t2v", name) for name in _NAMES]
+"""Repositories with that transformer."""
 
 TEXT_TOKENS = 250
 """Tokens of a prompt of a long sentence or two."""
@@ -112,11 +126,11 @@ class HunyuanVideo15(HunyuanTransformer):
         return load_components(model)
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        """The transformer of `model.path` where that is here in diffusers' layout, else the published one."""
-        folder = local_folder(model.path) if model.path else None
-        pictures, published = animates_pictures(model.path), HUNYUAN_VIDEO_15
-        if pictures:
-            published = HUNYUAN_VIDEO_15 | {"reads_pictures": True}
+        path = model.path or DEFAULT_REPOSITORY
+        check_known(path, likely_repository(path), PUBLISHED)
+        folder = local_folder(path)
+        pictures = animates_pictures(path)
+        published = HUNYUAN_VIDEO_15 | {"reads_pictures": pictures}
         transformer = stored_config(folder, "transformer", published, HunyuanVideo15Transformer3DModel)
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {
@@ -134,12 +148,11 @@ class HunyuanVideo15(HunyuanTransformer):
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
         pictures = animates_pictures(path)
-        repository = DEFAULT_REPOSITORY.replace("480p", "720p") if "720p" in path else DEFAULT_REPOSITORY
         parts: tuple[str, ...] = TEXT_PARTS
         size = DOWNLOAD_GB
         if pictures:
-            parts, repository, size = parts + PICTURE_PARTS, repository.replace("t2v", "i2v"), size + VISION_GB
-        whole = requirement("HunyuanVideo-1.5", path, parts, repository, gigabytes=size)
+            parts, size = parts + PICTURE_PARTS, size + VISION_GB
+        whole = requirement("HunyuanVideo-1.5", path, parts, likely_repository(path), gigabytes=size)
         licence = "not licensed in the European Union, the United Kingdom and South Korea"
         return [replace(whole, licence=licence)]
 
@@ -149,7 +162,7 @@ class HunyuanVideo15(HunyuanTransformer):
         return find_model(model, download=False)[1]
 
     def pipeline_class(self, model: ModelConfig) -> str:
-        return IMAGE_TO_VIDEO if animates_pictures(model.path) else self.pipeline
+        return IMAGE_TO_VIDEO if model.path and animates_pictures(model.path) else self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.
@@ -160,7 +173,5 @@ class HunyuanVideo15(HunyuanTransformer):
         if model.path is None:
             return DEFAULT_REPOSITORY
         if super().pipeline_base(model) is None and (Path(model.path) / "transformer" / "config.json").is_file():
-            from sage_fast.models.hunyuan15.loading import likely_repository
-
-            return likely_repository(Path(model.path))
+            return likely_repository(model.path)
         return model.path

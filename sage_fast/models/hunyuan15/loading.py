@@ -15,7 +15,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Transformer3DMo
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, WeightFacts
 from sage_fast.models.hub import fetch_command
-from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, PICTURE_PARTS, TEXT_PARTS, animates_pictures
+from sage_fast.models.hunyuan15 import DEFAULT_REPOSITORY, IMAGE_TO_VIDEO, PICTURE_PARTS, TEXT_PARTS, likely_repository
 from sage_fast.models.hunyuan15.text_encoders import ENCODERS, VISION, HunyuanPromptEncoder
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.snapshot import cache_folder, find_folder, load_vae, model_device, published_shift, require_parts
@@ -70,19 +70,14 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
     """
     parts = (*TEXT_PARTS, *PICTURE_PARTS, "scheduler", "guider")
     path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
-    root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, convert, download=download)
+    likely = likely_repository(path)
+    root = find_folder(path, parts, likely, convert, download=download)
     index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind not in ("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO):
         _refuse(root / "model_index.json", f"is of a {kind}, not of a HunyuanVideo15Pipeline or {IMAGE_TO_VIDEO}")
     pictures = kind == IMAGE_TO_VIDEO
-    source = repository or likely_repository(root)
-    require_parts(
-        root,
-        TEXT_PARTS + (PICTURE_PARTS if pictures else ()),
-        # A snapshot in the hub's cache is completed in place; a folder is filled from where it most likely came.
-        lambda part: fetch_command(source) if repository else fetch_command(source, f"{part}/*", folder=root),
-    )
+    require_parts(root, TEXT_PARTS + (PICTURE_PARTS if pictures else ()), path, likely)
     config_file = root / "transformer" / "config.json"
     config = read_json(config_file)
     if config.get("_class_name") != HunyuanVideo15Transformer3DModel.__name__:
@@ -102,15 +97,6 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
         pictures=pictures,
     )
     return root, facts
-
-
-def likely_repository(root: Path) -> str:
-    """The repository that a damaged or incomplete local folder most likely came from."""
-    config = root / "transformer" / "config.json"
-    # `target_size` is 640 in the transformers for 480p, and 960 in those for 720p.
-    large = config.is_file() and read_json(config).get("target_size") == 960
-    name = DEFAULT_REPOSITORY.replace("480p", "720p") if large else DEFAULT_REPOSITORY
-    return name.replace("t2v", "i2v") if animates_pictures(str(root)) else name
 
 
 def _refuse(where: Path, why: str) -> None:

@@ -16,10 +16,10 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import extract_glyph_texts, format_text_input
-from diffusers.utils import load_image
 from torch import Tensor, nn
 
 from sage_fast.config.files import loads
+from sage_fast.models.picture_files import check_pictures, read_picture
 from sage_fast.models.prompt_cache import CachedPromptEncoder
 from sage_fast.models.snapshot import load_vae
 from sage_fast.records import Pictured, PromptEmbeds, text_of
@@ -88,6 +88,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
     def _encode(self, texts: Sequence[str | Pictured]) -> Generator[tuple[int, ...], None, None]:
         if not texts:
             return
+        check_pictures(texts)  # before the encoders are loaded, which takes minutes
         encode_glyphs = self._load_glyph_encoder() if any(extract_glyph_texts(text_of(t)) for t in texts) else None
         encode_picture = None if all(isinstance(text, str) for text in texts) else self._load_vision()
         width = loads((self.root / "text_encoder_2" / "config.json").read_text(encoding="utf-8"))["d_model"]
@@ -139,11 +140,8 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         @torch.no_grad()
         def encode(asked: Pictured) -> tuple[Tensor, Tensor]:
             size = {"height": asked.height, "width": asked.width}
-            try:
-                # Upright, as its camera says, and in RGB. SigLIP sees the cropped picture too.
-                picture = scaling.resize(load_image(asked.image), **size, resize_mode="crop")
-            except OSError as error:
-                raise ValueError(f"{asked.image} cannot be read as a picture: {error}") from error
+            # SigLIP sees the cropped picture too.
+            picture = scaling.resize(read_picture(asked.image), **size, resize_mode="crop")
             tokens = stock._get_image_embeds(siglip, features, picture, torch.device(self.device))
             latents = stock._get_image_latents(vae, scaling, picture, **size, device=torch.device(self.device))
             return tokens[0], latents[0]

@@ -1,8 +1,8 @@
 """Prompts to conditioning with the text encoder of Wan, UMT5.
 
 Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
-* a prompt's whitespace is joined and its HTML entities are resolved. Where the package ftfy is installed the pipeline
-  also repairs its characters, which changes typographic quotes: the model was trained with it;
+* a prompt's characters are repaired by ftfy, which changes typographic quotes, its HTML entities are resolved, and its
+  whitespace is joined. Without the package ftfy the pipeline leaves the first out: the model was trained with it;
 * the pipeline's call takes 512 tokens, its `encode_prompt` alone 226;
 * only the valid tokens are read; the transformer's call fills them up with zeros.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.pipelines.wan.pipeline_wan import is_ftfy_available, prompt_clean
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 
 from sage_fast.models.prompt_cache import CachedPromptEncoder
@@ -27,8 +27,8 @@ class WanPromptEncoder(CachedPromptEncoder):
     The encoder computes in the data type that its weights are stored in.
     """
 
-    # ftfy changes what the encoder reads, so entries with it and without it must not be taken for each other.
-    template = ("wan", "ftfy", is_ftfy_available())
+    # Entries of a version that ran without ftfy too have False.
+    template = ("wan", "ftfy", True)
     limits = (TEXT_TOKENS, 1)
     readers = ("text encoder", "glyph encoder")
     usual = ("Wan 2.1", "80 to 100")

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ftfy  # noqa: F401  where it is missing, diffusers cleans prompts otherwise, without a word
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
@@ -16,6 +17,7 @@ from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import Requirement, fetch_command, local_folder
 from sage_fast.models.snapshot import (
     cache_folder,
+    check_known,
     find_folder,
     load_vae,
     model_device,
@@ -25,7 +27,7 @@ from sage_fast.models.snapshot import (
     stored_config,
 )
 from sage_fast.models.stored import open_transformer, read_json
-from sage_fast.models.wan import DEFAULT_REPOSITORY
+from sage_fast.models.wan import DEFAULT_REPOSITORY, LARGE_REPOSITORY, likely_repository
 from sage_fast.models.wan.backbone import TEXT_TOKENS, WanTransformer, forward_work
 from sage_fast.models.wan.video_vae import WanDecoder
 
@@ -46,11 +48,18 @@ WAN_1_3B: dict[str, Any] = {
 }
 """The published text-to-video transformer, 1,418,996,800 parameters."""
 
+WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
+"""The large one, 14,288,491,584 parameters."""
+
+PUBLISHED = {DEFAULT_REPOSITORY: WAN_1_3B, LARGE_REPOSITORY: WAN_14B}
+"""Repositories -> their transformer."""
+
 VAE_GB, TEXT_ENCODER_GB = 0.25, 11.4
 """Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder, 5.68 B in bfloat16."""
 
-DOWNLOAD_GB = 5.7 + 0.5 + 22.7
-"""1e9 bytes of transformer, autoencoder and text encoder in float32, at most."""
+TRANSFORMER_GB = {DEFAULT_REPOSITORY: 5.7, LARGE_REPOSITORY: 57.2}
+OTHERS_GB = 0.5 + 22.7
+"""1e9 bytes of a download in float32, at most: transformers; autoencoder and text encoder."""
 
 TEXT_ENCODER: dict[str, Any] = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "d_kv": 64, "num_heads": 64}
 """The published UMT5-XXL."""
@@ -83,13 +92,16 @@ class Wan(WanTransformer):
         )
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        folder = local_folder(model.path or DEFAULT_REPOSITORY)
+        path = model.path or DEFAULT_REPOSITORY
+        likely = likely_repository(path)
+        check_known(path, likely, PUBLISHED)
+        folder = local_folder(path)
         autoencoder = stored_config(folder, "vae", {}, AutoencoderKLWan)
         # `empty` is cached by its arguments, and a list has no hash.
         hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in autoencoder.items())
         decoder = partial(WanDecoder.empty, config=tuple(hashable))
         return ModelDescription(
-            transformer=stored_config(folder, "transformer", WAN_1_3B, WanTransformer3DModel),
+            transformer=stored_config(folder, "transformer", PUBLISHED[likely], WanTransformer3DModel),
             text_tokens=TEXT_TOKENS,
             latent_shape=decoder().latent_shape,
             decoding=lambda latent, videos, section, on_gpu: decoder(section.decode_dtype(on_gpu=False)).decoding(
@@ -105,7 +117,9 @@ class Wan(WanTransformer):
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
         include = ["model_index.json", *(f"{part}/*" for part in (*PARTS, "scheduler"))]
-        return [requirement("Wan 2.1", path, PARTS, DEFAULT_REPOSITORY, *include, gigabytes=DOWNLOAD_GB)]
+        likely = likely_repository(path)
+        size = TRANSFORMER_GB[likely] + OTHERS_GB
+        return [requirement("Wan 2.1", path, PARTS, likely, *include, gigabytes=size)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
@@ -117,10 +131,11 @@ class Wan(WanTransformer):
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
     """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
     path, parts = model.path or DEFAULT_REPOSITORY, (*PARTS, "scheduler")
-    root, repository = find_folder(path, parts, DEFAULT_REPOSITORY, "convert_wan", download=download)
+    likely = likely_repository(path)
+    root = find_folder(path, parts, likely, "convert_wan", download=download)
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
-    kind, command = index.get("_class_name"), fetch_command(repository or DEFAULT_REPOSITORY)
+    kind, command = index.get("_class_name"), fetch_command(DEFAULT_REPOSITORY)
     # A pipeline's file has [null, null] for a part that it lacks.
     for wrong, why in (
         (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
@@ -131,7 +146,7 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     ):
         if wrong:
             raise ValueError(f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for example: {command}")
-    require_parts(root, PARTS, lambda part: command)
+    require_parts(root, PARTS, path, likely)
     config = read_json(root / "transformer" / "config.json")
     if config.get("image_dim") is not None:
         raise ValueError(f"These weights cannot be trained: {root / 'transformer'} animates an image. Use a T2V model.")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from diffusers.utils import load_image
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +35,7 @@ from sage_fast.tools.diagnosis import Check, _files
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks, train
 from tests.made_runs import numbers
+from tests.run.test_media import damaged
 from tests.tiny.checkpoints import IMAGE_TOKENS, LATENT_CHANNELS, build_image_to_video, picture
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -144,7 +146,9 @@ def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
 # ------------------------------------------------------------------------------------------ the cache
 
 
-def test_the_cache_knows_a_picture_by_its_content_and_size(world: Path, tmp_path: Path) -> None:
+def test_the_cache_knows_a_picture_by_its_content_and_size(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     encoder: Any = load(world, tmp_path / "cache").prompt_encoder
     file = picture(tmp_path / "a.png", seed=1)
     asked = Pictured("a red fox", str(file), HEIGHT, WIDTH)
@@ -159,8 +163,21 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(world: Path, tmp_path
     picture(file, seed=2)
     assert encoder.path_of(asked) != key, "another picture at the same path"
     file.write_bytes(b"no picture")
-    with pytest.raises(ValueError, match=r"a\.png cannot be read as a picture"):
-        encoder.prepare([asked])
+    monkeypatch.setattr(type(encoder), "_load", lambda *_: pytest.fail("the encoders were loaded"))
+    for kind in ("text.png", "huge.png"):
+        broken = damaged(tmp_path, kind)
+        with pytest.raises(ValueError, match=rf"{kind} cannot be read as a picture"):
+            encoder.prepare(["a fox", asked._replace(image=str(broken))])
+
+
+def test_the_model_sees_a_cut_out_on_white(world: Path, tmp_path: Path) -> None:
+    encoder: Any = load(world, tmp_path / "cache").prompt_encoder
+    clear = Image.new("RGBA", (96, 64), (200, 30, 30, 0))
+    clear.save(tmp_path / "clear.png")
+    Image.new("RGB", clear.size, "white").save(tmp_path / "white.png")
+    asked = [Pictured("a", str(tmp_path / name), HEIGHT, WIDTH) for name in ("clear.png", "white.png")]
+    first, second = encoder.encode(asked)
+    assert torch.equal(first.image, second.image) and torch.equal(first.frame, second.frame)
 
 
 # ------------------------------------------------------------------------------------------ what is refused
@@ -189,6 +206,16 @@ def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
         with pytest.raises(ConfigError, match=message) as error:
             build_trainer(wrong)
         assert found.status == "missing" and found.detail == str(error.value)
+
+
+def test_doctor_reads_the_pictures(world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tall = picture(tmp_path / "tall.png", size=(40, 120))
+    prompts = [{"prompt": "a", "image": str(tall)}, {"prompt": "b", "image": str(world / "sign.png")}]
+    config = load_config(write(world, tmp_path, data={"prompts": prompts}))
+    assert weights_check(config).status == "ok" and f"Of the picture {tall} a video 64 wide" in caplog.text
+    tall.write_bytes(tall.read_bytes()[:100])
+    found = weights_check(config)
+    assert found.status == "missing" and "tall.png cannot be read as a picture" in found.detail
 
 
 def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.family import load_components
+from sage_fast.models.family import describe_model, load_components, model_family
 from sage_fast.models.hunyuan15.loading import cache_folder
 from tests.tiny.checkpoints import copy_tree
 
@@ -106,6 +107,50 @@ def test_a_missing_part_is_named_with_its_command(copied: Path, lost: str) -> No
         load(copied)
 
 
+UNREAD = {
+    "transformer/diffusion_pytorch_model.fp16.safetensors": "of a variant",
+    "transformer/model-Q8_0.gguf": "quantised",
+    "text_encoder/pytorch_model.bin": "pickled",
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_weights_of_a_kind_that_is_not_read_are_named(copied: Path, name: str) -> None:
+    next((copied / name).parent.glob("*.safetensors")).rename(copied / name)
+    what = rf"model.safetensors \({Path(name).name} is {UNREAD[name]}.*not read\)"
+    with pytest.raises(ValueError, match=rf"{what} is missing. Get it with: hf "):
+        load(copied)
+    (needed,) = model_family("hunyuan15").requirements(ModelConfig(family="hunyuan15", path=str(copied)))
+    assert len(needed.missing) == 1 and re.search(what, needed.missing[0]), "doctor says the same"
+
+
+def test_one_file_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "hunyuan-720p-Q4_K.gguf"
+    file.touch()
+    where = (
+        f"model.path is '{file}', which is one file.*quantised.*set model.path to .*/HunyuanVideo-1.5-Diffusers-720p"
+    )
+    section = ModelConfig(family="hunyuan15", path=str(file))
+    family = model_family("hunyuan15")
+    for ask in (load_components, describe_model, family.requirements, family.inspect):
+        with pytest.raises(ConfigError, match=where) as error:
+            ask(section)  # type: ignore[operator]
+        assert "--local-dir" not in str(error.value)
+
+
+def test_a_folder_is_completed_from_where_it_came(copied: Path, tmp_path: Path) -> None:
+    (copied / "vae/config.json").unlink()
+    edit_json(copied / "transformer/config.json", target_size=960)
+    with pytest.raises(ValueError, match=rf"Diffusers-720p_t2v --include 'vae/\*' --local-dir {copied}$"):
+        load(copied)
+    family = model_family("hunyuan15")
+    for path, kind in ((copied, "720p_t2v"), (tmp_path / "hv15-480p_i2v", "480p_i2v")):
+        (needed,) = family.requirements(ModelConfig(family="hunyuan15", path=str(path)))
+        assert f"-Diffusers-{kind} " in needed.fetch and needed.fetch.endswith(f"--local-dir {path}")
+    (needed,) = family.requirements(ModelConfig(family="hunyuan15", path="~/hv15"))
+    assert needed.fetch.endswith(f"--local-dir {Path.home()}/hv15"), "a shell leaves '~/hv15' in quotes alone"
+
+
 @pytest.mark.parametrize(
     ("part", "kind"),
     [("transformer", "missing"), ("transformer", "unexpected"), ("transformer", "mismatched"), ("vae", "missing")],
@@ -155,8 +200,16 @@ def test_a_repository_in_the_hub_cache_is_used_offline(offline_hub: Path, diffus
     assert components.prompt_encoder.cache == offline_hub.parent / "cache" / "sage_fast" / "prompts"
     assert components.prompt_encoder.encode(["a cat"])[0].text.shape[1] == 32
     (snapshot / "vae" / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"vae/config.json is missing. Get it with: hf download owner/name$"):
+    command = r"hf download owner/name --include 'vae/\*'$"
+    with pytest.raises(ValueError, match=rf"vae/config.json is missing. Get it with: {command}"):
         load("owner/name")
+    # Another repository does not belong into the cache's folder of this one.
+    shutil.rmtree(snapshot)
+    snapshot.mkdir()
+    (snapshot / "README.md").touch()
+    with pytest.raises(ValueError, match=r"neither model_index.json.*Set model.path to a repository that is") as error:
+        load("owner/name")
+    assert str(offline_hub) not in str(error.value)
 
 
 @pytest.mark.parametrize("path", ["owner/name", None])

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
 from sage_fast.models.wan.backbone import WanTransformer
@@ -54,6 +57,15 @@ def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, text: str
     assert (ours.text - expected[: len(ours.text)]).norm() <= 5e-6 * expected.norm()
     plain = encoder.encode_plainly(text)  # type: ignore[attr-defined]
     assert plain.shape == ours.text.shape and (plain - ours.text).norm() <= 5e-6 * plain.norm()
+
+
+def test_prompts_are_repaired_as_those_that_the_model_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package ftfy, which diffusers leaves out where it is missing, without a word, or with a NameError."""
+    assert prompt_clean("a “fox” it’s &amp; schÃ¶n") == 'a "fox" it\'s & schön'
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    monkeypatch.delitem(sys.modules, "sage_fast.models.wan.wan")
+    with pytest.raises(ConfigError, match="model.family is 'wan', but importing .*ftfy"):
+        model_family("wan")
 
 
 def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(model: Model, caplog: pytest.LogCaptureFixture) -> None:
@@ -150,3 +162,16 @@ def test_facts_and_files(model: Model) -> None:
     assert facts is not None and facts.shift == 3.0 and facts.shift_difference(5.0)
     (whole,), (none,) = family.requirements(section(model.folder)), family.requirements(ModelConfig(family="wan"))
     assert whole.missing == [] and "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in none.fetch and none.gigabytes < 30
+
+
+def test_the_large_model_is_counted_and_completed_as_what_it_is(model: Model, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model.folder, tmp_path / "mine", ignore=shutil.ignore_patterns(".sage_fast")))
+    config = folder / "transformer/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 40}))
+    shutil.rmtree(folder / "vae")
+    with pytest.raises(ValueError, match=rf"Wan2.1-T2V-14B-Diffusers --include 'vae/\*' --local-dir {folder}$"):
+        load_components(section(folder))
+    for path in ("Wan-AI/Wan2.1-T2V-14B-Diffusers", tmp_path / "wan2.1-14b", folder):
+        (needed,) = model_family("wan").requirements(section(Path(path)))
+        assert "Wan-AI/Wan2.1-T2V-14B-Diffusers" in needed.fetch and 80 < needed.gigabytes < 81
+        assert ("--local-dir" in needed.fetch) == isinstance(path, Path)

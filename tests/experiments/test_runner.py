@@ -1,15 +1,20 @@
 """Jobs side by side, trainings that are not repeated, and results of a folder as findings and a page."""
 
+import inspect
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments import measures
 from experiments.__main__ import main, publish
 from experiments.claims import EXPERIMENTS, Experiment, Training
 from experiments.document import fill_tables, render
@@ -55,6 +60,29 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
     thread.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "logs", "saved-a", "saved-b"]
     assert (tmp_path / "saved-a").read_text() == (tmp_path / "saved-b").read_text() == "x\n"
+
+
+# ------------------------------------------------------------------------------------------ measurements
+
+
+def test_every_measurement_takes_the_words_that_start_it_and_writes_where_the_study_looks(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(measure: Callable[..., object], config: RunConfig, *, seed: int, **arguments: Any) -> Iterator[Finding]:
+        inspect.signature(measure).bind(config, seed=seed, **arguments)
+        yield Finding(experiment="e", quantity="q", arm="a", seed=seed, value=float(config.training.num_updates))
+
+    stubs = {name: partial(found, measure) for name, measure in measures.MEASURES.items()}
+    monkeypatch.setattr(measures, "MEASURES", stubs)
+    wanted = {name: seeds for e in EXPERIMENTS for name, seeds in e.measurements().items()}
+    jobs = study.missing_measurements(EXPERIMENTS)
+    assert jobs.keys() == wanted.keys() and len(jobs) > 20
+    for name, (program, option, module, *words) in jobs.items():
+        assert (program, option, module) == (sys.executable, "-m", measures.__name__)
+        measures.main(words)
+        *rows, cost = study.measured(name)
+        assert [(row.seed, row.value) for row in rows] == [(seed, 4) for seed in wanted[name]] and cost.quantity == COST
+    assert not study.missing_measurements(EXPERIMENTS)
 
 
 # ------------------------------------------------------------------------------------------ trainings
@@ -198,14 +226,16 @@ def test_the_committed_page_is_made_of_the_committed_results() -> None:
 
 
 @pytest.mark.slow
-def test_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_measurements_and_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
+    base = replace(next(e for e in EXPERIMENTS if e.key == "base"), seeds=(0,))
     mini = Experiment(key="samplers", title="", tier="quick", caption="", seeds=(0, 1), arms=("cps",))
     study = Study(tmp_path / "study", [str(file)])
     study.begin()
     said: list[str] = []
-    assert not study.run_missing([mini], 2, said.append), said
+    assert not study.run_missing([base, mini], 2, said.append), said
+    assert study.findings().by_seed("base", "reward", "cps").keys() == {0}
     assert len(study.findings().by_seed("samplers", "final_reward", "cps")) == 2
     again: list[str] = []
-    assert not study.run_missing([mini], 2, again.append) and not again
+    assert not study.run_missing([base, mini], 2, again.append) and not again

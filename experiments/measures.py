@@ -2,7 +2,7 @@
 
 As a program it makes one such measurement in its own process:
 
-    python -m experiments.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
+    python -m experiments.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], "overrides": []}' CONFIG ...
 """
 
 import argparse

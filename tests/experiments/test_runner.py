@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from experiments import measures
+from experiments import claims, measures
 from experiments.__main__ import main, publish
 from experiments.claims import EXPERIMENTS, Experiment, Training
 from experiments.document import fill_tables, render
@@ -25,6 +25,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.plots import figure_file
+from tests.commands.programs import run_module
 from tests.made_runs import make_run
 
 MakeRun = Callable[..., RunConfig]
@@ -226,16 +227,33 @@ def test_the_committed_page_is_made_of_the_committed_results() -> None:
 
 
 @pytest.mark.slow
-def test_measurements_and_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_the_command_measures_what_is_missing(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another process, at one seed."""
+    (base,) = (e for e in EXPERIMENTS if e.key == "base")
+    monkeypatch.setattr(claims, "EXPERIMENTS", (replace(base, seeds=(0,)),))
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    base = replace(next(e for e in EXPERIMENTS if e.key == "base"), seeds=(0,))
+    for said in ("1 of 1 done: base-seed-0\n", ""):
+        with pytest.raises(SystemExit, match="^0$"):
+            run_module(
+                "experiments", ["--only", "base", "--config", str(file), "--output_dir", str(tmp_path / "study")]
+            )
+        printed = capsys.readouterr()
+        assert printed.err.endswith(said) and "Not finished" not in printed.out
+    assert read_findings(tmp_path / "study/results.jsonl").by_seed("base", "reward", "cps").keys() == {0}
+
+
+@pytest.mark.slow
+def test_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
     mini = Experiment(key="samplers", title="", tier="quick", caption="", seeds=(0, 1), arms=("cps",))
     study = Study(tmp_path / "study", [str(file)])
     study.begin()
     said: list[str] = []
-    assert not study.run_missing([base, mini], 2, said.append), said
-    assert study.findings().by_seed("base", "reward", "cps").keys() == {0}
+    assert not study.run_missing([mini], 2, said.append), said
     assert len(study.findings().by_seed("samplers", "final_reward", "cps")) == 2
     again: list[str] = []
-    assert not study.run_missing([base, mini], 2, again.append) and not again
+    assert not study.run_missing([mini], 2, again.append) and not again

@@ -3,10 +3,11 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.config.files import fingerprint, replacing
+from sage_fast.config.files import fingerprint, replacing, write_text
 
 
 def test_a_copy_is_the_same_and_a_change_of_any_tensor_shows(tmp_path: Path) -> None:
@@ -49,3 +50,25 @@ def test_two_nodes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
         one.write_text("same")
         other.write_text("same")
     assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_file_that_must_last_is_on_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    events: list[tuple[str, str]] = []
+    rename = os.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("sync", path.read_text() if path.is_file() else path.name))
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(("rename", target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_text(tmp_path / "new/words.txt", "all of it", lasting=lasting)
+    content, name, entry = ("sync", "all of it"), ("rename", "words.txt"), ("sync", "new")
+    assert events == ([content, name, entry] if lasting else [name])

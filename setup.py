@@ -75,6 +75,9 @@ EXTRAS_REQUIRE = {
         "pytest-xdist>=3.6.1",
         # The tests compare DeepSpeed's engine with torch's; its wheel is built in seconds, without operators.
         "deepspeed>=0.19.8,<0.20",
+        # They read drawn text, whose reader brings its weights.
+        "rapidocr>=3.10,<4",
+        "onnxruntime>=1.20",
         "ruff>=0.12",
         "mypy>=1.16",
         "types-PyYAML",

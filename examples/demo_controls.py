@@ -1,9 +1,11 @@
 """Controls of the demo: guidance without training, and the demo's training by rewards that say nothing.
 
-`python -m examples.demo_controls SEED` takes ten minutes on two CPU cores; docs/tutorials/demo.md has the results.
+    python -m examples.demo_controls SEED
+
+It takes ten minutes on two CPU cores; docs/tutorials/demo.md has the results.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -43,8 +45,13 @@ def evaluation(run: TrainedRun, update: int) -> Evaluation:
     return replace(found, reward=[sum(w * s for w, s in zip(WEIGHTS.values(), row, strict=True)) for row in columns])
 
 
-if __name__ == "__main__":
-    seed = int(sys.argv[1])
+def main(words: Sequence[str] | None = None) -> None:
+    """Train the controls of a seed, and print what they gain over the base model."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.demo_controls", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("seed", type=int, metavar="SEED", help="of the demo that the controls are for")
+    seed = parser.parse_args(words).seed
     nothing = {"shuffled": 1.0, "VQ": 0.0, "MQ": 0.0, "TA": 0.0}
     run = load_config("toy_nft", {"seed": seed, "output_dir": f"runs/shuffled-{seed}"})
     shuffled = train(run, reward=[Shuffled(), "toy"], reward_weights=nothing)
@@ -52,3 +59,7 @@ if __name__ == "__main__":
     base = evaluation(shuffled, 0)
     print("trained by shuffled rewards", format_comparison(paired_tests(base, evaluation(shuffled, 20))), sep="\n")
     print("not trained, guidance 2", format_comparison(paired_tests(base, evaluation(guided, 0))), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,12 @@
 
 As a program it makes one such measurement in its own process:
 
-    python -m experiments.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], ...}' CONFIG ...
+    python -m experiments.measures RESULT.jsonl '{"measure": "gradients", "seeds": [0], "overrides": []}' CONFIG ...
 """
 
+import argparse
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -212,5 +212,21 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
     write_findings(result, [replace(row, **made) for row in rows])
 
 
+def main(words: Sequence[str] | None = None) -> None:
+    """Make the measurement that a command line asks for."""
+    summary, _, more = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.measures",
+        description=summary,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("result", type=Path, help="file of the findings")
+    parser.add_argument("request", type=json.loads, help="what is measured, as JSON: see make_measurement")
+    parser.add_argument("config", nargs="+", help="the study's configuration")
+    options = parser.parse_args(words)
+    make_measurement(options.result, options.request, options.config)
+
+
 if __name__ == "__main__":
-    make_measurement(Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:])
+    main()

@@ -86,6 +86,18 @@ def test_loss_and_gradient_are_those_of_the_formula(advantage: float, weighting:
         torch.testing.assert_close(gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.parametrize("error", [1e-3, 1e-7, 0.0])
+def test_a_video_that_is_predicted_exactly_has_a_weight_too(error: float) -> None:
+    """The adaptive weighting divides by the error, of 1e-5 at least."""
+    drawn = Drawn()
+    drawn.velocity, drawn.old = drawn.target + error, drawn.target - 0.1
+    loss, _ = drawn.gradient(ForwardProcessConfig(weighting="adaptive", beta=0.3), 1.0)
+    for row in range(2):
+        s, moved = float(drawn.sigma[row]), 0.1 + error
+        weight = s * s / max(1e-5, s * error)
+        assert float(loss[row]) == pytest.approx(weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6)
+
+
 @pytest.mark.parametrize("weighting", ["x0", "branches"])
 @pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
 def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float, weighting: str) -> None:

@@ -30,7 +30,7 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import decode, initial_latents, noise_keys, noise_seed, rollout_table
+from sage_fast.rollout import VideoScoring, decode, initial_latents, noise_keys, noise_seed, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
@@ -586,6 +586,33 @@ def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(tiny_ru
     (record,) = records
     assert record.trained.tolist() == [False, True, True] and not record.advantages[0].any()
     assert torch.equal(record.advantages[1:], group_advantages(record.reward[1:]).advantages)
+
+
+@pytest.mark.parametrize(
+    ("lost", "trained"),
+    [([1], [False, True]), ([2, 3], [True, False]), ([0, 1, 2, 3], []), ([0, 3], [])],
+    ids=["one", "group", "all", "one-of-each"],
+)
+def test_a_group_that_lacks_a_score_is_not_trained(
+    lost: list[int], trained: list[bool], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = VideoScoring.gather
+
+    def failing(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        scores, failed = gather(self, count)
+        failed[lost] = True
+        return scores, failed
+
+    monkeypatch.setattr(VideoScoring, "gather", failing)
+    trainer = build_trainer(tiny_run())
+    records: list[RolloutRecord] = []
+    trainer.on_rollout = records.append
+    if trained:
+        trainer.iterate()
+        assert records[0].trained.tolist() == trained
+    else:
+        with pytest.raises(TrainingError, match="Update 1: the reward failed in every group of the rollout"):
+            trainer.iterate()
 
 
 def test_adapters_start_from_the_runs_seed(tiny_run: MakeRun) -> None:

@@ -1,8 +1,8 @@
 """Every op of sage_kernels against eager PyTorch and torch.compile, forward and backward.
 
-    python -m benchmarks kernels             on a GPU: every variant that training runs, in its type
-    python -m benchmarks kernels --smoke     anywhere: tiny shapes, all of the code, no meaning in the numbers
-    python -m benchmarks kernels --op adaln  some ops only
+    python -m benchmarks kernels              on a GPU: every variant that training runs, in its type
+    python -m benchmarks kernels --smoke      anywhere: tiny shapes, all of the code, no meaning in the numbers
+    python -m benchmarks kernels --op adaln   some ops only
 
 Parity comes first: an op that is further from the float64 oracle than its bound is not timed, and the exit status is 1.
 Bytes are those that an operator reads and writes once each, so GB/s of ours are what the table in kernels/README.md

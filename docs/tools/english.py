@@ -6,12 +6,13 @@ README has at most 30 words, a line of a page's code block fits a window of 1280
 most 27,000 words.
 """
 
+import argparse
 import ast
 import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -161,13 +162,16 @@ def pages() -> list[Path]:
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 
 
-def main(words: list[str]) -> int:
+def main(words: Sequence[str] | None = None) -> int:
     """Check the files given, or all. Exit status 1 if there is a complaint."""
-    given = [Path(word).resolve() for word in words]
+    parser = argparse.ArgumentParser(prog="python -m docs.tools.english", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="*", metavar="FILE", help="files and folders to read; all without one")
+    named = parser.parse_args(words).files
+    given = [Path(name).resolve() for name in named]
     files = [file for path in given for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
     files = files or sorted({file for pattern in (*CODE, *PAGES, *SETTINGS) for file in ROOT.glob(pattern)})
     found = [line for file in files for line in check(file)]
-    if not words:
+    if not named:
         total = sum(len(re.findall(r"\S*\w\S*", prose_of_page(page.read_text("utf-8")))) for page in pages())
         found += [f"The pages have {total} words: at most {MAX_TOTAL}."] * (total > MAX_TOTAL)
     print("\n".join(found) or f"English: {len(files)} files read, nothing found.")
@@ -175,4 +179,4 @@ def main(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

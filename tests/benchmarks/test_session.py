@@ -9,7 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock, Mock
@@ -17,9 +19,10 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from benchmarks import device, harness, predicted, results
+from benchmarks import __main__, device, harness, predicted, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
+from tests.commands.programs import run_module
 
 MakeSession = Callable[..., Session]
 
@@ -77,6 +80,27 @@ def test_no_fault_ends_a_run(tmp_path: Path) -> None:
         "crashing good": "done",
     }
     assert "status -11" in done.stdout and f"\ncrashing crash: {ended}" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", __main__.SUITES)
+def test_every_command_measures_its_first_cells(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of each suite the first one, which imports what the suite needs."""
+    run = Session.run
+
+    def first(session: Session, suite: Suite) -> None:
+        run(session, replace(suite, cells=lambda session: islice(suite.cells(session), 1)))
+
+    monkeypatch.setattr(Session, "run", first)
+    words = [command, "--smoke", f"--output_file={tmp_path / 'result.json'}", f"--public={tmp_path}"]
+    with pytest.raises(SystemExit, match="1" if command == "peers" else "0"):
+        run_module("benchmarks", words)
+    cells = json.loads((tmp_path / "result.json").read_text("utf-8"))["cells"]
+    assert {name.split()[0] for name in cells} == {suite.name.split()[0] for suite in device.suites_of(command)}
+    of_others = ("attention", "peers")  # backends that need a GPU, and checkouts that are not there
+    assert {cell["status"] for name, cell in cells.items() if not name.startswith(of_others)} <= {"done"}, cells
 
 
 @pytest.mark.parametrize(("status", "given", "processes"), [(sessions.REFUSED, 2, 1), (-9, 1, sessions.MOST_RESTARTS)])

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sage_fast.checkpoint import (
+    MANIFEST,
     CheckpointData,
     CheckpointWriter,
     checkpoint_name,
@@ -74,6 +75,40 @@ def save(root: Path, *updates: int, **options: Any) -> None:
 
 
 # ------------------------------------------------------------------------------------------ what is written
+
+
+@WAYS
+def test_all_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    """In order: every file with its last byte, the manifest of them, the folders, the name, and that the name lasts."""
+    events: list[tuple[str, str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def renamed(source: Any, target: Any, **options: Any) -> None:
+        replace(source, target, **options)
+        events.append(("rename", str(target), 0))
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    with CheckpointWriter(tmp_path / "checkpoints", keep_last=2, asynchronous=asynchronous) as saver:
+        folder = saver.save(1, contents(), add_adapter)
+    named = events.index(("rename", str(folder), 0))
+    before = [(re.sub(r".*\.partial/?", "", path), size) for kind, path, size in events[:named] if kind == "sync"]
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    folders = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()}
+    assert len(files) > 3 and len(folders) == 2 and files.items() <= set(before)
+    order = [path for path, _ in before]
+    manifest = order.index(MANIFEST)
+    assert {*order[:manifest]} >= files.keys() - {MANIFEST} and {*order[manifest + 1 :]} == folders | {""}
+    assert events[named + 1][:2] == ("sync", str(folder.parent))
+
+
+def add_adapter(partial: Path) -> None:
+    (partial / "lora").mkdir()
+    (partial / "lora/adapter.json").write_text("{}")
 
 
 @WAYS

@@ -1,10 +1,12 @@
 """Parses a command as the program that it calls would, without running it."""
 
 import argparse
-import importlib
 import importlib.util
 import re
+import runpy
 import shlex
+import sys
+import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
@@ -13,6 +15,7 @@ from huggingface_hub.cli.hf import app
 from torch.distributed.run import get_args_parser
 
 import experiments.__main__ as experiments
+from experiments.claims import chosen_experiments
 from sage_fast.commands.cli import parse
 from sage_fast.config.load import load_config
 from sage_fast.config.presets import preset_names
@@ -42,7 +45,7 @@ def check_command(command: str) -> None:
         case "python":
             _check_module(arguments)
         case "pytest":
-            _check_files(word for word in arguments if not word.startswith("-"))
+            _check_files(word for word in arguments if "/" in word)
         case "pip":
             check_extras(command)
         case "sbatch":
@@ -74,32 +77,53 @@ class _Parsed(Exception):
     """The program has parsed its arguments, which is all that was wanted of it."""
 
 
+def run_module(module: str, arguments: Iterable[str]) -> None:
+    """Do what `python -m MODULE ARGUMENTS` does, in this process; SystemExit where the program ends by one."""
+    with mock.patch.object(sys, "argv", [module, *arguments]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # that the module is imported already
+        runpy.run_module(module, run_name="__main__")
+
+
+def own_programs() -> list[str]:
+    """Modules of this project that `python -m` starts."""
+    files = [
+        file.relative_to(ROOT / "kernels" if folder == "kernels/sage_kernels" else ROOT).with_suffix("")
+        for folder in ("sage_fast", "kernels/sage_kernels", "benchmarks", "experiments", "examples", "docs/tools")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if 'if __name__ == "__main__":' in file.read_text("utf-8")
+    ]
+    return [".".join(file.parts).removesuffix(".__main__") for file in files]
+
+
 def _check_module(arguments: list[str]) -> None:
-    """`python -m MODULE ...`: the module exists; one of this project parses the arguments, and does nothing more."""
+    """`python -m MODULE ...`: the module exists, and parses the arguments; it does nothing more."""
     assert arguments[0] == "-m"
     _, module, *rest = arguments
     if module == "pytest":
         return check_command(shlex.join(arguments[1:]))
+    if module == "sage_fast":
+        return _check_own(rest)
+    if module in ("pip", "mkdocs"):  # which have other parsers
+        assert importlib.util.find_spec(module) is not None, module
+        return None
     if module == "experiments":
         options, overrides = experiments.parse(rest)
         load_config(options.config or experiments.DEFAULT_CONFIG, overrides)
+        chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
         return None
-    if not module.startswith(("benchmarks", "sage_kernels")):
-        assert importlib.util.find_spec(module) is not None, module
-        return None
-    parse_args = argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_known_args
 
-    def stop(parser: argparse.ArgumentParser, given: list[str]) -> None:
-        parse_args(parser, given)
+    def stop(parser: argparse.ArgumentParser, *given: object) -> None:
+        unknown = parse(parser, *given)[1]  # type: ignore[call-overload]
+        assert module == "sage_fast.rewards.server" or not unknown, unknown
         raise _Parsed
 
-    main = importlib.import_module("benchmarks.__main__" if module == "benchmarks" else module).main
-    with mock.patch.object(argparse.ArgumentParser, "parse_args", stop):
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
         try:
-            status = main(["kernels" if word == "<command>" else word for word in rest])
+            run_module(module, ["kernels" if word == "<command>" else word for word in rest])
         except _Parsed:
             return None
-    raise AssertionError(f"{shlex.join(arguments)} ended with {status} before it parsed its arguments")
+    raise AssertionError(f"{shlex.join(arguments)} ended before it parsed its arguments")
 
 
 def _check_download(arguments: list[str]) -> None:
@@ -119,9 +143,9 @@ def _check_own(arguments: list[str]) -> None:
     files = [file for file in options.config if "/" in file or not file.endswith((".yaml", ".csv", ".txt"))]
     more = (getattr(options, "rewards", None) or "").split(",")
     overrides = [*(f"--reward.rewards+={name}" for name in more if name), *overrides]
-    if options.command == "configs" or (options.command == "train" and options.keys):
+    if options.command in ("configs", "status") or (options.command == "train" and options.keys is not None):
         return
-    assert files or options.command == "doctor"
+    assert options.config or options.command == "doctor"
     if not files or f"{files[0]}/".startswith("runs/"):
         files = ["toy_cpu"]
     load_config(files, overrides)

@@ -83,3 +83,25 @@ def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
 def test_whatever_is_wrong_with_a_json_text_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="."):
         loads(text)
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+def test_a_file_that_must_last_is_on_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    events: list[tuple[str, str]] = []
+    rename = os.replace
+
+    def synced(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(("sync", path.read_text() if path.is_file() else path.name))
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(("rename", target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    write_text(tmp_path / "new/words.txt", "all of it", lasting=lasting)
+    content, name, entry = ("sync", "all of it"), ("rename", "words.txt"), ("sync", "new")
+    assert events == ([content, name, entry] if lasting else [name])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,35 @@ def join_with_few_descriptors() -> bool:
 
 def test_a_low_limit_of_descriptors_is_raised() -> None:
     assert all(run_ranks(join_with_few_descriptors, 16))
+
+
+def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
+    """Seconds that a collective may wait when the ranks meet, while groups are tried, and afterwards."""
+    met: list[float] = []
+    tried: set[float] = set()
+    join, reduce = dist.init_process_group, dist.all_reduce
+
+    def meet(*rest: Any, timeout: timedelta | None = None, **options: Any) -> None:
+        met.append(0.0 if timeout is None else timeout.total_seconds())
+        join(*rest, timeout=timeout, **options)
+
+    def waiting(group: Any) -> float:
+        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    def recorded(tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+        tried.add(waiting(group or dist.group.WORLD))
+        return reduce(tensor, *rest, group=group, **options)
+
+    dist.init_process_group, dist.all_reduce = meet, recorded
+    settings = DistributedConfig(timeout_seconds=55, sp=2)
+    world = start_world(settings, "lora", torch.device("cpu"), {})
+    assert world.fsdp_mesh is not None
+    groups = (dist.group.WORLD, world.sp_group, *world.fsdp_mesh.get_all_groups())
+    return met[0], tried, {waiting(group) for group in groups}
+
+
+def test_the_start_has_its_own_timeout_but_for_the_trial_of_the_groups() -> None:
+    assert run_ranks(timeouts_of_a_start, 2) == [(165.0, {55.0}, {165.0})] * 2
 
 
 def sleep_in_the_rollout(rank: int) -> None:

@@ -42,10 +42,35 @@ def test_which_gpu_a_rank_takes(two_gpus: list[torch.device], monkeypatch: pytes
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ConfigError, match=r"2 usable GPU\(s\).*--nproc_per_node=2"):
         rank_device("auto")
-    # One that is bound to the task is number 0.
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5")
-    assert rank_device("cuda") == torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "expected"),
+    [
+        (None, 2, [0, 1, None]),
+        ("0,1", 2, [0, 1, None]),
+        ("6,3", 2, [0, 1, None]),  # torch numbers those that it sees
+        ("GPU-5", 1, [0, 0, 0]),  # bound to the task
+        (None, 1, [0, None, None]),
+    ],
+)
+def test_every_rank_has_its_own_of_the_gpus_that_it_sees(
+    visible: str | None,
+    count: int,
+    expected: list[int | None],
+    two_gpus: list[torch.device],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for local, number in enumerate(expected):
+        monkeypatch.setenv("LOCAL_RANK", str(local))
+        if number is None:
+            with pytest.raises(ConfigError, match=rf"{count} usable GPU\(s\)"):
+                rank_device("auto")
+        else:
+            assert rank_device("auto") == two_gpus[-1] == torch.device("cuda", number)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

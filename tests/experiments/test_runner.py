@@ -1,15 +1,20 @@
 """Jobs side by side, trainings that are not repeated, and results of a folder as findings and a page."""
 
+import inspect
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from experiments import claims, measures
 from experiments.__main__ import main, publish
 from experiments.claims import EXPERIMENTS, Experiment, Training
 from experiments.document import fill_tables, render
@@ -20,6 +25,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.plots import figure_file
+from tests.commands.programs import run_module
 from tests.made_runs import make_run
 
 MakeRun = Callable[..., RunConfig]
@@ -55,6 +61,29 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
     thread.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "logs", "saved-a", "saved-b"]
     assert (tmp_path / "saved-a").read_text() == (tmp_path / "saved-b").read_text() == "x\n"
+
+
+# ------------------------------------------------------------------------------------------ measurements
+
+
+def test_every_measurement_takes_the_words_that_start_it_and_writes_where_the_study_looks(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(measure: Callable[..., object], config: RunConfig, *, seed: int, **arguments: Any) -> Iterator[Finding]:
+        inspect.signature(measure).bind(config, seed=seed, **arguments)
+        yield Finding(experiment="e", quantity="q", arm="a", seed=seed, value=float(config.training.num_updates))
+
+    stubs = {name: partial(found, measure) for name, measure in measures.MEASURES.items()}
+    monkeypatch.setattr(measures, "MEASURES", stubs)
+    wanted = {name: seeds for e in EXPERIMENTS for name, seeds in e.measurements().items()}
+    jobs = study.missing_measurements(EXPERIMENTS)
+    assert jobs.keys() == wanted.keys() and len(jobs) > 20
+    for name, (program, option, module, *words) in jobs.items():
+        assert (program, option, module) == (sys.executable, "-m", measures.__name__)
+        measures.main(words)
+        *rows, cost = study.measured(name)
+        assert [(row.seed, row.value) for row in rows] == [(seed, 4) for seed in wanted[name]] and cost.quantity == COST
+    assert not study.missing_measurements(EXPERIMENTS)
 
 
 # ------------------------------------------------------------------------------------------ trainings
@@ -195,6 +224,25 @@ def test_the_committed_page_is_made_of_the_committed_results() -> None:
     measured = {row.experiment for row in found.rows}
     pictures = {path.name for path in (ROOT / "docs/images/reproduction").iterdir()}
     assert pictures == {f"{key}.{kind}" for key in measured for kind in ("png", "svg")}
+
+
+@pytest.mark.slow
+def test_the_command_measures_what_is_missing(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another process, at one seed."""
+    (base,) = (e for e in EXPERIMENTS if e.key == "base")
+    monkeypatch.setattr(claims, "EXPERIMENTS", (replace(base, seeds=(0,)),))
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
+    for said in ("1 of 1 done: base-seed-0\n", ""):
+        with pytest.raises(SystemExit, match="^0$"):
+            run_module(
+                "experiments", ["--only", "base", "--config", str(file), "--output_dir", str(tmp_path / "study")]
+            )
+        printed = capsys.readouterr()
+        assert printed.err.endswith(said) and "Not finished" not in printed.out
+    assert read_findings(tmp_path / "study/results.jsonl").by_seed("base", "reward", "cps").keys() == {0}
 
 
 @pytest.mark.slow

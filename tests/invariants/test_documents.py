@@ -4,8 +4,10 @@ import ast
 import json
 import pkgutil
 import re
+import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,9 +19,11 @@ import yaml
 import sage_fast
 from benchmarks import report
 from docs.tools import english
+from sage_fast.commands.cli import COMMANDS, main
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import load_config, meanings
-from tests.commands.programs import check_command, check_extras
+from sage_fast.config.load import dump_config, load_config, meanings
+from sage_fast.config.schema import RunConfig
+from tests.commands.programs import check_command, check_extras, own_programs, run_module
 from tests.test_sde import dispersion_rows, leftover_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,23 +36,44 @@ PROGRAMS = (
     r"|\.ci/run|tensorboard|git|source|ulimit|touch"
 )
 COMMAND = re.compile(rf"(?:    |#   |  )((?:[A-Z_]+=\S+ )*(?:{PROGRAMS})(?: .*)?)")
-"""A line of a document's code block, of a configuration's header, or of a command's help."""
+"""A line of a document's code block, of a configuration's header, of a docstring, or of a command's help."""
+INLINE = re.compile(
+    r"(?<!`)`((?:[A-Z_]+=\S+ )*(?:sage-fast|python -m|make|torchrun[^`]* -m sage_fast)\s[^`{}<]+)`(?!`)"
+)
+"""A command of this project in the text; one with braces is put together when the program runs."""
+STANDS_FOR = {"PRESET": "toy_cpu", "CONFIG": "toy_cpu", "...": "toy_cpu", "COMMAND": "plan"}
+STANDS_FOR |= {"KEY": "table1", "SECONDS": "900", "SEED": "0"}
+"""Words of a document that the reader replaces."""
+CODE = [f"{folder}/**/*.py" for folder in ("sage_fast", "kernels/sage_kernels", "benchmarks", "experiments")]
+SOURCES = (*DOCUMENTS, "SECURITY.md", "configs/**/*.*", ".github/**/*.*", "examples/*.py", "docs/tools/*.py", *CODE)
+TEXTS = {file: file.read_text("utf-8") for pattern in SOURCES for file in sorted(ROOT.glob(pattern))}
+
+
+def typed(lines: Iterable[str]) -> list[str]:
+    """Commands without what explains them and where their output goes, each once."""
+    plain = [re.split(r"\s+#|\s{3,}|\s>+\s", " ".join(line.split("\n")))[0] for line in lines]
+    names = "|".join(map(re.escape, STANDS_FOR))
+    return list(dict.fromkeys(re.sub(rf"(?<!\S)(?:{names})(?!\S)", lambda m: STANDS_FOR[m[0]], one) for one in plain))
 
 
 def documented_commands() -> list[str]:
-    """Every command that is shown to be typed, without what explains it."""
+    """Every command that is shown to be typed."""
     found = []
-    for pattern in (*DOCUMENTS, "configs/**/*.*", "sage_fast/commands/*.py"):
-        for file in sorted(ROOT.glob(pattern)):
-            lines = iter(file.read_text(encoding="utf-8").splitlines())
-            for line in lines:
-                if (match := COMMAND.fullmatch(line)) is None:
-                    continue
-                command = match[1]
-                while command.endswith("\\"):
-                    command = command.rstrip("\\") + next(lines).strip()
-                found.append(re.split(r"\s+#|\s{3,}", command)[0])
-    return list(dict.fromkeys(found))
+    for text in TEXTS.values():
+        lines = iter(text.splitlines())
+        for line in lines:
+            if (match := COMMAND.fullmatch(line)) is None or re.match(r"\w+ = ", match[1]):
+                continue
+            command = match[1]
+            while command.endswith("\\"):
+                command = command.rstrip("\\") + next(lines).strip()
+            found.append(command)
+    return typed(found)
+
+
+def named_commands() -> list[str]:
+    """Every command that a sentence names, maybe without all that it needs."""
+    return typed(command for text in TEXTS.values() for command in INLINE.findall(text))
 
 
 def test_the_documents_are_full_of_commands() -> None:
@@ -62,6 +87,111 @@ def test_a_documented_command_parses(command: str, monkeypatch: pytest.MonkeyPat
     for part in command.split(" && "):
         if not part.startswith("cd "):
             check_command(part)
+
+
+@pytest.mark.parametrize("command", named_commands())
+def test_a_command_in_a_sentence_is_one(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may name its program alone, and leave out what the program requires."""
+    monkeypatch.chdir(ROOT)
+    match command.split():
+        case ["sage-fast", name]:
+            assert name in (*COMMANDS, "--version")
+        case ["python", "-m", module]:
+            assert find_spec(module) is not None
+        case _:
+            try:
+                check_command(command)
+            except SystemExit as end:
+                assert not end.code or "arguments are required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", own_programs())
+def test_every_program_explains_itself(module: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        run_module(module, ["--help"])
+    assert not end.value.code and "usage: " in "".join(capsys.readouterr())
+
+
+COMMANDS_IN_ORDER = (
+    "sage-fast configs",
+    "sage-fast doctor hv15_quick_lora_1gpu",
+    "sage-fast plan hv15_quick_lora_1gpu",
+    "sage-fast train toy_cpu --dry-run",
+    "sage-fast train hv15_quick_lora_1gpu --output_dir runs/mine",
+    "sage-fast status runs",
+    "sage-fast train runs/mine --resume auto",
+    "sage-fast evaluate runs/mine --output_dir scores",
+    "sage-fast export runs/mine --output_dir exported",
+    "sage-fast train toy_cpu --output_dir runs/dance --rollout.sde_type=dance_grpo",
+    'sage-fast generate runs/dance --prompt "a red circle moving left" --output_dir runs/dance/videos',
+    "sage-fast compare runs/demo runs/dance --output_dir runs/compared",
+    "sage-fast profile toy_cpu --output_dir profile",
+)
+"""Of the README and the demo's page: each command of `sage-fast` once."""
+
+PROGRAMS_IN_ORDER = (
+    "python -m docs.tools.english README.md",
+    "python -m sage_kernels.readme",
+    "python -m sage_kernels.parity --op adaln",
+    "python -m benchmarks guard --only block",
+)
+
+STARTED_BY = {
+    "python -m sage_fast": "distributed/test_failures.py::test_torchrun_restarts_and_the_run_goes_on_by_itself",
+    "python -m sage_fast.rewards.server": "rewards/test_server.py::test_the_command_serves_a_preset",
+    "python -m experiments": "experiments/test_runner.py::test_the_command_measures_what_is_missing",
+    "python -m experiments.measures": "experiments/test_runner.py::test_the_command_measures_what_is_missing",
+    "python -m experiments.pretrain": "experiments/test_pretrain.py::test_the_command_line",
+    "python -m examples.demo_controls": "tools/test_documented_api.py::test_the_controls_of_the_demo",
+    "python -m sage_kernels.aot": "kernels/test_aot.py::test_kernels_stay_within_limits",
+    "python -m tests.kernels.guard_pages": "kernels/test_guard_pages.py::test_no_access_lies_beside_its_tensor",
+    "python -m benchmarks": "benchmarks/test_session.py::test_every_command_measures_its_first_cells",
+}
+"""Programs with an option or a size that no document shows, which makes them small: their tests."""
+
+PACKAGES = ("sage_fast", "sage_kernels", "benchmarks", "experiments", "examples", "docs", "tests")
+NOT_STARTED = {"python -m experiments.readers": "EasyOCR"}
+"""Programs that need a library which is not installed for the tests; their arguments are parsed."""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_drawn")
+def test_the_commands_run_one_after_another(
+    tiny_run: Callable[..., RunConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model, and otherwise word for word."""
+    file = tmp_path / "tiny.yaml"
+    file.write_text(dump_config(tiny_run("--training.num_updates=1", "--data.prompts=prompts/toy_train.csv")))
+    monkeypatch.chdir(tmp_path)
+    for command in COMMANDS_IN_ORDER:
+        words = shlex.split(re.sub(r"\b(?:hv15_quick_lora_1gpu|toy_cpu)\b", str(file), command))
+        assert main([word.replace("runs/demo", "runs/mine") for word in words[1:]]) == 0, command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", PROGRAMS_IN_ORDER)
+@pytest.mark.usefixtures("in_the_repository")
+def test_a_program_runs(command: str) -> None:
+    _, _, module, *words = command.split()
+    try:
+        run_module(module, words)
+    except SystemExit as end:
+        assert not end.code
+
+
+def test_every_documented_program_is_started_by_a_test() -> None:
+    commands = {re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in (*documented_commands(), *named_commands())}
+    assert {*COMMANDS_IN_ORDER} <= commands
+    assert {command.split()[1] for command in COMMANDS_IN_ORDER} == COMMANDS.keys()
+    programs = {" ".join(words[: 3 if words[0] == "python" else 1]) for words in map(str.split, commands)}
+    own = {program for program in programs if program.split()[-1].split(".")[0] in PACKAGES}
+    started = {" ".join(command.split()[:3]) for command in PROGRAMS_IN_ORDER} | STARTED_BY.keys()
+    assert own - started == NOT_STARTED.keys()
+    for place in STARTED_BY.values():
+        file, _, test = place.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text("utf-8"), place
 
 
 PAGES = {str(file.relative_to(ROOT)): file.read_text("utf-8") for name in DOCUMENTS for file in sorted(ROOT.glob(name))}

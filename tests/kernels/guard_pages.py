@@ -4,6 +4,7 @@ In Triton's interpreter a kernel reads and writes the memory of the process itse
 belongs to another one, so a mask that is left out passes every comparison of results.
 """
 
+import argparse
 import ctypes
 import mmap
 from collections.abc import Sequence
@@ -89,6 +90,7 @@ def run(spec: registry.OpSpec, case: registry.Case, pages: Pages) -> None:
 
 def main() -> None:
     """Every case; the last line on stdout names the one that fails."""
+    argparse.ArgumentParser(prog="python -m tests.kernels.guard_pages", description=__doc__).parse_args()
     for spec in registry.specs().values():
         for turn, case in enumerate(spec.test_cases):
             print(spec.name, case.id, flush=True)

@@ -411,6 +411,24 @@ def test_components_of_memory_are_sizes() -> None:
     assert found.memory.peak == max(held.total for held in found.memory.phases.values())
 
 
+def test_an_anchor_and_an_old_policy_are_two_copies_and_two_velocities() -> None:
+    words = ("--training.update=forward_process", "--optimizer.name=adamw", "--forward_process.levels=4")
+    old = ("--forward_process.old_decay=0.5",)
+    anchor = ("--objective.kl_mode=fixed", "--objective.kl_position_fraction=0.5")
+    neither = ("--forward_process.old_decay=null", "--objective.kl_mode=none")
+    found = {}
+    for name, more in {"none": neither, "old": (*neither[1:], *old), "anchor": (*neither[:1], *anchor)}.items():
+        found[name] = small_plan(*words, *more)
+    found["both"] = small_plan(*words, *old, *anchor)
+    latent = 4 * 32 * 3 * 4 * 6
+    for name, copies, kept, passes in (("old", 1, 4, 4.0), ("anchor", 1, 2, 1.99), ("both", 2, 6, 5.99)):
+        update = found[name].memory.phases["update"].parts()
+        assert update["anchor"] == 4 * found[name].weights.trained * copies
+        assert update["anchor velocities"] == 8 * kept * latent
+        assert found[name].visits.anchor == pytest.approx(passes)
+        assert found[name].checkpoint - found["none"].checkpoint == update["anchor"]
+
+
 def test_a_node_needs_cpu_memory_for_what_is_not_read_straight_to_its_gpus() -> None:
     """Neither for the transformer nor for the text encoder, but for whatever is offloaded."""
     plain = small_plan("--checkpoint.asynchronous=false").loading or {}

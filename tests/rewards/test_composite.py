@@ -4,6 +4,7 @@ import random
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.config.sections import RewardConfig
+from sage_fast.distributed.world import SINGLE_PROCESS
 from sage_fast.evaluation import REWARD
 from sage_fast.rewards import composite as composite_module
 from sage_fast.rewards.base import seed_generators
-from sage_fast.rewards.composite import CompositeReward
+from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.rewards.server import TAKEN, FunctionReward, function_score
 from tests.rewards import support
 from tests.rewards.support import VIDEOS, here
@@ -147,6 +149,29 @@ def test_no_number_replaces_a_score_that_one_video_lacks() -> None:
     reward = CompositeReward({"r": FunctionReward(named, "named", {})}, {"s": 1.0})
     scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
     assert failed.tolist() == [False, True, False] and scores["extra"].tolist() == [2.0, 0.0, 2.0]
+
+
+def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> None:
+    """A batch that failed whole names no score; one that lacks a score of the others is refused."""
+    none, some = torch.zeros(2, dtype=torch.bool), torch.tensor([True, False])
+    lost = ScoredBatch(numbers=[4, 1], scores={}, failed=~none)
+    half = ScoredBatch(numbers=[0, 5], scores={"s": torch.tensor([0.0, 6.0]).double()}, failed=some)
+    whole = ScoredBatch(numbers=[2, 3], scores={"s": torch.tensor([3.0, 4.0]).double()}, failed=none)
+    for batches in ([lost, half, whole], [whole, half, lost]):
+        columns, failed = gather_scores(batches, None, 6, SINGLE_PROCESS)
+        assert columns["s"].tolist() == [0, 0, 3, 4, 0, 6] and failed.tolist() == [
+            True,
+            True,
+            False,
+            False,
+            True,
+            False,
+        ]
+    other = replace(whole, scores={"t": whole.scores["s"]})
+    with pytest.raises(RewardError, match="every video needs the same ones"):
+        gather_scores([half, other], None, 6, SINGLE_PROCESS)
+    with pytest.raises(RewardError, match="On rank 0: no room"):
+        gather_scores([whole], "no room", 6, SINGLE_PROCESS)
 
 
 def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:

@@ -1,4 +1,4 @@
-"""The reward for text rendering: quotations, flow_grpo's score, and the real reader where it is installed."""
+"""The reward for text rendering: quotations, flow_grpo's score, and the real reader."""
 
 import csv
 import functools
@@ -28,11 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIG = RewardConfig(rewards=["ocr"], weights={"OCR": 1.0})
 
 
-def draw(text: str, size: tuple[int, int] = (96, 192), points: int = 28) -> Tensor:
-    """A picture (3, H, W) uint8 of light text on a dark ground."""
+def draw(*lines: str, size: tuple[int, int] = (96, 192), points: int = 28) -> Tensor:
+    """A picture (3, H, W) uint8 of light lines of text on a dark ground."""
     image = Image.new("RGB", (size[1], size[0]), (30, 40, 60))
     font = ImageFont.load_default(points)
-    ImageDraw.Draw(image).text((size[1] / 2, size[0] / 2), text, (250, 240, 200), font, anchor="mm")
+    for number, text in enumerate(lines):
+        place = (size[1] / 2, size[0] * (2 * number + 1) / (2 * len(lines)))
+        ImageDraw.Draw(image).text(place, text, (250, 240, 200), font, anchor="mm")
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -101,6 +103,13 @@ def test_frames_are_read_and_averaged() -> None:
 
 
 @pytest.mark.usefixtures("stub")
+def test_the_reader_sees_each_colour_of_a_video_as_its_own() -> None:
+    videos = 255 * torch.eye(3, dtype=torch.uint8)[:, None, :, None, None].expand(3, 1, 3, 6, 8)
+    scores = OcrReward().score(videos, ['"rod"', '"bed"', '"red, is it"'])["OCR"]
+    assert scores.tolist() == pytest.approx([2 / 3, 1, 1])
+
+
+@pytest.mark.usefixtures("stub")
 def test_a_prompt_that_quotes_nothing_is_refused_at_the_start() -> None:
     with pytest.raises(
         ConfigError, match=r"2 of 3 prompts have no text in quotation marks.* such as 'a dog'"
@@ -147,8 +156,6 @@ def test_the_prompts_that_ship_quote_words_and_share_none() -> None:
 
 @pytest.fixture(scope="module")
 def reader() -> OcrReward:
-    pytest.importorskip("rapidocr")
-    pytest.importorskip("onnxruntime")
     return OcrReward(num_frames=2, min_side=160, threads=1)
 
 
@@ -166,12 +173,23 @@ def test_what_is_written_is_read(reader: OcrReward, monkeypatch: pytest.MonkeyPa
     clean = torch.stack([draw("HARBOR"), draw("Market day")])[:, None]
     assert OcrReward(min_side=160).score(clean, ['"harbor"', "“Market Day”"])["OCR"].tolist() == [1, 1]
     assert (reader.score(clean, ['"lemon"', '"fox"'])["OCR"] < 0.3).all()
-    line = draw("HARBOR", (36, 144))[None, None]  # the text fills the frame
-    assert OcrReward(search=False).score(line, ['"harbor"'])["OCR"].tolist() == [1]
+    line = draw("HARBOR", size=(36, 144))[None, None]  # the text fills the frame
+    unsearched = OcrReward(search=False)
+    assert unsearched.score(line, ['"harbor"'])["OCR"].tolist() == [1]
+    two = draw("HARBOR", "LEMON")[None, None]
+    assert reader.score(two, ['"harborlemon"'])["OCR"] == 1 > unsearched.score(two, ['"harborlemon"'])["OCR"]
     videos, prompts = drawn_batch()
     scores = reader.score(videos, prompts)["OCR"]
     singles = [reader.score(videos[i : i + 1], prompts[i : i + 1])["OCR"] for i in range(3)]
     assert torch.equal(scores, torch.cat(singles)) and scores[0] == 1 and 0 < scores[1] < 1 and scores[2] == 0
+
+
+def test_a_line_is_read_alike_whatever_stands_below_it(reader: OcrReward) -> None:
+    """In one batch with a wider line it would be padded, and lose its space."""
+    short, wide = "No 7", "market day in the old town"
+    for lines in ((short,), (wide,), (short, wide)):
+        picture = draw(*lines, size=(160, 360), points=20).permute(1, 2, 0).contiguous().numpy()
+        assert reader.read(picture) == "".join(lines)
 
 
 @pytest.mark.slow  # the process imports torch, too

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.diagnosis import examine
 from tests.made_runs import numbers
 from tests.rewards import support
-from tests.rewards.support import VIDEOS, here
+from tests.rewards.support import VIDEOS, here, samples
 
 MakeRun = Callable[..., RunConfig]
 PROMPTS = ["a red circle moving left", "ein Bär – größer", "c"]
@@ -120,6 +121,24 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 # ------------------------------------------------------------------------------------------ the same scores
+
+
+@pytest.mark.slow  # the process imports torch
+def test_the_command_serves_a_preset() -> None:
+    command = [sys.executable, "-m", "sage_fast.rewards.server", "toy_cpu", "--port", "0"]
+    prompts = ["a red circle moving left", "a blue square moving up"]
+    videos = torch.arange(2 * 4 * 3 * 64 * 64).view(2, 4, 3, 64, 64).mul(7).to(torch.uint8)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            (url,) = re.findall(r"^Serving \['toy'\] at (http://127\.0\.0\.1:\d+)$", server.stdout.readline())
+            toy = {"rewards": ["toy"], "weights": {"TA": 1.0}}
+            found = [CompositeReward.from_config(RewardConfig(**toy, **where), prompts) for where in ({}, {"url": url})]
+            here_and_there = [each.score(videos, samples(*prompts)) for each in found]
+        finally:
+            server.terminate()
+    assert here_and_there[0].keys() == here_and_there[1].keys()
+    assert all(torch.equal(value, here_and_there[1][name]) for name, value in here_and_there[0].items())
 
 
 def awkward(videos: Tensor, prompts: Sequence[str]) -> dict[str, Any]:

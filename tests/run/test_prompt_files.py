@@ -1,7 +1,8 @@
 """Prompt files: what is read, and that each mistake is named with its file and line."""
 
+import os
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,47 @@ def test_a_picture_lies_beside_the_prompt_file_and_counts_by_its_content(tmp_pat
     before = prompts_digest(first, []), prompts_digest([], first[1:])
     (tmp_path / "a/fox.png").write_bytes(b"a wolf")
     assert prompts_digest(first, []) != before[0] and prompts_digest([], first[1:]) == before[1]
+
+
+PICTURED = Prompt(text="a fox", index=3, seed=5, image="fox.png")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"text": "a wolf"}, {"index": 4}, {"seed": 6}, {"seed": None}, {"image": "wolf.png"}, {"image": None}],
+    ids=str,
+)
+def test_the_digest_knows_every_field_of_a_prompt(
+    change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert {field.name for field in fields(Prompt)} == {"text", "index", "seed", "image"}
+    monkeypatch.chdir(tmp_path)
+    for name in ("fox", "wolf"):
+        Path(f"{name}.png").write_text(name)
+    other = replace(PICTURED, **change)  # type: ignore[arg-type]
+    groups = [([prompt], [last]) for prompt in (PICTURED, other) for last in (PICTURED, other)]
+    assert len({prompts_digest(*group) for group in groups}) == 4
+
+
+@pytest.mark.parametrize("changed", ["date", "size", "file"])
+def test_a_file_of_which_one_thing_has_changed_is_read_again(changed: str, tmp_path: Path) -> None:
+    """An editor may leave the date, as one that writes twice in a tick does, and `mv` may leave date and size."""
+    prompts, picture, others = tmp_path / "p.txt", tmp_path / "a.png", tmp_path / "others"
+    for file in (prompts, picture):
+        file.write_text("a fox")
+        os.utime(file, ns=(1, 1))
+    asked = [replace(PICTURED, image=str(picture))]
+    before = prompts_digest(asked, [])
+    assert [prompt.text for prompt in read_prompts(prompts)] == ["a fox"]
+    for file in (prompts, picture) if changed != "file" else (prompts,):
+        others.write_text("a fox, running" if changed == "size" else "a cat")
+        if changed == "file":
+            others.replace(file)
+        else:
+            file.write_text(others.read_text())
+        os.utime(file, ns=(1, 2 if changed == "date" else 1))
+    assert [prompt.text for prompt in read_prompts(prompts)] != ["a fox"]
+    assert changed == "file" or prompts_digest(asked, []) != before
 
 
 MISTAKES = {

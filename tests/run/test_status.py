@@ -234,6 +234,17 @@ def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> Non
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
 
 
+def test_the_reward_is_that_of_the_last_evaluation_where_there_is_one(tmp_path: Path) -> None:
+    progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=2, shown=False)
+    progress.status = replace(GOING, reward=None, gain=None)
+    evaluated = {"eval/reward_mean": 0.6, "eval/paired_gain": 0.1, "eval/paired_gain_stderr": 0.01}
+    found = []
+    for record in ({"reward/mean": 0.3}, {"reward/mean": 0.4, **evaluated}, {"reward/mean": 0.5}):
+        progress.learn({"update": len(found), **record})
+        found.append((progress.status.reward, progress.status.gain))
+    assert found == [(0.3, None), (0.6, 0.1), (0.6, 0.1)]
+
+
 def test_a_log_has_lines_a_terminal_a_bar_and_other_ranks_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,12 +5,16 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot
 import pytest
 
-from sage_fast import Callback
+from examples import demo_controls
+from sage_fast import Callback, load_config
+from sage_fast.config.load import dump_config
+from sage_fast.config.schema import RunConfig
 from sage_fast.tools.api import TrainedRun, train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +77,30 @@ def test_the_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (tmp_path / "exported/adapter_model.safetensors").exists() or list(
         (tmp_path / "exported").glob("*.safetensors")
     )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_drawn")
+def test_the_controls_of_the_demo(
+    tiny_run: Callable[..., RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On a tiny model."""
+    settings = {"evaluation.every": 20, "checkpoint.every": 20}
+    file = tmp_path / "tiny.yaml"
+    file.write_text(dump_config(tiny_run("--training.num_updates=20", "--data.prompts=prompts/toy_train.csv")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo_controls, "load_config", lambda preset, keys: load_config(file, keys | settings))
+    monkeypatch.setattr(
+        demo_controls, "train", lambda config, **options: train(file if config == "toy_cpu" else config, **options)
+    )
+    demo_controls.main(["3"])
+    printed = capsys.readouterr().out
+    assert printed.index("trained by shuffled rewards") < printed.index("not trained, guidance 2")
+    kept = json.loads((tmp_path / "runs/shuffled-3/evaluation/update-000020.json").read_text("utf-8"))
+    assert kept["scores"].keys() >= {"shuffled", "VQ"} and not (tmp_path / "runs/guided-3/checkpoints").exists()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation, format_comparison, paired_test, paired_tests
@@ -20,10 +22,11 @@ from sage_fast.models import video_files
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import reward_scales
+from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.run import Run
 from sage_fast.tools.acceptance import examine_deeply
 from sage_fast.tools.api import evaluate, generate
-from sage_fast.tools.paired import Report, headline, spread_over_ranks, to_html, to_json, write_report
+from sage_fast.tools.paired import PairedEvaluation, Report, headline, spread_over_ranks, to_html, to_json, write_report
 from tests.browser import CHROMIUM, Browser, Page, wide_elements
 
 MakeRun = Callable[..., RunConfig]
@@ -142,6 +145,61 @@ def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(report: Report)
 
 
 # ------------------------------------------------------------------------------------------ the command
+
+
+DECIDES = {
+    "noises": "--evaluation.noises=2",
+    "reward": "--reward.options={toy: {}}",
+    "weights of the reward": "--reward.weights={VQ: 1.0}",
+    "rewards": "--reward.rewards=[sharp]",
+    "prompts": "--evaluation.num_prompts=3",
+    "noise_seed": "--evaluation.seed=3",
+    "num_steps": "--evaluation.num_steps=3",
+    "video": "--evaluation.height=24",
+    "shift": "--rollout.shift=4",
+    "guidance_scale": "--rollout.guidance_scale=1.5",
+    "negative_prompt": "--rollout.negative_prompt=a red circle",
+    "dtype": "--model.dtype=bfloat16",
+    "vae_dtype": "--model.vae_dtype=bfloat16",
+}
+"""What scores depend on, and a word that changes it."""
+
+
+def test_scores_of_other_settings_are_not_used(finished_run: Path, tmp_path: Path) -> None:
+    adapter = finished_run / "checkpoints/update-000002/lora"
+
+    def settings(*words: str, trained: Path = adapter) -> list[str]:
+        config = load_config(finished_run / "config.yaml", words)
+        prompts = load_eval_prompts(config)
+        paired = PairedEvaluation(
+            config=config, prompts=prompts, folder=tmp_path, trained=trained, weights={}, overwrite=False
+        )
+        return [json.dumps(paired._settings(model)) for model in ("base", "trained")]
+
+    base, trained = settings()
+    assert settings() == [base, trained] and base != trained
+    found = {what: settings(word) for what, word in DECIDES.items()}
+    assert {what for what, both in found.items() if both[0] == base or both[1] == trained} == set()
+    assert len({one for both in found.values() for one in both}) == 2 * len(DECIDES)
+    # Other weights are those of one of the models.
+    others = [settings(trained=adapter.parents[1] / "update-000001/lora"), settings(f"--model.adapter={adapter}")]
+    assert [[one == base, other == trained] for one, other in others] == [[True, False], [False, True]]
+
+
+def test_a_reward_draws_by_the_seed_of_the_evaluation(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = []
+
+    def stop(**options: Any) -> None:
+        seeds.append(options["seed"])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sage_fast.tools.paired.VideoScoring", stop)
+    for seed in (3, 4):
+        words = [f"--evaluation.seed={seed}", "--output_dir", str(tmp_path / str(seed))]
+        assert main(["evaluate", str(finished_run), *words]) == 130
+    assert seeds == [(3, -1), (4, -1)]
 
 
 def test_evaluate_writes_everything_and_does_not_repeat_itself(

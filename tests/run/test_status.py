@@ -127,15 +127,16 @@ def test_a_status_gives_the_terminal_no_orders(runs: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("outside", [False, True], ids=["own", "outside"])
-def test_commands_can_be_pasted_anywhere(outside: bool, tmp_path: Path, tiny_run: MakeRun) -> None:
-    """From another folder, with code of others, and with a space in the path."""
+def test_commands_can_be_pasted_anywhere(outside: bool, tmp_path: Path, tiny_run: MakeRun, tiny_model: Path) -> None:
+    """From another folder, with a relative path, with code of others, and with a space in the path."""
     started, elsewhere = tmp_path / "where it began", tmp_path / "elsewhere"
     started.mkdir()
     elsewhere.mkdir()
     (started / "own_rewards.py").write_text(
         "def dark(videos, prompts):\n    return -videos.double().mean((1, 2, 3, 4))\n"
     )
-    words = ["--output_dir=run of today", "--evaluation.every=0", "--training.num_updates=1"]
+    (started / "weights").symlink_to(tiny_model)
+    words = ["--output_dir=run of today", "--model.path=weights", "--evaluation.every=0", "--training.num_updates=1"]
     words += ["--reward.rewards=['own_rewards:dark']", "--reward.weights={dark: 1.0}"] if outside else []
     config = tiny_run(*words)
     (started / "start.yaml").write_text(dump_config(config))

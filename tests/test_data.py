@@ -1,12 +1,13 @@
 """Order of prompts and steps: functions of the seed and a counter. What each rank trains."""
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
-from sage_fast.data import PromptSchedule, best_and_worst, deal, make_groups, split_evenly, step_order
-from sage_fast.noise import NoiseKey
+from sage_fast.data import PromptSchedule, best_and_worst, deal, make_groups, split_evenly, step_order, uniform
+from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds
 
 PROMPTS = [Prompt(text=f"prompt {i}", index=i) for i in range(5)]
@@ -41,6 +42,18 @@ def test_members_of_a_repeated_prompt_are_numbered_on() -> None:
     assert members(range(6)) == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
     asked.clear()
     assert members(range(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], "what is sampled elsewhere is not read"
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(NoiseKey)])
+def test_steps_levels_and_noise_are_functions_of_every_field_of_a_key(field: str) -> None:
+    key = NoiseKey(seed=1, update=2, prompt_index=3, sample_index=4)
+    other = replace(key, **{field: 9})
+    for draw in (
+        lambda k: step_order(k, list(range(20)), 1.0, True),
+        lambda k: uniform(k, 4).tolist(),
+        lambda k: gaussian([k], step=0, shape=(4,)).tolist(),
+    ):
+        assert draw(key) == draw(replace(key)) != draw(other)
 
 
 def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +31,17 @@ def test_by_hand() -> None:
     assert test.standard_errors == pytest.approx(2 * math.sqrt(3))
     same = paired_test([1.0, 2.0], [1.0, 2.0])
     assert same.standard_errors == 0.0 and same.wins == 0.0
+
+
+def test_the_interval_is_of_95_percent_and_of_all_its_resamples() -> None:
+    difference = torch.randn(300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    test = paired_test([0.0] * 300, difference.tolist(), resamples=1200, seed=3)
+    drawn = (
+        difference[torch.randint(300, (1200, 300), generator=torch.Generator().manual_seed(3))].mean(1).sort().values
+    )
+    # Between the 30th and the 31st from either end.
+    assert drawn[29] <= test.low <= drawn[30] and drawn[-31] <= test.high <= drawn[-30]
+    assert test.high - test.low == pytest.approx(2 * 1.96 * test.stderr, rel=0.1)
 
 
 def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
@@ -76,10 +87,33 @@ def test_pairs_are_the_prompts_that_were_scored_in_both() -> None:
     assert first.prompts == last.prompts == ["a", "d"] and first.left_out == last.left_out == [1, 2]
     assert (first.reward, last.scores["VQ"]) == ([1.0, 4.0], [2.0, 7.0])
     assert paired_tests(before, after)["VQ"].mean == 2.0
+    assert before.only({0, 1, 3}).left_out == [1, 2] == before.only({0, 3}).left_out
+    for older, newer in (([], ["VQ"]), (["VQ"], [])):
+        pair = (replace(before, lower_is_better=older), replace(after, lower_is_better=newer))
+        assert paired_tests(*pair)["VQ"].lower_is_better
+    with pytest.raises(ValueError, match="not of the same prompts and noises"):
+        paired_tests(before, replace(after, noises=2))
     with pytest.raises(ValueError, match="not of the same prompts"):
         paired_tests(before, Evaluation(prompts=["x", "y", "z"], scores={}, reward=[0.0] * 3, left_out=[1]))
     with pytest.raises(ValueError, match=r"1 prompt\(s\) were scored in both"):
         paired_tests(before, Evaluation(prompts=["a"], scores={}, reward=[0.0], left_out=[1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"), [([0, 1, 1, 0], [0, 1]), ([0, 1, 0.5, 0], None), ([1, 1, 1, 1], [1, 1]), ([2, 1, 1, 1], None)]
+)
+def test_a_score_that_is_yes_or_no_for_every_video_is_shown(
+    values: list[float], shown: list[float] | None, tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather = VideoScoring.gather
+
+    def with_one_more(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        scores, failed = gather(self, count)
+        return scores | {"right": torch.tensor(values, dtype=torch.float64)}, failed
+
+    monkeypatch.setattr(VideoScoring, "gather", with_one_more)
+    trainer = build_trainer(tiny_run("--evaluation.num_prompts=2", "--evaluation.noises=2"))
+    assert trainer.evaluate().shown.get("right") == shown
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"prompts": ["a"], "scores": {}, "reward": []}'])
@@ -110,7 +144,9 @@ def test_every_prompt_is_drawn_from_its_own_text_and_noises(tiny_run: Callable[.
         return velocity(latents, sigma, prompts)
 
     trainer.policy.velocity = watched  # type: ignore[method-assign]
-    scores = trainer.evaluate()
+    videos: list[int] = []
+    scores = trainer.evaluate(lambda number, video: videos.append(number))
+    assert sorted(videos) == [0, 1, 2], "the first of each prompt"
     steps = trainer.config.evaluation_steps
     first, second, third = (trainer.embed(p.text).text for p in trainer.eval_prompts)
     expected = [first, second] * steps + [third, first] * steps + [second, third] * steps

@@ -8,31 +8,21 @@ there for rewards, see `seed_generators`. Processes that a reward starts are end
 
 import atexit
 import ctypes
-import gc
-import locale
 import logging
-import multiprocessing
 import os
-import re
-import resource
 import signal
-import socket
 import sys
-import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import thread as executors
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
@@ -43,7 +33,7 @@ Watched = tuple[Callable[[], Any], Callable[[Any], object]]
 PATIENCE = 2.0
 """Seconds that a process started by a reward has to end after SIGTERM, before it is killed."""
 
-FILTERS, GRAD = "the filters of warnings", "torch's grad or inference mode"
+GRAD = "torch's grad or inference mode"
 
 BECOME_SUBREAPER = 36
 """PR_SET_CHILD_SUBREAPER of prctl(2): processes whose parent has ended become children of this one."""
@@ -64,63 +54,11 @@ def _attributes(owner: Any, *names: str) -> Watched:
     return _each(*((partial(getattr, owner, name), partial(setattr, owner, name)) for name in names))
 
 
-def _entries(owner: Any, name: str) -> Watched:
-    """The entries of a list, which stays the same object."""
-    return lambda: list(getattr(owner, name)), lambda values: getattr(owner, name).__setitem__(slice(None), values)
-
-
 def _write_environment(values: dict[str, str]) -> None:
     for name in os.environ.keys() - values.keys():
         del os.environ[name]
     os.environ.update({name: value for name, value in values.items() if os.environ.get(name) != value})
     time.tzset()  # TZ may be among them
-
-
-def _umask() -> str:
-    """The umask. Where no file tells it, it has to be replaced for a moment, in which other threads may make files."""
-    with suppress(FileNotFoundError):
-        return re.search(r"^Umask:\s*(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)[1]  # type: ignore[index]
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return f"{umask:04o}"
-
-
-@dataclass
-class _Stream:
-    """An open standard stream of the process, held open; equal to one that leads to the same file."""
-
-    number: int
-    file: tuple[int, int]
-    """Its device and its number there."""
-    held: int = field(compare=False)
-
-    def __del__(self) -> None:
-        os.close(self.held)
-
-
-def _streams() -> list[_Stream]:
-    found = []
-    for number in range(3):
-        with suppress(OSError):  # it is closed
-            status = os.fstat(number)
-            found.append(_Stream(number, (status.st_dev, status.st_ino), os.dup(number)))
-    return found
-
-
-def _write_filters(filters: list[Any]) -> None:
-    warnings.resetwarnings()  # forgets which warnings were shown under the old ones
-    warnings.filters[:] = filters  # type: ignore[index]
-
-
-def _disabled() -> set[str]:
-    """Loggers of this project that are switched off, as `logging.config` does with all that it does not know."""
-    known = list(logging.root.manager.loggerDict.items())
-    return {name for name, entry in known if "sage_fast" in name and getattr(entry, "disabled", False)}
-
-
-def _write_disabled(names: set[str]) -> None:
-    for name in _disabled() ^ names:
-        logging.getLogger(name).disabled = name in names
 
 
 def _unless_unknown(get: Callable[[], Any], set_value: Callable[[Any], object]) -> Watched:
@@ -139,61 +77,17 @@ def _unless_unknown(get: Callable[[], Any], set_value: Callable[[Any], object]) 
 
 NAMES = ("HUP", "INT", "QUIT", "PIPE", "ALRM", "TERM", "USR1", "USR2", "CHLD", "TSTP")
 SIGNALS = [getattr(signal, f"SIG{name}") for name in NAMES]
-LIMITS = sorted({value for name, value in vars(resource).items() if name.startswith("RLIMIT_")})
 
 _cuda: Any = torch.backends.cuda
 _cudnn: Any = torch.backends.cudnn
 _mkldnn: Any = torch.backends.mkldnn
 _MKLDNN = (_mkldnn, _mkldnn.matmul, _mkldnn.conv, _mkldnn.rnn)
-_torch_mp = torch.multiprocessing
 
 WATCHED: dict[str, Watched] = {
     "the working directory": _unless_unknown(os.getcwd, os.chdir),
     "os.environ": (os.environ.copy, _write_environment),
-    "the umask": (_umask, lambda mask: os.umask(int(mask, 8))),
-    "sys.path": _entries(sys, "path"),
-    "sys.argv": _entries(sys, "argv"),
     "sys.stdin, stdout or stderr": _attributes(sys, "stdin", "stdout", "stderr"),
-    "the files of stdin, stdout or stderr": (_streams, lambda streams: [os.dup2(s.held, s.number) for s in streams]),
-    "the folder of temporary files": (tempfile.gettempdir, partial(setattr, tempfile, "tempdir")),
-    "the tracing of Python": _each((sys.gettrace, sys.settrace), (sys.getprofile, sys.setprofile)),
-    "the hooks of exceptions": _each(_attributes(sys, "excepthook"), _attributes(threading, "excepthook")),
-    "the recursion limit": (sys.getrecursionlimit, sys.setrecursionlimit),
-    "the garbage collector": _each(
-        (gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
-        (gc.get_threshold, lambda numbers: gc.set_threshold(*numbers)),
-    ),
     "the handlers of signals": _each(*((partial(signal.getsignal, n), partial(signal.signal, n)) for n in SIGNALS)),
-    "the blocked signals": (
-        lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        partial(signal.pthread_sigmask, signal.SIG_SETMASK),
-    ),
-    "the alarm among signals": (
-        lambda: signal.getitimer(signal.ITIMER_REAL)[0] > 0,
-        # An alarm that a reward has left is cancelled; by default its signal ends the process.
-        lambda armed: armed or signal.alarm(0),
-    ),
-    "the resource limits": _each(*((partial(resource.getrlimit, n), partial(resource.setrlimit, n)) for n in LIMITS)),
-    **(
-        {"the CPUs of this process": (lambda: os.sched_getaffinity(0), partial(os.sched_setaffinity, 0))}
-        if hasattr(os, "sched_setaffinity")  # Linux
-        else {}
-    ),
-    "the locale": (lambda: locale.setlocale(locale.LC_ALL), partial(locale.setlocale, locale.LC_ALL)),
-    "the timeout of sockets": (socket.getdefaulttimeout, socket.setdefaulttimeout),
-    "multiprocessing's start method": (
-        lambda: multiprocessing.get_start_method(allow_none=True),
-        lambda name: multiprocessing.set_start_method(name, force=True),
-    ),
-    "torch's sharing strategy": (_torch_mp.get_sharing_strategy, _torch_mp.set_sharing_strategy),
-    FILTERS: (_entries(warnings, "filters")[0], _write_filters),
-    "logging": _each(
-        (lambda: logging.root.manager.disable, logging.disable),
-        (lambda: logging.root.level, logging.root.setLevel),
-        _entries(logging.root, "handlers"),
-        (_disabled, _write_disabled),
-    ),
-    "NumPy's errstate": (np.geterr, lambda modes: np.seterr(**modes)),
     "torch's default dtype": (torch.get_default_dtype, torch.set_default_dtype),
     "torch's default device": (
         torch.get_default_device,
@@ -272,7 +166,7 @@ class Guard:
             keeps: whether later contexts begin with what it changes. Only set-up does, so that all calls are alike.
         """
         before = {what: read() for what, (read, _) in WATCHED.items()}
-        children, threads, modules = _children(), set(threading.enumerate()), len(sys.modules)
+        children, threads = _children(), set(threading.enumerate())
         changed: dict[str, str] = {}
         try:
             # Leaving this restores autograd's modes, whatever was entered within.
@@ -295,9 +189,7 @@ class Guard:
         finally:
             # Told once all is restored: the logging and the streams are the run's again.
             for what, difference in changed.items():
-                # Libraries add theirs as they are imported.
-                if what != FILTERS or len(sys.modules) == modules:
-                    self.tell(what, when, difference)
+                self.tell(what, when, difference)
 
     def tell(self, what: str, when: str, difference: str = "") -> None:
         """Warn of a change, once of each kind."""

@@ -126,6 +126,17 @@ def test_training_goes_on_in_place(tmp_path: Path, asynchronous: bool) -> None:
         assert_holds(tmp_path / checkpoint_name(update), contents(update, rows))
 
 
+@WAYS
+def test_a_tensor_may_change_its_type_between_two_saves(tmp_path: Path, asynchronous: bool) -> None:
+    first, second = contents(1), contents(2)
+    name = "blocks.0.bias"
+    second.tensors["weights"][name] = second.tensors["weights"][name].float() + 1e-3
+    with CheckpointWriter(tmp_path, keep_last=2, asynchronous=asynchronous) as saver:
+        folders = [saver.save(update, data) for update, data in enumerate((first, second), 1)]
+    for folder, data in zip(folders, (first, second), strict=True):
+        assert_holds(folder, data)
+
+
 def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) -> None:
     save(tmp_path, 5)
     checkpoint = open_checkpoint(tmp_path / "update-000005")

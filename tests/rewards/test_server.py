@@ -277,6 +277,31 @@ def test_a_repeated_request_gets_the_same_result(
     assert len(requests) == 3 and len(set(requests)) == 1
 
 
+def again(videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
+    return {"brightness": support.brightness(videos, prompts)}
+
+
+def test_a_server_takes_a_score_of_one_reward_alone(serve: Callable[..., str]) -> None:
+    second = f"{__name__}:again"
+    served = rewards(serve("brightness", second), rewards=[here("brightness"), second])
+    with pytest.raises(RewardError, match=r"again raised ValueError: another reward also returns \['brightness'\]"):
+        served.score(VIDEOS, samples(*PROMPTS))
+
+
+def test_what_comes_with_a_wrong_token_is_not_read(serve: Callable[..., str]) -> None:
+    """Neither as a batch nor as the next request."""
+    port = int(serve("brightness", token="right").rpartition(":")[2])
+    body = b"GET /health HTTP/1.1\r\nAuthorization: Bearer right\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+        head = f"POST /score/1 HTTP/1.1\r\nAuthorization: Bearer wrong\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        with suppress(ConnectionResetError):
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 401 ") and answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_half_a_batch_is_not_scored(serve: Callable[..., str]) -> None:
     """A connection that breaks while videos are sent leaves nothing behind that a repeated request would get."""
     url = serve("brightness")

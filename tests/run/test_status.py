@@ -4,19 +4,21 @@ import html
 import json
 import logging
 import os
+import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError, TrainingError
+from sage_fast.config.errors import ConfigError, RewardError, TrainingError
 from sage_fast.config.load import dump_config
 from sage_fast.config.registry import register
 from sage_fast.config.schema import RunConfig
@@ -233,6 +235,45 @@ def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> Non
     shown.finished({"update": 100, "time/iteration": 10.0})
     assert shown.seconds_left() == 0
     assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "repeats"),
+    [
+        (RewardError("no scores " + 99 * "for this video "), ("no scores " + 99 * "for this video ")[:500], True),
+        (OSError("the disk is full"), "the disk is full", True),
+        (RuntimeError("another rank is gone"), "another rank is gone", False),
+        (KeyboardInterrupt(), "KeyboardInterrupt", False),
+    ],
+)
+def test_an_error_is_kept_in_short_and_with_whether_a_restart_would_meet_it(
+    tmp_path: Path, error: BaseException, text: str, repeats: bool
+) -> None:
+    progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
+    progress.begin(4)
+    progress.end("failed", error)
+    status, _ = read_status(tmp_path)
+    assert status is not None and (status.error, status.repeats) == (text, repeats)
+
+
+def test_the_longest_step_is_that_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Mock(return_value=0.0)
+    monkeypatch.setattr(time, "monotonic", clock)
+    progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
+    progress.begin(4)
+    for clock.return_value in (3.0, 45.0, 47.0):
+        progress.phase("rollout", 0, 4)
+    assert progress.status.longest_seconds == 42.0
+
+
+def test_a_run_of_another_machine_lives_as_long_as_its_status_is_fresh(tmp_path: Path) -> None:
+    """Its lock is not seen on every mount."""
+    found = []
+    for holder in ("elsewhere", platform.node()):
+        run = make_run(tmp_path / holder, GOING)
+        (run / "lease.txt").write_text(f"process 4711 on {holder}, since 2026-01-31\n")
+        found.append([look_at_run(run, time.time() + later).condition for later in (0, 100)])
+    assert found == [["running", "killed"], ["killed", "killed"]]
 
 
 def test_the_reward_is_that_of_the_last_evaluation_where_there_is_one(tmp_path: Path) -> None:

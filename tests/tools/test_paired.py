@@ -152,7 +152,8 @@ DECIDES = {
     "reward": "--reward.options={toy: {}}",
     "weights of the reward": "--reward.weights={VQ: 1.0}",
     "rewards": "--reward.rewards=[sharp]",
-    "prompts": "--evaluation.num_prompts=3",
+    "number of prompts": "--evaluation.num_prompts=3",
+    "prompts": "--evaluation.prompts=configs/prompts/words_eval.csv",
     "noise_seed": "--evaluation.seed=3",
     "num_steps": "--evaluation.num_steps=3",
     "video": "--evaluation.height=24",
@@ -165,6 +166,7 @@ DECIDES = {
 """What scores depend on, and a word that changes it."""
 
 
+@pytest.mark.usefixtures("in_the_repository")
 def test_scores_of_other_settings_are_not_used(finished_run: Path, tmp_path: Path) -> None:
     adapter = finished_run / "checkpoints/update-000002/lora"
 

@@ -20,7 +20,6 @@ from sage_fast.commands import compare, configs, doctor, evaluate, export, gener
 from sage_fast.commands.common import RenamedOption, split_words
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError, SageError
 from sage_fast.distributed.start import configure_logging, end_process, rank, report_error, world_size
-from sage_fast.rewards.server import lasting_streams
 
 GROUPS = {
     "before training": (configs, doctor, plan, profile),
@@ -170,6 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _tell(run: Callable[[Sequence[str] | None], int | None], arguments: Sequence[str] | None) -> int:
     """Run a command; returns the exit status. An error that its message explains loses its traceback."""
+    from sage_fast.rewards.server import lasting_streams  # no command needs its library to be known
+
     # Ctrl-C also ends the `tee` that a command writes to, and a log's disk may be full.
     with lasting_streams():
         try:

@@ -114,11 +114,22 @@ class GracefulStop:
 
 
 _active: WeakSet[GracefulStop] = WeakSet()
+_forking = threading.local()
 
 
-def _restore_handlers() -> None:
+def _before_fork() -> None:
+    # A signal that reaches the child before its handlers are restored would be lost: it waits until they are.
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _active else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
     for stop in list(_active):
         stop.restore_handlers()
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_restore_handlers)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

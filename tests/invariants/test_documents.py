@@ -89,6 +89,18 @@ def test_a_documented_command_parses(command: str, monkeypatch: pytest.MonkeyPat
             check_command(part)
 
 
+def test_what_make_runs_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    values = dict(re.findall(r"^(\w+) \?= ?(.*)$", makefile, re.M)) | {"JOBS": "2"}
+    recipes = re.findall(
+        r"^\t(?:\w+=\S+ )*\$\(BIN\)/((?:sage-fast|python -m (?:pytest|benchmarks|docs)).*)$", makefile, re.M
+    )
+    assert len(recipes) == 7
+    for recipe in recipes:
+        check_command(re.sub(r"\$\((\w+)\)", lambda m: values[m[1]], recipe.replace("$$((4 * $$(nproc)))", "8")))
+
+
 @pytest.mark.parametrize("command", named_commands())
 def test_a_command_in_a_sentence_is_one(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

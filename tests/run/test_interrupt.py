@@ -175,6 +175,20 @@ def test_a_process_that_a_reward_forks_ends_by_signals(number: signal.Signals, f
 
 
 @pytest.mark.signals
+def test_a_process_is_ended_as_soon_as_it_is_forked() -> None:
+    """As by `start` and `terminate` of multiprocessing, before the process has come to anything of its own."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with GracefulStop() as stop:
+        for _ in range(200):
+            if (child := os.fork()) == 0:
+                time.sleep(60)
+                os._exit(7)
+            os.kill(child, signal.SIGTERM)
+            assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGTERM
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask and not stop.requested
+
+
+@pytest.mark.signals
 @pytest.mark.parametrize("first", ["asked", "hung"])
 def test_a_reward_that_hangs_is_not_waited_for(first: str, capfd: pytest.CaptureFixture[str]) -> None:
     with GracefulStop() as stop:

@@ -163,7 +163,7 @@ DECIDES = {
     "dtype": "--model.dtype=bfloat16",
     "vae_dtype": "--model.vae_dtype=bfloat16",
 }
-"""Setting that scores depend on -> a word that changes it."""
+"""Settings that scores depend on, and a word that changes each."""
 
 
 @pytest.mark.usefixtures("in_the_repository")

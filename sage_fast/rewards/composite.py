@@ -251,8 +251,8 @@ class CompositeReward:
         with kept_generators():
             try:
                 return self.score(video, sample)
-            except RewardError as error:
-                logger.warning("A video that was scored in a batch cannot be scored alone: %s", error)
+            except (RewardError, RewardServerError) as error:
+                logger.warning("A video that was scored in a batch cannot be scored again, alone: %s", error)
                 return {}
 
     def _tell_difference(

@@ -262,11 +262,8 @@ def test_a_checkpoint_of_another_model(finished_run: Path, tiny_run: MakeRun, tm
 # ------------------------------------------------------------------------------------------ signals
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
-def test_a_run_whose_tee_dies_of_the_same_signal_is_saved(
-    number: signal.Signals, tiny_run: MakeRun, tmp_path: Path
-) -> None:
-    """`train ... 2>&1 | tee log`, and a Ctrl-C or a hang-up, which reach the whole group."""
+def test_a_run_whose_tee_dies_of_the_same_ctrl_c_is_saved(tiny_run: MakeRun, tmp_path: Path) -> None:
+    """`train ... 2>&1 | tee log`, and a Ctrl-C, which reaches the whole group."""
     config = tiny_run("--training.num_updates=10000", "--evaluation.every=0", "--checkpoint.every=10000")
     (tmp_path / "start.yaml").write_text(dump_config(config))
     log = tmp_path / "log"
@@ -279,8 +276,8 @@ def test_a_run_whose_tee_dies_of_the_same_signal_is_saved(
     while "update 2/" not in log.read_text():
         assert run.poll() is None
         time.sleep(0.02)
-    os.killpg(run.pid, number)
-    assert tee.wait(60) == -number and run.wait(120) == 0
+    os.killpg(run.pid, signal.SIGINT)
+    assert tee.wait(60) == -signal.SIGINT and run.wait(120) == 0
     status, _ = read_status(config.output_dir)
     assert status is not None and status.state == "stopped"
     assert [int(path.name[-6:]) for path in list_checkpoints(Path(config.output_dir) / "checkpoints")] == [

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, RewardError
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import SINGLE_PROCESS
 from sage_fast.evaluation import REWARD
@@ -233,7 +234,16 @@ def test_a_score_that_cannot_be_had_alone_is_told(caplog: pytest.LogCaptureFixtu
     reward = of_videos(lambda values: (values - values.mean()) / values.std())
     reward.compare_next()
     assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
-    assert "cannot be scored alone: Reward 'of' returned bright = nan" in caplog.text
+    assert "cannot be scored again, alone: Reward 'of' returned bright = nan" in caplog.text
+
+
+def test_a_server_that_is_gone_at_the_end_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    reward = of_videos(lambda values: values)
+    reward.compare_next()
+    reward.score(VIDEOS, SAMPLES)
+    reward.rewards["of"].score = Mock(side_effect=RewardServerError("it is gone"))  # type: ignore[method-assign]
+    reward.compare_last()
+    assert "cannot be scored again, alone: it is gone" in caplog.text
 
 
 def test_a_reward_that_drifts_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:

@@ -176,7 +176,7 @@ def test_a_process_that_a_reward_forks_ends_by_signals(number: signal.Signals, f
 
 @pytest.mark.signals
 def test_a_process_is_ended_as_soon_as_it_is_forked() -> None:
-    """As by `start` and `terminate` of multiprocessing, before the process has come to anything of its own."""
+    """As by `start` and `terminate` of multiprocessing, before the process has run a line."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with GracefulStop() as stop:
         for _ in range(200):

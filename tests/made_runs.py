@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
+from sage_fast.rollout import VideoScoring
 from sage_fast.run import media, page, run
 from sage_fast.run.directory import read_metrics
 
@@ -77,3 +79,15 @@ def make_run(
         json.dumps({"sage_fast": "1.2", "commit": "c" * 40, "packages": {"torch": "2.x"}})
     )
     return folder
+
+
+def lose_scores(patch: pytest.MonkeyPatch, videos: Sequence[int]) -> None:
+    """Have the rewards fail for these videos of every rollout and evaluation."""
+    gather = VideoScoring.gather
+
+    def failing(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
+        scores, failed = gather(self, count)
+        failed[list(videos)] = True
+        return scores, failed
+
+    patch.setattr(VideoScoring, "gather", failing)

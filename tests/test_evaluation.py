@@ -22,6 +22,7 @@ from sage_fast.records import PromptEmbeds, Sample
 from sage_fast.rollout import VideoScoring, initial_latents, noise_keys, policy_velocity, sample_trajectory
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
+from tests.made_runs import lose_scores
 
 
 def test_by_hand() -> None:
@@ -172,16 +173,9 @@ def test_a_prompt_with_a_noise_that_failed_is_left_out(
     tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
     """Three prompts with two noises each; a mean over fewer would not pair."""
-    gather = VideoScoring.gather
-
-    def failing(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        scores, failed = gather(self, count)
-        failed[lost] = True
-        return scores, failed
-
     trainer = build_trainer(tiny_run("--evaluation.num_prompts=3", "--evaluation.noises=2"))
     whole = trainer.evaluate()
-    monkeypatch.setattr(VideoScoring, "gather", failing)
+    lose_scores(monkeypatch, [lost])
     assert trainer.evaluate() == whole.only({0, 1, 2} - {lost % 3})
 
 

@@ -30,11 +30,11 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import VideoScoring, decode, initial_latents, noise_keys, noise_seed, rollout_table
+from sage_fast.rollout import decode, initial_latents, noise_keys, noise_seed, rollout_table
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
-from tests.made_runs import untimed
+from tests.made_runs import lose_scores, untimed
 from tests.test_gradient import passes, videos_of
 from tests.tiny.checkpoints import save_diffusers_layout
 from tests.tiny.wan import save_wan
@@ -596,14 +596,7 @@ def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(tiny_ru
 def test_a_group_that_lacks_a_score_is_not_trained(
     lost: list[int], trained: list[bool], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gather = VideoScoring.gather
-
-    def failing(self: VideoScoring, count: int) -> tuple[dict[str, Tensor], Tensor]:
-        scores, failed = gather(self, count)
-        failed[lost] = True
-        return scores, failed
-
-    monkeypatch.setattr(VideoScoring, "gather", failing)
+    lose_scores(monkeypatch, lost)
     trainer = build_trainer(tiny_run())
     records: list[RolloutRecord] = []
     trainer.on_rollout = records.append

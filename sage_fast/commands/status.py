@@ -121,7 +121,7 @@ def _note(state: "RunState") -> str:
     if state.condition == "failed" and state.status is not None:
         return f"{state.run}: {(state.status.error or '').splitlines()[0] if state.status.error else 'failed'}"
     if state.condition == "killed":
-        command = command_for(state.run, state.status, "train", "DIR", "--resume", "auto")
+        command = command_for(state.run, state.status, "train", "--resume", "auto")
         return f"{state.run}: the process is gone and left no error; this continues:\n  {command}"
     if state.condition == "hangs":
         return f"{state.run}: no progress, but alive: {state.holder or 'its process'}"

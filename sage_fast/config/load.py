@@ -20,7 +20,7 @@ from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
 from sage_fast.config.presets import config_file, locate, portable, similar_preset
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, SCORES, outside_names
-from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
 """Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
@@ -68,9 +68,9 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
 
 def _checked(tree: Tree) -> RunConfig:
     _check_weights(tree)
+    values = by_dotted_key(tree)
     for key in PATHS:
-        *sections, name = key.split(".")
-        value = functools.reduce(lambda found, section: found.get(section) or {}, sections, tree).get(name)
+        value = values.get(key)
         if isinstance(value, str) and re.search(r"\$\{|^\$\w+", value):
             raise ConfigError(f"{key} is {value!r}, where variables are not filled in. Write the path; ~ is your home.")
     try:

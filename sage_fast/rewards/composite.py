@@ -256,7 +256,12 @@ class CompositeReward:
                 return {}
 
     def _tell_difference(
-        self, first: Mapping[str, Tensor], second: Mapping[str, Tensor], spread: Mapping[str, float], *when: str
+        self,
+        first: Mapping[str, Tensor],
+        second: Mapping[str, Tensor],
+        spread: Mapping[str, float],
+        when_first: str,
+        when_second: str,
     ) -> None:
         for name in first.keys() & second.keys():
             one, other = first[name][0].item(), second[name][0].item()
@@ -266,7 +271,7 @@ class CompositeReward:
                 logger.warning(
                     "The same video has %s %.4g %s and %.4g %s. A score must depend on its video and prompt alone: "
                     "else the gain of a run is not that of its videos (docs/rewards.md).",
-                    *(name, one, when[0], other, when[1]),
+                    *(name, one, when_first, other, when_second),
                 )
 
     def call(self, name: str, videos: Tensor, prompts: Sequence[str], when: str) -> Any:

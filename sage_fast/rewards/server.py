@@ -50,6 +50,8 @@ MOST_KEPT = 4096
 
 # ------------------------------------------------------------------------------------------ words
 
+# Commands and runs use it too. It stands here because this file imports nothing of the project.
+
 
 class StandardStream(io.FileIO):
     """A descriptor for words, which ends no work: those that have nowhere to go are dropped.
@@ -384,11 +386,13 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
         with open(files[0], encoding="utf-8") as file:
             return dict(json.load(file))
     from sage_fast.config.load import load_config, read_tree
-    from sage_fast.config.registry import REWARDS
+    from sage_fast.config.registry import REWARDS, SCORES
 
     # A file to be laid over a preset may hold the rewards alone, and the rest of a run does not matter here.
     tree, unused = read_tree(files, overrides), {"output_dir": "none", "data.prompts": ["none"]}
-    tree.get("reward", {}).setdefault("weights", {"unused": 1.0})
+    reward = tree.get("reward", {})
+    for name in (reward.get("rewards") or [])[:1]:  # weights are the trainers' affair, and such a file may have none
+        reward.setdefault("weights", {SCORES.get(name, ("any",))[0]: 1.0})
     config = load_config(None, unused | {key: tree[key] for key in ("reward", "video") if key in tree})
     rewards = {name: config.reward.options.get(name, {}) for name in config.reward.rewards}
     return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}

@@ -144,7 +144,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
         f"{name}: a run of SAGE-Fast",
         refresh_seconds=REFRESH_SECONDS if status is not None and status.state == "running" else None,
         name=name,
-        commands=[command_for(directory.path, status, *words) for words in _next_commands(status)],
+        commands=_next_commands(directory, status),
         status=status,
         facts=_facts(rows, status, compared),
         signal=_signal(rows),
@@ -161,12 +161,15 @@ def run_page(run: str | os.PathLike[str]) -> str:
     )
 
 
-def _next_commands(status: Status | None) -> list[tuple[str, ...]]:
-    """See `command_for`."""
+def _next_commands(run: RunDirectory, status: Status | None) -> list[str]:
+    """Commands that go on with a run, or use one that is finished."""
     if status is None or status.state != "finished":
-        return [("train", "DIR", "--resume", "auto")]
-    made = {"evaluate": "DIR/scores", "generate": "DIR/generated", "export": "DIR/exported"}
-    return [(command, "DIR", "--output_dir", folder) for command, folder in made.items()]
+        return [command_for(run.path, status, "train", "--resume", "auto")]
+    made = {"evaluate": run.scores, "generate": run.generated, "export": run.exported}
+    return [
+        command_for(run.path, status, command, "--output_dir", str(folder.absolute()))
+        for command, folder in made.items()
+    ]
 
 
 def _compare(directory: RunDirectory, rows: Rows) -> Compared | None:

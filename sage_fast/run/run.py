@@ -44,7 +44,6 @@ from sage_fast.policy.lora import copy_lora
 from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.server import lasting_streams
 from sage_fast.rollout import Progress
 from sage_fast.run.attention_choice import settle_attention
 from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
@@ -143,7 +142,7 @@ def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Seq
     device = rank_device(config.model.device)
     try:
         world = start_world(section, config.training.mode, device, to_dict(config))
-        with lasting_streams(), HangGuard(world, section.startup_timeout_seconds) as guard:
+        with HangGuard(world, section.startup_timeout_seconds) as guard:
             return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
     except RuntimeError as error:
         if not is_communication_error(error):

@@ -30,7 +30,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from sage_fast.checkpoint import checkpoint_name
 from sage_fast.config.errors import CheckpointError, DecodeError, RewardError, RunDirectoryError, TrainingError
-from sage_fast.config.files import loads, write_text
+from sage_fast.config.files import loads, read_text, write_text
 from sage_fast.config.load import load_config, outside_code
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
@@ -39,8 +39,6 @@ HEARTBEAT_SECONDS = 60.0
 """A log has a line at least so often."""
 SECONDS_BETWEEN_WRITES = 5.0
 """Of the file, within a phase."""
-MAX_BYTES = 2**20
-"""Of the file."""
 MAX_ERROR = 500
 """Characters of an error that the status keeps."""
 RECENT = 20
@@ -369,22 +367,20 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     )
 
 
-def command_for(run: Path, status: Status | None, *words: str) -> str:
+def command_for(run: Path, status: Status | None, command: str, *options: str) -> str:
     """A command on a run as it can be pasted into a shell of any folder.
 
     Paths in its configuration may be relative to the folder in which it was started.
 
-    Args:
-        words: the command, with DIR for the run, such as `("train", "DIR", "--resume", "auto")`.
+    Example: `command_for(run, status, "train", "--resume", "auto")`
     """
     trust: list[str] = []
     with suppress(OSError, ValueError):  # the command itself says what is wrong with the configuration
-        if outside_code(load_config(RunDirectory(run).config), rewards=words[0] in ("train", "evaluate")):
+        if outside_code(load_config(RunDirectory(run).config), rewards=command in ("train", "evaluate")):
             trust = ["--trust-config"]
     program = ["sage-fast"] if shutil.which("sage-fast") else [sys.executable, "-m", "sage_fast"]
-    absolute = str(run.absolute())
-    launch = ["--gpus", str(status.gpus)] if status is not None and status.gpus > 1 and words[0] == "train" else []
-    line = shlex.join([*program, *(word.replace("DIR", absolute) for word in words), *launch, *trust])
+    launch = ["--gpus", str(status.gpus)] if status is not None and status.gpus > 1 and command == "train" else []
+    line = shlex.join([*program, command, str(run.absolute()), *options, *launch, *trust])
     folder = "" if status is None else status.folder
     return f"cd {shlex.quote(folder)} && {line}" if folder else line
 
@@ -399,8 +395,8 @@ def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float
     """The status of a run and when it was written, in seconds since the epoch; None where there is none."""
     path = RunDirectory(directory).status
     try:
-        with path.open(encoding="utf-8") as file:
-            tree, written = loads(file.read(MAX_BYTES)), path.stat().st_mtime
+        tree = loads(read_text(path))
+        written = path.stat().st_mtime
         # The status of another version may have other fields; what else stands there is not shown as if it were one.
         known = {key: tree[key] for key in Status.__dataclass_fields__ if key in tree}
         return TypeAdapter(Status).validate_python(known), written

@@ -30,14 +30,13 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model, model_family
-from sage_fast.models.hub import is_repository
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
 from sage_fast.policy.adapters import adapter_files, read_adapter
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
-from sage_fast.rewards.server import function_score
+from sage_fast.rewards.server import function_score, lasting_streams
 from sage_fast.run import run as training
 from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import RunDirectory, read_metrics
@@ -166,7 +165,8 @@ def train(
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
     own = {name: REGISTERED[name] for name in config.reward.rewards if name in REGISTERED}
     _REWARDS[Path(config.output_dir).absolute()] = own
-    result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
+    with lasting_streams():
+        result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
     return TrainedRun(
         config=replace(config, output_dir=str(result.output_dir)),
         update=result.update,
@@ -421,9 +421,6 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
     """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
     if allowed or rank_device(config.model.device).type != "cpu":
         return
-    path = config.model.path
-    if path is not None and not is_repository(path) and not Path(path).expanduser().exists():
-        return  # a folder that is not there is said when it is loaded, too
     try:
         count = count_weights(config, describe_model(config.model).transformer).total
     except ValueError:  # ConfigError among them

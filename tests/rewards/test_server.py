@@ -173,6 +173,13 @@ def test_another_environment_scores_the_toy_run(
     assert {"reward/style_mean", "eval/paired_gain"} <= set().union(*served)
 
 
+@pytest.mark.parametrize("rewards", [["toy"], ["ocr"], ["ocr", here("both")], [here("both"), "clip_score"]])
+def test_a_file_of_rewards_alone_is_served(rewards: list[str], tmp_path: Path) -> None:
+    """Weights are the trainers' affair."""
+    (tmp_path / "rewards.yaml").write_text(json.dumps({"reward": {"rewards": rewards}}))
+    assert server._read_spec([str(tmp_path / "rewards.yaml")], [])["rewards"] == {name: {} for name in rewards}
+
+
 def test_rewards_that_ship_stay_here_when_another_interpreter_has_the_rest(other_python: Path) -> None:
     config = RewardConfig(rewards=["toy", "style:Style"], weights={"VQ": 1.0, "style": 1.0}, python=str(other_python))
     found = CompositeReward.from_config(config)

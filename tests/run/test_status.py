@@ -145,21 +145,21 @@ def test_commands_can_be_pasted_anywhere(tmp_path: Path, tiny_run: MakeRun, tiny
     subprocess.run(program, check=True, cwd=started, env=environment, capture_output=True)
     run = started / "run of today"
     status, _ = read_status(run)
-    command = command_for(run, status, "train", "DIR", "--resume", "auto", "--training.num_updates=2")
+    command = command_for(run, status, "train", "--resume", "auto", "--training.num_updates=2")
     page = html.unescape((run / "index.html").read_text("utf-8"))
-    assert command_for(run, status, "evaluate", "DIR", "--output_dir", "DIR/scores") in page
+    assert command_for(run, status, "evaluate", "--output_dir", str(run / "scores")) in page
     subprocess.run(command, shell=True, check=True, cwd=elsewhere, env=environment, capture_output=True)
     assert read_status(run)[0].update == 2  # type: ignore[union-attr]
-    assert "--trust-config" in command and "--trust-config" not in command_for(run, status, "export", "DIR")
+    assert "--trust-config" in command and "--trust-config" not in command_for(run, status, "export")
     (started / "own.yaml").replace(run / "config.yaml")
-    assert "--trust-config" not in command_for(run, status, "train", "DIR")
+    assert "--trust-config" not in command_for(run, status, "train")
 
 
 def test_a_command_starts_as_many_processes_as_the_run_had(tmp_path: Path) -> None:
     several = replace(GOING, gpus=4)
-    assert "--gpus 4" in command_for(tmp_path, several, "train", "DIR")
-    assert "--gpus" not in command_for(tmp_path, several, "generate", "DIR")
-    assert "--gpus" not in command_for(tmp_path, GOING, "train", "DIR")
+    assert "--gpus 4" in command_for(tmp_path, several, "train")
+    assert "--gpus" not in command_for(tmp_path, several, "generate")
+    assert "--gpus" not in command_for(tmp_path, GOING, "train")
 
 
 def test_an_export_is_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from sage_fast.run.provenance import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 640_000_000
+HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 160_000_000
 """Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: meanwhile the CPU queues the
 stretch."""
 LONG_STRETCH = 0.25
@@ -30,6 +30,8 @@ LONG_STRETCH = 0.25
 a queue holds, about a thousand, keep it busy."""
 STRETCH_SECONDS = 4e-3
 """Length of one timed stretch on a GPU, the sum of many calls."""
+FEWEST_CALLS = 3
+"""Calls of a timed stretch whose launches do not fit into a queue."""
 FEWEST_ROUNDS = 3
 """Rounds of a measurement whose time is short."""
 
@@ -97,7 +99,7 @@ def calls_per_stretch(nbytes: int) -> int:
     """Calls in one timed stretch of an op that moves `nbytes`, at about 2 TB/s; 1 on a CPU."""
     if not torch.cuda.is_available():
         return 1
-    return max(3, min(100, math.ceil(STRETCH_SECONDS * 2e12 / max(nbytes, 1))))
+    return max(FEWEST_CALLS, min(100, math.ceil(STRETCH_SECONDS * 2e12 / max(nbytes, 1))))
 
 
 def measure(
@@ -113,7 +115,7 @@ def measure(
 
     There are fewer rounds when they would take more than `limit` seconds in all, but `FEWEST_ROUNDS` as long as these
     end within `left` seconds, and one in any case. Where the device did not wait for Python, all rounds are repeated
-    with a longer head start.
+    with fewer calls, then with a longer head start.
     """
     for _ in range(warmup):
         call()
@@ -127,8 +129,14 @@ def measure(
         for _ in range(calls):
             call()
         seconds.append((device_clock() - start) / calls)
+        if not device_clock.late:
+            continue
+        if calls > FEWEST_CALLS:
+            # A queue holds about a thousand launches, and a stretch of eager calls can have more.
+            calls = max(FEWEST_CALLS, calls // 4)
+            seconds.clear()
         # Where the longest head start is too short, what is timed waits for the device itself.
-        if device_clock.late and device_clock.cycles < MOST_HEAD_START_CYCLES:
+        elif device_clock.cycles < MOST_HEAD_START_CYCLES:
             device_clock.cycles *= 2
             seconds.clear()
     return quantiles(seconds)

@@ -76,7 +76,7 @@ def ceiling(result: Result, name: str) -> float | None:
 
 def ratios(result: Result) -> dict[str, float]:
     """Ours over each contender of the same step and shape, by name, seconds of an iteration's video and gigabytes; less
-    is better. What failed its parity has none.
+    is better. What failed its parity has none, nor have two that attended by different libraries.
     """
     found: dict[str, float] = {}
     timings = rows(result)
@@ -87,7 +87,7 @@ def ratios(result: Result) -> dict[str, float]:
         # The split gradient and the single pass stand beside the peers' training step.
         beside = timings.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
         for who, row in ((beside | contenders) | {"ours": ours}).items():
-            if who != "ours":
+            if who != "ours" and comparable(ours, row):
                 # Where they took turns, the median of the turns' ratios.
                 turns = ours.get("over", {}).get(who)
                 found[f"{name} / {who}"] = turns["median"] if turns else median / row["seconds"]["median"]
@@ -96,6 +96,11 @@ def ratios(result: Result) -> dict[str, float]:
         if "peak_memory_gb" in ours:
             found[f"{name} GB of memory"] = ours["peak_memory_gb"]
     return found
+
+
+def comparable(ours: Record, row: Record) -> bool:
+    """False where two rows, of different runs, attended by different libraries: their ratio would be that of these."""
+    return bool(ours.get("attention") == row.get("attention"))
 
 
 def duration(seconds: Mapping[str, float]) -> str:
@@ -112,7 +117,7 @@ def duration(seconds: Mapping[str, float]) -> str:
 def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
     """The columns of `HEAD` for a row; "" where there is nothing."""
     ours, over = contenders.get("ours"), ""
-    if ours is not None and ours is not row:
+    if ours is not None and ours is not row and comparable(ours, row):
         over = f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
         if turns := ours.get("over", {}).get(row["contender"]):  # they took turns: with the quantiles of these
             over = f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – {1 / turns['q20']:.2f})"

@@ -63,7 +63,7 @@ MOST_RESTARTS = 20
 MOST_SECONDS = 3600.0
 """Of a cell without a limit, after which its process is ended all the same."""
 LEAST_SECONDS = 60.0
-"""That a suite may take between two of its cells before its process is ended."""
+"""That a suite may take between two of its cells, and one cell in any case, before its process is ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,8 +129,12 @@ class Session:
     @property
     def left(self) -> float:
         """Seconds that are left to the running suite."""
-        now = time.monotonic()
-        return min(self.budget - (now - self.started), self._suite_ends - now)
+        return min(self.left_of_run, self._suite_ends - time.monotonic())
+
+    @property
+    def left_of_run(self) -> float:
+        """Seconds that are left to all suites."""
+        return self.budget - (time.monotonic() - self.started)
 
     def run(self, suite: Suite) -> None:
         """Measure the cells of a suite that are not there yet."""
@@ -211,7 +215,8 @@ class Session:
 
     def _work(self, work: Callable[[], Record]) -> Record:
         record: Record = {"status": "done"}
-        self._end_process_after(self.left)
+        # A cell that began in time may end behind its suite's, though not behind the run's.
+        self._end_process_after(min(self.left_of_run, max(self.left, LEAST_SECONDS)))
         start, began = harness.gpu_state(), time.monotonic()
         try:
             record |= work()

@@ -118,6 +118,7 @@ def compare(
     oracle = run(spec, spec.reference, wide, [cotangent.double() for cotangent in cotangents])
     plain = run(spec, spec.reference, inputs, cotangents)
     judged = run(spec, op or spec.op, inputs, cotangents)
+    least = spec.least_scale(wide) if spec.least_scale is not None else {}
     comparisons = []
     for (name, exact), (_, expected), (_, given) in zip(oracle, plain, judged, strict=True):
         if given.shape != expected.shape or given.dtype != expected.dtype:
@@ -125,8 +126,8 @@ def compare(
                 f"{spec.name}, {case.id}: {name} is {tuple(given.shape)} {given.dtype}, "
                 f"the reference returns {tuple(expected.shape)} {expected.dtype}"
             )
-        rms_error, max_error = _errors(given, exact)
-        reference_rms_error, reference_max_error = _errors(expected, exact)
+        rms_error, max_error = _errors(given, exact, least.get(name, 0.0))
+        reference_rms_error, reference_max_error = _errors(expected, exact, least.get(name, 0.0))
         comparisons.append(
             Comparison(
                 tensor=name,
@@ -197,12 +198,14 @@ def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.dtype.is_floating_point
 
 
-def _errors(given: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Root mean square and largest error over the root mean square of the exact tensor (over 1 where that is zero)."""
+def _errors(given: Tensor, exact: Tensor, least: float) -> tuple[float, float]:
+    """Root mean square and largest error over the root mean square of the exact tensor, or over `least` where that is
+    more (over 1 where both are zero).
+    """
     if not exact.numel():
         return 0.0, 0.0
     exact = exact.double()
-    scale = float(exact.square().mean().sqrt()) or 1.0
+    scale = max(float(exact.square().mean().sqrt()), least) or 1.0
     difference = given.double() - exact
     return float(difference.square().mean().sqrt()) / scale, float(difference.abs().max()) / scale
 

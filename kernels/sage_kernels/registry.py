@@ -85,6 +85,9 @@ class OpSpec:
     """Traffic of the forward and the backward operator of cases A and B, a sum like "2 S + 2 m"."""
     atol_fp32: float = 1e-5
     """float32: largest allowed error over the root mean square of the oracle's tensor."""
+    least_scale: Callable[[Inputs], Mapping[str, float]] | None = None
+    """Inputs -> {"out 1": s} for outputs that are means of terms of both signs: their errors are shares of s where it
+    is larger than the root mean square, which by chance can be near zero."""
     k_bf16: float = 1.1
     """bfloat16: the op's error against the float64 oracle may be this many times the bfloat16 reference's error."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16, torch.float16)

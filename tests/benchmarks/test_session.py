@@ -182,12 +182,16 @@ def test_a_suite_that_cannot_start_is_tried_again_by_the_next_run(session: MakeS
 
 
 def test_a_suite_has_its_time_and_its_process_ends_there(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cell is ended with its process, which another one follows; what is left of the suite is not begun."""
+    """A cell is ended with its process, which another one follows; what is left of the suite is not begun. A cell that
+    began in time may end a minute later, but not behind the run's end.
+    """
     ends = Mock()
     monkeypatch.setattr(faulthandler, "dump_traceback_later", ends)
-    run = session(smoke=False, budget=10.0, supervised=True)
+    run = session(smoke=False, budget=90.0, supervised=True)
     run.run(suite_of(cell("good", row), limit=5.0))
-    assert [round(call.args[0]) for call in ends.call_args_list] == [60, 5, 60]
+    run.budget = 40.0
+    run.run(Suite(name="other", cells=lambda session: iter([cell("second", row)]), limit=5.0))
+    assert [round(call.args[0]) for call in ends.call_args_list] == [60, 60, 60, 60, 40, 60]
     run.run(Suite(name="late", cells=lambda session: iter([cell("late", row)]), limit=0.0))
     assert run.cells["some good"]["status"] == "done"
     assert run.cells["some late"]["status"] == "skipped: the time is used up"
@@ -243,6 +247,27 @@ def test_a_late_start_is_given_more_time(
     monkeypatch.setattr(harness, "device_clock", harness.DeviceClock())
     found = harness.measure(lambda: None, rounds=3)
     assert found["rounds"] == 3 and found["median"] == pytest.approx(seconds) and sleeps[-3:] == [cycles] * 3
+
+
+def test_a_stretch_is_shortened_until_its_launches_fit_into_a_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    queued: list[int] = []
+    call = Mock(side_effect=lambda: queued.append(queued.pop() + 1))
+    event = Mock(query=lambda: queued[-1] > 10, elapsed_time=lambda end: 1.0)
+    monkeypatch.setattr(torch, "cuda", Mock(_sleep=lambda cycles: queued.append(0), Event=lambda enable_timing: event))
+    monkeypatch.setattr(harness, "device_clock", harness.DeviceClock())
+    found = harness.measure(call, rounds=2, calls=100, warmup=0)
+    assert queued == [100, 25, 6, 6] and found["median"] == pytest.approx(1e-3 / 6)
+    assert harness.device_clock.cycles == harness.HEAD_START_CYCLES
+
+
+def test_two_that_attend_by_different_libraries_have_no_ratio() -> None:
+    """Of two runs; the newest record of every cell counts."""
+    row_of = partial(timing, "train", "B", seconds=harness.quantiles([1.0, 2.0]))
+    rows = [row_of("ours", attention="cudnn"), row_of("P1", attention="cudnn"), row_of("P2", attention="sdpa")]
+    cells = {row["contender"]: {"suite": "transformer", "status": "done", "rows": [row]} for row in rows}
+    result = {"smoke": False, "cells": cells}
+    assert results.ratios(result) == {"transformer train B / P1": 1.0}
+    assert results.table(result).count("1.00x") == 1
 
 
 @pytest.mark.parametrize(("limit", "left", "rounds"), [(10.0, 10.0, 5), (-1.0, 10.0, 3), (-1.0, -1.0, 1)])

@@ -363,6 +363,14 @@ def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Gene
     }
 
 
+def _least_scale(inputs: Inputs) -> dict[str, float]:
+    """Standard error of the mean of s eps, whose terms have both signs: the size of a log-ratio without its drift."""
+    shift = inputs["gain"].view(-1, 1) * (inputs["v"] - inputs["v_old"]).flatten(1)
+    factor = 2 * inputs["std"].square() if inputs.get("unnormalized") else torch.ones_like(inputs["std"])
+    error = factor * shift.square().mean(1).sqrt() / shift.shape[1] ** 0.5
+    return {"out 1": float(error.square().mean().sqrt())}
+
+
 SPEC = OpSpec(
     name="policy_loss",
     formula="rho = exp(mean(s (eps - s/2))); S max(-A rho, -A clamp(rho, 1-c, 1+c)) + KL terms; s = r (v - v_old)",
@@ -397,5 +405,6 @@ SPEC = OpSpec(
     },
     bytes_formula=("S + S_old + S_anchor + B", "2 S + S_old + S_anchor + C"),
     atol_fp32=5e-6,
+    least_scale=_least_scale,
     k_bf16=1.1,
 )

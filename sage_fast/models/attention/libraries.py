@@ -269,7 +269,11 @@ class Cudnn(Library):
     def backward(
         self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
     ) -> Gradients:
-        """As in `Library`."""
+        """As in `Library`; by torch's flash kernel where cuDNN's would be wrong."""
+        if k.shape[1] % 128 == 64 and torch.cuda.get_device_capability(q.device)[0] == 9:
+            # On Hopper the padded half of the last 128 keys has a score of 0: exp(0 - lse) overflows where an lse is
+            # below -88.7, and dq is NaN (pytorch/pytorch, issue 196678; NVIDIA/cudnn-frontend, pull request 628).
+            return LIBRARIES["sdpa"].backward(grad_out, q, k, v, out, lse, deterministic)
         grad, query, key, value, result = _heads_first(grad_out, q, k, v, out)
         seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
         lengths = (None, None, q.shape[1], k.shape[1])

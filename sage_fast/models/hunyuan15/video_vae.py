@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.models.video_decoding import AutoencoderDecoder
 
@@ -42,18 +42,10 @@ class VAEDecoder(AutoencoderDecoder):
         super().__init__(vae, memory_gib=memory_gib)
         self.channels, self.time = vae.config["latent_channels"], vae.temporal_compression_ratio
         self.space = self.step = vae.spatial_compression_ratio
-        # GPUs multiply channels that are neighbours; other weights are copied so in every call. The sums are the same.
-        self.lay_out(torch.channels_last_3d)
         # A mask serves all tiles and samples of a decode, and is freed after it: 2 GiB at 480 x 848 and 81 frames.
         self._cached_mask = lru_cache(maxsize=4)(causal_mask)
         for block in vae.decoder.mid_block.attentions:
             block.prepare_causal_attention_mask = self._mask
-
-    def lay_out(self, memory_format: torch.memory_format) -> None:
-        """Keep the weights of convolutions in a memory format: the same numbers in another order."""
-        for module in self.vae.modules():
-            if isinstance(module, nn.Conv3d):
-                module.weight.data = module.weight.data.to(memory_format=memory_format)
 
     def _mask(
         self, n_frame: int, n_hw: int, dtype: torch.dtype, device: torch.device, batch_size: int | None = None

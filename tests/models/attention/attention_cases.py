@@ -10,6 +10,7 @@ CASES = {
     "odd": (2, 7, 7, 3, 32),
     "more-keys": (1, 5, 70, 2, 12),
     "more-queries": (2, 37, 3, 1, 32),
+    "half-a-tile": (1, 3, 64, 1, 8),
     "head-dim-128": (1, 19, 19, 2, 128),
 }
 # Relative to the norm of what is compared, plus one per element.

@@ -29,12 +29,17 @@ from sage_fast.config.presets import preset_names
 from sage_fast.planning.devices import DEVICES, key_of
 from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.layout import least_gpus
-from sage_fast.planning.text import between
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
-HEADLINES = ("transformer forward B / P1", "transformer forward B / P2", "transformer train B / P2")
+HEADLINES = {
+    "transformer forward B / P1": "times as fast as diffusers, forward",
+    "transformer forward B / P2": "times as fast as diffusers without padding and with the same attention, forward",
+    "transformer train B / P2": "times as fast as the latter, in a training step",
+}
+"""Ratio -> what it is."""
+RATIO = results.HEAD.index("over ours")
 OFF = 0.2
 """Share of a prediction by which it may miss what was measured before the page says so."""
 ITERATION = f"iteration {STEP} B seconds per video"
@@ -42,7 +47,6 @@ GPU_TABLES = {
     "One iteration, and decoding a video": ("iteration", "decode"),
     f"Steps of {LAYERS} layers of the transformer": ("transformer",),
     "Attention backends": ("attention",),
-    "Kernels": ("kernels",),
     "Ceilings": ("ceilings",),
 }
 """Heading -> suites below it."""
@@ -89,7 +93,8 @@ class DeviceResults:
 
     def source(self, suite: str) -> str:
         """Device and file of the newest figures of a suite, as a line."""
-        file = max(file for cell, file in self.files.items() if self.result["cells"][cell]["suite"] == suite)
+        cells = self.result["cells"]
+        file = max(file for cell, file in self.files.items() if cells[cell]["suite"] == suite and "rows" in cells[cell])
         environment = self.environments[file]
         commit, torch = (environment["commit"] or "no commit")[:9], environment["packages"].get("torch", "?")
         return f"{self.name}, torch {torch}, commit {commit}: `benchmarks/results/{self.folder}/{file}`"
@@ -157,6 +162,27 @@ def suite_block(found: Results, *, suites: Sequence[str]) -> str:
     return "\n".join(parts) or "Not measured yet.\n"
 
 
+def steps_block(found: Results, *, suites: Sequence[str]) -> str:
+    """A row per step of some suites on GPUs: ours, and by how much others take longer; without ours, a row for each."""
+    parts = []
+    for device in gpus_of(found):
+        body = []
+        measured = [item for item in results.rows(device.result).items() if item[0][0] in suites]
+        for (suite, step, shape), contenders in measured:
+            name = results.name_of(suite if len(suites) > 1 else "", step, shape)
+            own = {"": contenders["ours"]} if "ours" in contenders else contenders
+            ratios = {who: results.cells_of(row, contenders)[RATIO] for who, row in contenders.items()}
+            others = ", ".join(f"{who} {ratio}" for who, ratio in ratios.items() if ratio)
+            for who, row in own.items():
+                cells = results.cells_of(row, contenders)
+                cells[RATIO] = others
+                body.append([name, who, *cells])
+        if body:
+            table = markdown(("step", "contender", *results.HEAD), body)
+            parts.append(f"{device.source(measured[0][0][0])}\n\n{table}")
+    return "\n".join(parts) or NO_GPU
+
+
 def gpus_of(found: Results) -> Results:
     """The devices that are GPUs."""
     return [device for device in found if any(environment["gpu"] for environment in device.environments.values())]
@@ -166,7 +192,7 @@ def gpu_block(found: Results) -> str:
     """Timings of every GPU, or one sentence where there is no result of any."""
     if not (gpus := gpus_of(found)):
         return NO_GPU
-    tables = [f"### {title}\n\n{suite_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items()]
+    tables = [f"### {title}\n\n{steps_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items()]
     return "\n".join([*(off_plan(device) for device in gpus), *tables])
 
 
@@ -182,15 +208,11 @@ def headline_block(found: Results) -> str:
     lines = []
     for device in gpus_of(found):
         ratios = results.ratios(device.result)
-        shown = [
-            f"{name.removeprefix('transformer ')}: {1 / ratios[name]:.2f}x" for name in HEADLINES if name in ratios
-        ]
+        shown = [f"{1 / ratios[name]:.2f} {said}" for name, said in HEADLINES.items() if name in ratios]
         if ITERATION in ratios:
-            shown.append(f"iteration of 2 steps: {ratios[ITERATION]:.1f} s per video")
-        if off := evidence([device], device.planned):
-            shown.append(f"seconds over the plan's: {off}")
+            shown.append(f"{ratios[ITERATION]:.1f} s per video for an update of 2 steps, all 54 layers")
         if shown:
-            lines.append(f"* {device.name}, {LAYERS} of 54 layers: {'; '.join(shown)}\n")
+            lines += [f"\n{device.name}, 480x832, {LAYERS} of 54 layers:\n\n", *(f"* {text}\n" for text in shown)]
     return "".join(lines) or NO_GPU
 
 
@@ -215,8 +237,8 @@ def cells_of_plan(plan: Plan) -> list[str]:
     if plan.config.training.update == "forward_process":  # each update trains a part of the videos
         videos //= updates
     frames = f"{video.num_frames} frames of {video.height}x{video.width}"
-    minutes = between(plan.seconds_per_rollout / updates / 60, plan.slowest, "{:.1f}".format)
-    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes} min"]
+    minutes = plan.seconds_per_rollout / updates / 60
+    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes:.1f} min"]
 
 
 CARDS = (
@@ -224,6 +246,7 @@ CARDS = (
     ("40 GB", "a100", 40.0, "hv15_quick_lora_1gpu_nft"),
     ("48 GB", "l40s", None, "hv15_quick_lora_1gpu_nft"),
     ("80 GB", "h100", None, "hv15_quick_lora_1gpu"),
+    ("141 GB", "h200", None, "hv15_480p_lora_1gpu"),
     ("8 x 80 GB", "h100", None, "hv15_480p_lora_8gpu_fast"),
 )
 """Memory, device, 1e9 bytes where they are fewer than the device's, and a preset that fits."""
@@ -251,6 +274,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "cards": cards_block,
     "headline": headline_block,
     "gpu": gpu_block,
+    "kernels": partial(steps_block, suites=("kernels",)),
     "cpu": partial(suite_block, suites=("decode",)),
     "peers": partial(suite_block, suites=("peers",)),
     "presets": presets_block,

@@ -95,6 +95,8 @@ def ratios(result: Result) -> dict[str, float]:
             found[f"{name} seconds per video"] = median / ours["videos"]
         if "peak_memory_gb" in ours:
             found[f"{name} GB of memory"] = ours["peak_memory_gb"]
+        if ours.get("planned_memory_gb"):
+            found[f"{name} GB of memory / planned"] = ours["peak_memory_gb"] / ours["planned_memory_gb"]
     return found
 
 

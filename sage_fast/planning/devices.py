@@ -1,7 +1,7 @@
 """Ceilings of a device, and seconds from a cost.
 
-The H100's are measured or published. Other GPUs are assumed to reach the share of their vendor's figures that the H100
-reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
+The H200's are measured, the H100's measured or published. Other GPUs are assumed to reach the share of their vendor's
+figures that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
 """
 
 import math
@@ -21,10 +21,9 @@ SMALL_MODEL = 1024
 LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE = 0.9, 0.9, 0.8
 """Share of each ceiling that a run is assumed to reach."""
 
-CONVOLUTION_SHARES = (0.5, 0.185)
-"""Most and least of the products' ceiling that a decoder's convolutions are assumed to reach. Nobody has measured it:
-half is a guess for the layout channels_last_3d. In torch's usual layout, which a run has, other video autoencoders take
-1.1 times (ModelTC/LightX2V, pull request 860) to 2.7 or 3.7 times as long (sgl-project/sglang, 27431, on Hopper)."""
+CONVOLUTION_SHARE = 0.5
+"""Share of the products' ceiling that a decoder's convolutions reach: measured on an H200 with HunyuanVideo-1.5's in
+float16 (benchmarks/results/nvidia-h200). Other autoencoders are assumed to reach it too."""
 
 LINK_SHARE = 0.8
 """Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are assumed to reach."""
@@ -84,14 +83,14 @@ class Device:
         predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
         return predicted, linear + attention + elementwise
 
-    def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float, float]:
-        """(predicted, what may come on top, at the ceilings) seconds of decoding, whose linear work is convolutions."""
+    def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float]:
+        """(predicted, at the ceilings) seconds of decoding, whose linear work is convolutions."""
         # By torch's default cuDNN computes float32 convolutions in TF32, at half the rate of 16 bits.
         half = dtype == "float32" and self.is_gpu
         convolutions = cost.linear / (self.matmul * 1e12 / 2 if half else self.rates(dtype, "sdpa")[0])
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
-        fast, slow = (convolutions / share for share in CONVOLUTION_SHARES)
-        return fast + elementwise / ELEMENTWISE_SHARE, slow - fast, convolutions + elementwise
+        predicted = convolutions / CONVOLUTION_SHARE + elementwise / ELEMENTWISE_SHARE
+        return predicted, convolutions + elementwise
 
 
 _H100 = Device(
@@ -130,8 +129,11 @@ DEVICES = {
         _H100,
         name="H200 SXM",
         memory_gb=141,
-        bandwidth=4.8 * _BANDWIDTH,
-        source="an H100's products and attention; bandwidth 0.9 of the vendor's 4.8 TB/s",
+        matmul=804,
+        # By torch 2.11. FlashAttention-3's is the H100's.
+        attention={"cudnn": (639.0, 565.0), "flash2": (368.0, 315.0), "flash3": (648.0, 561.0)},
+        bandwidth=4.24,
+        source="bfloat16 product, copy and attention measured (benchmarks/results/nvidia-h200)",
     ),
     "a100": replace(
         _card("A100 SXM 80 GB", 80, 312, 19.5, 2.04, 300),

@@ -51,8 +51,7 @@ class Phase:
     """One phase of an iteration, per video, on each of the GPUs that share the video.
 
     cost: work of one GPU. predicted, bound: seconds, as predicted and with the computation at its ceilings; both hold
-    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank. doubt: seconds
-    that decoding may take on top of `predicted`.
+    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank.
 
     Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
     """
@@ -62,7 +61,6 @@ class Phase:
     predicted: float
     bound: float
     waiting: float = 0.0
-    doubt: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +102,8 @@ class Plan(MemoryPlan):
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
     them. longest: of the prompts that ranks sample at a time, over the mean length; expected. exchanges: of one GPU in
-    one iteration. seconds_per_evaluation: None without one. evaluation_doubt: seconds that its decoding may take on
-    top. checkpoint: bytes of one that each GPU writes. encoding: at the first start; None where its prompts are not
-    here.
+    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. encoding: at
+    the first start; None where its prompts are not here.
     """
 
     device: Device
@@ -116,20 +113,14 @@ class Plan(MemoryPlan):
     phases: tuple[Phase, ...]
     exchanges: tuple[Exchange, ...]
     seconds_per_evaluation: float | None
-    evaluation_doubt: float
     checkpoint: float
     tiled: bool
     encoding: Encoding | None
 
     @property
     def seconds_per_video(self) -> float:
-        """On the GPUs that share a video, at the fastest decoding."""
+        """On the GPUs that share a video."""
         return sum(phase.predicted for phase in self.phases)
-
-    @property
-    def slowest(self) -> float:
-        """Seconds per video at the slowest decoding, over those at the fastest."""
-        return 1.0 + sum(phase.doubt for phase in self.phases) / self.seconds_per_video
 
     @property
     def evaluation_per_video(self) -> float:
@@ -344,7 +335,7 @@ def make_plan(
         description.transformer, held.video_tokens, round(longest * words) + description.image_tokens
     )
     slower = longer.total / forward.total - 1
-    seconds_per_evaluation, evaluation_doubt = None, 0.0
+    seconds_per_evaluation = None
     if section.every:
         one, _ = device.seconds(held.calls.evaluation, config.compute_dtype, config.model.attention)
         # The ranks that share a video take turns at decoding.
@@ -352,7 +343,6 @@ def make_plan(
         scoring = sum(costs.seconds for costs in reward_costs(config.reward, config.evaluation_video).values())
         seconds_per_evaluation = batches * config.evaluation_steps * one
         seconds_per_evaluation += decoded * (decode_evaluated.predicted + scoring)
-        evaluation_doubt = decoded * decode_evaluated.doubt
         seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
     return Plan(
         **{field.name: getattr(held, field.name) for field in fields(held)},
@@ -363,7 +353,6 @@ def make_plan(
         phases=_phases(held, device, visited, decode, exchanges, slower),
         exchanges=exchanges,
         seconds_per_evaluation=seconds_per_evaluation,
-        evaluation_doubt=evaluation_doubt,
         checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
         tiled=tiled,
         encoding=plan_encoding(config, device, description, layout.gpus),
@@ -392,8 +381,8 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
     dtype = decoding.dtype or held.config.model.decode_dtype(held.on_gpu)
     flops, moved = held.description.decode_work(latent, decoding.tiled, dtype)
     cost = Cost(linear=flops, elementwise=moved)
-    predicted, doubt, bound = device.decode_seconds(cost, dtype)
-    return decoding.tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound, doubt=doubt)
+    predicted, bound = device.decode_seconds(cost, dtype)
+    return decoding.tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
 
 
 def _phases(
@@ -423,7 +412,7 @@ def _phases(
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
     # The ranks that share videos decode and score a share of them each, once all are sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
-    seconds = {name: getattr(decode, name) * in_turn for name in ("predicted", "bound", "doubt")}
+    seconds = {name: getattr(decode, name) * in_turn for name in ("predicted", "bound")}
     scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
     return (
         phase("rollout", rollout, slower),

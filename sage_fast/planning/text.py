@@ -1,13 +1,13 @@
 """A plan as text and as JSON."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
 from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, too_few, videos_per_update
-from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARES, ELEMENTWISE_SHARE, LINEAR_SHARE
+from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
@@ -90,8 +90,7 @@ def _time(plan: Plan) -> Iterator[str]:
         linear = sum(phase.cost.linear for phase in phases) / flop_size
         attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
-        predicted = sum(phase.predicted for phase in phases)
-        shown = [between(predicted, 1 + sum(phase.doubt for phase in phases) / (predicted or 1))]
+        shown = [_number(sum(phase.predicted for phase in phases))]
         shown += [_number(sum(phase.waiting for phase in phases))] if gpus > 1 else []
         shown.append(_number(sum(phase.bound for phase in phases)))
         return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
@@ -101,20 +100,17 @@ def _time(plan: Plan) -> Iterator[str]:
     rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
     yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
     hours, batch = plan.videos_per_gpu_hour, plan.config.rollout.batch_size
-    iteration = _span(plan.seconds_per_rollout, plan.slowest)
-    an_hour = between(hours / plan.slowest, plan.slowest, "{:,.1f}".format)
-    yield f"  {an_hour} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
+    iteration = _span(plan.seconds_per_rollout)
+    yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
     if gpus > 1:
-        an_hour = between(hours * gpus / plan.slowest, plan.slowest, "{:,.0f}".format)
-        yield f"  {gpus} GPUs: {an_hour} videos per hour"
+        yield f"  {gpus} GPUs: {hours * gpus:,.0f} videos per hour"
     yield from _per_update(plan)
     if plan.encoding is not None:
         yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
-        factor = 1 + plan.evaluation_doubt / plan.seconds_per_evaluation
-        more = f"{between(plan.evaluation_per_video, factor)} s per video beside these"
-        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation, factor)}, {more}"
+        more = f"{_number(plan.evaluation_per_video)} s per video beside these"
+        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation)}, {more}"
     if gpus > 1:
         yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
     yield ""
@@ -167,13 +163,8 @@ def _number(seconds: float) -> str:
     return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
 
 
-def between(least: float, factor: float, show: Callable[[float], str] = _number) -> str:
-    """A number and `factor` times it, or one where they read alike."""
-    return " to ".join(dict.fromkeys((show(least), show(least * factor))))
-
-
-def _span(seconds: float, factor: float = 1.0) -> str:
-    return f"{between(seconds, factor)} s" if seconds < 120 else f"{between(seconds / 60, factor)} min"
+def _span(seconds: float) -> str:
+    return f"{_number(seconds)} s" if seconds < 120 else f"{_number(seconds / 60)} min"
 
 
 def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digits: int) -> Iterator[str]:
@@ -186,7 +177,7 @@ def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digi
     else:
         yield "no change that keeps the result makes it fit; this one needs least memory"
     rows = [
-        [o.overrides, f"{p.memory.peak / size:.{digits}f}", between(p.seconds_per_video, p.slowest)]
+        [o.overrides, f"{p.memory.peak / size:.{digits}f}", _number(p.seconds_per_video)]
         for o, p in ((option, option.plan) for option in options)
     ]
     yield from table(["", f"peak {unit}", "s per video"], rows)
@@ -200,7 +191,6 @@ def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
     config, device, layout = plan.config, plan.device, plan.layout
     product, _, _, attention = device.rates(config.compute_dtype, config.model.attention)
-    most, least = CONVOLUTION_SHARES
     pictures = f" ({plan.description.image_tokens} of a picture)" if plan.description.image_tokens else ""
     lines = [
         "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations traced on the meta device",
@@ -208,7 +198,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
         f"reached of them: products {LINEAR_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, elementwise "
-        f"{ELEMENTWISE_SHARE:.0%}, convolutions {least:.1%} to {most:.0%}, which nobody has measured",
+        f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
     ]
     if plan.visits.anchor:
         share = anchor_share(config.training, config.objective.kl_mode)
@@ -274,18 +264,15 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
                 "attention_flops": phase.cost.attention + phase.cost.attention_backward,
                 "elementwise_bytes": phase.cost.elementwise,
                 "seconds": phase.predicted,
-                "seconds_on_top_at_most": phase.doubt,
                 "seconds_at_ceilings": phase.bound,
                 "seconds_waiting": phase.waiting,
             }
             for phase in plan.phases
         },
         "seconds_per_video": plan.seconds_per_video,
-        "slowest_over_seconds": plan.slowest,
         "seconds_waiting": plan.waiting,
         "videos_per_gpu_hour": plan.videos_per_gpu_hour,
         "seconds_per_evaluation": plan.seconds_per_evaluation,
-        "seconds_per_evaluation_on_top_at_most": plan.evaluation_doubt,
         "encoding": asdict(plan.encoding) if plan.encoding else None,
         "evaluation_per_video": plan.evaluation_per_video,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import describe_model, load_components, model_family
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.models.hunyuan15.loading import cache_folder
+from tests.tiny import true_size
 from tests.tiny.checkpoints import copy_tree
 
 
@@ -237,3 +239,15 @@ def test_caches_lie_beside_the_weights_or_where_the_config_says(
     for refused in ("/proc", str(tmp_path / "file" / "below")):
         with pytest.raises(ValueError, match=f"model.cache_dir is '{refused}', which cannot be written to"):
             folder(cache_dir=refused)
+
+
+@pytest.mark.slow
+def test_random_weights_of_the_true_width_are_a_model(tmp_path: Path) -> None:
+    """The layout that tries a machine before anything is downloaded; here with one of 54 layers and a tiny decoder."""
+    tiny: dict[str, Any] = {"block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
+    true_size.write(tmp_path / "model", HUNYUAN_VIDEO_15 | {"num_layers": 1}, **tiny)
+    components = load(tmp_path / "model")
+    (embeds,) = components.prompt_encoder.encode(["a red fox"])
+    assert embeds.text.shape[1] == HUNYUAN_VIDEO_15["text_embed_dim"] and bool(embeds.text.isfinite().all())
+    weight = components.transformer.transformer_blocks[0].attn.to_q.weight
+    assert components.weights is not None and weight.shape == (2048, 2048)

@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import pairwise
@@ -24,7 +24,7 @@ from sage_fast.config.schema import RunConfig, check_gathering, check_steps_agre
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
-from sage_fast.planning.communication import Counter, Exchange
+from sage_fast.planning.communication import waiting
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
 from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, PICTURES, MemoryPlan, checkpoint_bytes
@@ -97,13 +97,13 @@ def plan_encoding(config: RunConfig, device: Device, description: ModelDescripti
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(MemoryPlan):
-    """Memory, work, exchanges and time of a configuration.
+    """Memory, work and time of a configuration.
 
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
-    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. exchanges: of one GPU in
-    one iteration. seconds_per_evaluation: None without one. checkpoint: bytes of one that each GPU writes. encoding: at
-    the first start; None where its prompts are not here.
+    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. waits: seconds by phase in
+    which tokens and heads are exchanged, per rollout and its updates. seconds_per_evaluation: None without one.
+    checkpoint: bytes of one that each GPU writes. encoding: at the first start; None where its prompts are not here.
     """
 
     device: Device
@@ -111,7 +111,7 @@ class Plan(MemoryPlan):
     visits: Visits
     longest: float
     phases: tuple[Phase, ...]
-    exchanges: tuple[Exchange, ...]
+    waits: Mapping[str, float]
     seconds_per_evaluation: float | None
     checkpoint: float
     tiled: bool
@@ -326,7 +326,7 @@ def make_plan(
     # Of an evaluation, on the rank that has most of them.
     batches = math.ceil(math.ceil(prompts * section.noises / section.batch_size) / layout.data_parallel)
     tokens = description.tokens(evaluated)
-    exchanges = Counter(held, visited, evaluation_tokens=tokens, eval_batches=batches).exchanges()
+    waits = waiting(held, visited, device, evaluation_tokens=tokens, eval_batches=batches)
     longest = longest_prompt(config, layout.data_parallel)
     forward = description.forward_work(description.transformer, held.video_tokens, description.text_tokens)
     words = description.text_tokens - description.image_tokens
@@ -343,15 +343,15 @@ def make_plan(
         scoring = sum(costs.seconds for costs in reward_costs(config.reward, config.evaluation_video).values())
         seconds_per_evaluation = batches * config.evaluation_steps * one
         seconds_per_evaluation += decoded * (decode_evaluated.predicted + scoring)
-        seconds_per_evaluation += sum(e.waiting(device) for e in exchanges if e.phase == "evaluation")
+        seconds_per_evaluation += waits.get("evaluation", 0.0)
     return Plan(
         **{field.name: getattr(held, field.name) for field in fields(held)},
         device=device,
         forward=forward,
         visits=visited,
         longest=longest,
-        phases=_phases(held, device, visited, decode, exchanges, slower),
-        exchanges=exchanges,
+        phases=_phases(held, device, visited, decode, waits, slower),
+        waits=waits,
         seconds_per_evaluation=seconds_per_evaluation,
         checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
         tiled=tiled,
@@ -386,7 +386,7 @@ def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int
 
 
 def _phases(
-    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, exchanges: Sequence[Exchange], slower: float
+    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, waits: Mapping[str, float], slower: float
 ) -> tuple[Phase, ...]:
     """Phases per video; `slower` is the share by which the rank with the longest prompts computes longer."""
     config, weights, calls, layout = held.config, held.weights, held.calls, held.layout
@@ -395,7 +395,7 @@ def _phases(
 
     def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
         predicted, bound = device.seconds(cost, config.compute_dtype, config.model.attention)
-        wait = sum(e.waiting(device) for e in exchanges if e.phase == name) / videos + slower * predicted
+        wait = waits.get(name, 0.0) / videos + slower * predicted
         return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
 
     # The products of a second backward pass are those of a gradient's cost less a velocity's.

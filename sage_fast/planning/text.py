@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, too_few, videos_per_update
@@ -18,7 +16,7 @@ def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
     # (unit of memory, its bytes, digits behind the point)
     unit = ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
-    lines = [*_head(plan), *_memory(plan, *unit), *_time(plan), *_exchanges(plan), *_options(plan, options, *unit)]
+    lines = [*_head(plan), *_memory(plan, *unit), *_time(plan), *_options(plan, options, *unit)]
     lines += ["assumptions", *(f"  - {line}" for line in assumptions(plan))]
     verdict = "It fits" if plan.fits else "It does not fit"
     lines += ["", f"{verdict}: {plan.memory.peak / plan.memory_limit:.0%} of the memory."]
@@ -137,24 +135,6 @@ def _per_update(plan: Plan) -> Iterator[str]:
         )
 
 
-def _exchanges(plan: Plan) -> Iterator[str]:
-    """Exchanges of one GPU per iteration and per evaluation."""
-    if not plan.exchanges:
-        return
-    rows = []
-    # Exchanges of one purpose differ in size alone: of a block, and of the weights outside of blocks.
-    for (phase, purpose, kind), group in groupby(plan.exchanges, key=attrgetter("phase", "purpose", "kind")):
-        found = list(group)
-        near = sum(e.bytes * (1 - e.network_share) for e in found) / 1e9
-        far = sum(e.bytes * e.network_share for e in found) / 1e9
-        waited = "hidden" if found[0].hidden else _number(sum(e.waiting(plan.device) for e in found))
-        count = f"{sum(e.count for e in found):,.0f}"
-        rows.append([phase, purpose, kind.replace("_", "-"), count, f"{near:,.2f}", f"{far:,.2f}", waited])
-    yield "exchange of one GPU per rollout and its updates (and per evaluation)"
-    yield from table(["", "", "", "calls", "NVLink GB", "network GB", "waited s"], rows, left=3)
-    yield ""
-
-
 def _bytes(size: float) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
 
@@ -219,10 +199,10 @@ def assumptions(plan: Plan) -> list[str]:
         if layout.gpus > layout.node:
             fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
         lines += [
-            f"waiting counted: exchanges that no computation hides ({fabric}, reported); ranks wait for the longest "
+            f"waiting counted: exchange of a video's tokens and heads ({fabric}, reported); ranks wait for the longest "
             f"prompts (expected {plan.longest:.2f} times the mean) and for the rank with most videos to train, tokens, "
             "videos to decode and evaluation batches",
-            "waiting not counted: latencies, GPUs of unequal speed, rewards, multiprocessors that a collective takes",
+            "waiting not counted: other collectives, latencies, GPUs of unequal speed, rewards",
             f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks",
         ]
         if plan.gathered.sharded:
@@ -277,10 +257,7 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "evaluation_per_video": plan.evaluation_per_video,
         "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
         "checkpoint_bytes_per_gpu": plan.checkpoint,
-        "exchanges": [
-            asdict(e) | {"bytes": e.bytes, "network_share": e.network_share, "seconds_waiting": e.waiting(plan.device)}
-            for e in plan.exchanges
-        ],
+        "seconds_exchanging": dict(plan.waits),
         "options": [
             {
                 "changes": dict(option.changes),

@@ -13,11 +13,10 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.planning import estimate
-from sage_fast.planning.communication import Exchange
+from sage_fast.planning.communication import waiting
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import Plan, longest_prompt
 from sage_fast.planning.layout import Group, Layout, plan_layout
-from sage_fast.planning.work import anchor_share
 from tests.planning.test_estimate import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
@@ -26,20 +25,10 @@ WIDTH, LAYERS, TOKENS, TEXT = 256, 3, 72, 250
 FULL = ["--training.mode=full", "--model.dtype=float32", "--model.adaln=auto", "--distributed.param_dtype=bfloat16"]
 
 
-OBJECTS = ("scores", "terms", "flag")
-"""Exchanges of Python objects."""
-
-
 def small(*overrides: str, gpus: int) -> Plan:
     """Three narrow blocks, 72 video tokens, two videos of two steps per rank; every step's anchor lies behind."""
     words = ["--evaluation.num_steps=2", "--rollout.num_steps=2", "--rollout.batch_size=4"]
     return small_plan(*words, *overrides, gpus=gpus)
-
-
-def sent(plan: Plan, phase: str, purpose: str, kind: str | None = None) -> tuple[float, float]:
-    """(calls, bytes) of what a GPU sends."""
-    found = [e for e in plan.exchanges if (e.phase, e.purpose) == (phase, purpose) and kind in (None, e.kind)]
-    return sum(e.count for e in found), sum(e.bytes for e in found)
 
 
 # ------------------------------------------------------------------------------------------ who talks to whom
@@ -55,65 +44,6 @@ def test_groups_lie_where_their_ranks_are() -> None:
     assert Layout(replicate=4, sp=3).groups["sp"] == Group(ranks=3, nodes=2, local=1), "ranks 6, 7 | 8"
 
 
-def test_an_exchange_waits_for_its_bytes_unless_it_is_hidden() -> None:
-    near = Exchange("update", "", "all_gather", Group(ranks=8, nodes=1, local=8), count=3, sent=7e9)
-    assert near.network_share == 0 and near.waiting(H100) == pytest.approx(3 * 7 / 360)
-    assert replace(near, hidden=True).waiting(H100) == 0
-    far = Exchange("update", "", "all_reduce", Group(ranks=4, nodes=4, local=1), count=1, sent=4e9)
-    assert far.network_share == 1 and far.waiting(H100) == pytest.approx(4 / 46)
-    # Sixteen ranks on two nodes: of fifteen others eight are far away.
-    swap = Exchange("update", "", "all_to_all", Group(ranks=16, nodes=2, local=8), count=1, sent=15e9)
-    assert swap.network_share == pytest.approx(8 / 15) and swap.waiting(H100) == pytest.approx(8 / 46)
-
-
-# ------------------------------------------------------------------------------------------ bytes by hand
-
-
-def test_adapters_are_summed_once_per_update() -> None:
-    plan = small("--training.updates_per_rollout=2", gpus=8)
-    assert sent(plan, "optimizer", "gradients") == (2, pytest.approx(2 * 2 * 7 / 8 * 4 * plan.weights.trained))
-    assert {e.purpose for e in plan.exchanges} == {"gradients", *OBJECTS}
-    assert small(gpus=1).exchanges == () and small(gpus=1).waiting == 0
-
-
-def test_weights_travel_as_often_as_passes_are_made() -> None:
-    """Four videos of two steps: 16 forwards of a branch in the rollout, 16 forwards and 16 backwards in the update."""
-    plan = small(*FULL, "--distributed.keep_gathered=never", gpus=4)
-    total, units = plan.weights.total, LAYERS + 1
-    assert sent(plan, "rollout", "weights") == (16 * units, pytest.approx(16 * 3 / 4 * 2 * total))
-    behind = 16 * anchor_share(plan.config.training, plan.config.objective.kl_mode)
-    assert sent(plan, "anchor", "weights") == (pytest.approx(behind * units), pytest.approx(behind * 3 / 4 * 2 * total))
-    assert sent(plan, "update", "weights") == (32 * units, pytest.approx(32 * 3 / 4 * 2 * total))
-    assert sent(plan, "update", "gradients") == (16 * units, pytest.approx(16 * 3 / 4 * 4 * plan.weights.trained))
-    # 24 prompts over four ranks, two steps, two branches.
-    assert sent(plan, "evaluation", "weights")[0] == 6 * 2 * 2 * units
-    calls, size = sent(plan, "optimizer", "updates of Muon")
-    assert (calls, size) == (plan.weights.matrices, pytest.approx(3 / 4 * 2 * plan.weights.matrix_elements))
-
-
-def test_frozen_weights_that_stay_gathered_never_travel() -> None:
-    plan = small("--distributed.sp=2", gpus=2)
-    assert plan.gathered.keep == "always" and not sent(plan, "rollout", "weights")[0]
-    assert "gradients" not in {e.purpose for e in plan.exchanges if e.phase == "update"}
-    words = ["--distributed.keep_gathered=rollout", "--training.update=single_pass", "--rollout.micro_batch_size=1"]
-    plan = small("--distributed.sp=2", *words, gpus=2)
-    assert sent(plan, "rollout", "weights")[0] == LAYERS + 1 and not sent(plan, "anchor", "weights")[0]
-    plan = small("--distributed.sp=2", "--distributed.keep_gathered=never", gpus=2)
-    assert sent(plan, "update", "weights")[1] == pytest.approx(32 / 2 * 2 * plan.weights.total)
-
-
-@pytest.mark.parametrize("shards", [8, 1])
-@pytest.mark.parametrize(("guidance", "pulls"), [("split", 2), ("paired", 1)])
-def test_replicas_sum_their_shards_in_the_last_step_of_an_update(guidance: str, pulls: int, shards: int) -> None:
-    degrees = ["--distributed.dp_replicate=2", f"--distributed.dp_shard={shards}"]
-    plan = small(*FULL, *degrees, f"--training.guidance={guidance}", gpus=2 * shards)
-    size = pulls * 2 * 1 / 2 * 4 * plan.weights.trained / shards
-    assert sent(plan, "update", "gradients of replicas") == (pulls * (LAYERS + 1), pytest.approx(size))
-    (block, _) = [e for e in plan.exchanges if e.purpose == "gradients of replicas"]
-    assert block.network_share == (shards == 8), "two GPUs are one node"
-    assert (shards == 1) == (not any(e.purpose in ("weights", "gradients", "norm") for e in plan.exchanges))
-
-
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(checkpointing: str) -> None:
     """72 tokens; 2 + 2 all-to-alls per layer, without the text of the last one."""
@@ -122,13 +52,15 @@ def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(checkpointing: st
     share, away = ceil(TOKENS / sp), (sp - 1) / sp
     forward = 2 * away * WIDTH * (LAYERS * 4 * share + (LAYERS - 1) * TEXT)
     backward = 2 * away * WIDTH * (LAYERS * 8 * share + (LAYERS - 1) * TEXT)
-    assert sent(plan, "rollout", "tokens and heads") == (16 * 2 * LAYERS, pytest.approx(16 * forward))
+    assert plan.waits["rollout"] == pytest.approx(16 * forward / (H100.link * 1e9))
     # Blocks that keep nothing but their input exchange again.
     repeated = LAYERS if checkpointing == "full" else 0
     again = 2 * away * WIDTH * (repeated * 4 * share + min(repeated, LAYERS - 1) * TEXT)
-    expected = (16 * 2 * (LAYERS + repeated), pytest.approx(16 * (backward + again)))
-    assert sent(plan, "update", "tokens and heads, backward") == expected
-    assert sent(plan, "rollout", "velocity") == (16, pytest.approx(16 * (sp - 1) * share * 32 * 2))
+    assert plan.waits["update"] == pytest.approx(16 * (forward + backward + again) / (H100.link * 1e9))
+    assert small(gpus=8).waits == {}, "nothing else is waited for"
+    apart = replace(plan, layout=replace(plan.layout, node=1))
+    far = waiting(apart, plan.visits, H100, evaluation_tokens=TOKENS, eval_batches=0)["rollout"]
+    assert far == pytest.approx(16 * forward / (H100.network * 1e9)), "ranks on two nodes"
 
 
 # ------------------------------------------------------------------------------------------ work, memory, time
@@ -170,8 +102,7 @@ def test_adapters_are_whole_beside_sharded_weights() -> None:
 
 def test_waiting_is_in_the_seconds() -> None:
     plan = small(*FULL, "--distributed.sp=2", "--distributed.dp_shard=4", gpus=8)
-    exchanges = [e for e in plan.exchanges if e.phase not in ("evaluation", "reward")]
-    exchanged = sum(e.waiting(H100) for e in exchanges) / plan.config.rollout.batch_size
+    exchanged = sum(s for phase, s in plan.waits.items() if phase != "evaluation") / plan.config.rollout.batch_size
     shape = plan.description.transformer
     longer = forward_work(shape, TOKENS, round(plan.longest * TEXT)).total / forward_work(shape, TOKENS, TEXT).total - 1
     computed = sum(p.predicted - p.waiting for p in plan.phases if p.name in ("rollout", "anchor", "update"))
@@ -229,6 +160,6 @@ def test_the_command_takes_the_degrees_of_the_configuration_and_says_whether_it_
     assert tree["fits"] and tree["parameters"] == 9_533_120
     assert tree["gpus"] == 2 and tree["degrees"] == {"dp_replicate": 1, "dp_shard": 1, "sp": 2}
     assert 0 < tree["seconds_waiting"] < tree["seconds_per_video"]
-    assert {e["kind"] for e in tree["exchanges"]} == {"all_to_all", "all_gather", "all_reduce"}
+    assert tree["seconds_exchanging"].keys() == {"rollout", "anchor", "update", "evaluation"}
     assert main([*words, "--memory", "0.001", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False

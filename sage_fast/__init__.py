@@ -6,7 +6,6 @@ accelerate(pipe.transformer)        docs/how_to/generate.md
 
 import importlib
 import os
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,13 +65,7 @@ def __getattr__(name: str) -> Any:
         return getattr(fused, name)
     for module, names in _HOMES.items():
         if name in names:
-            found = getattr(importlib.import_module(module), name)
-            if isinstance(found, FunctionType):
-                from sage_fast.config.errors import speaking_python
-
-                # Kept in the module, so that the next look-up does not come here.
-                found = globals()[name] = speaking_python(found)
-            return found
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,14 +1,7 @@
 """Errors that end a command with a message instead of a traceback. Light: the command line imports it before torch."""
 
 import errno
-import functools
-import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -87,46 +80,6 @@ class UnreadableCheckpointError(CheckpointError):
 def printable(text: str) -> str:
     """A text of a file or of a server without what a terminal would obey: control characters become escapes."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
-
-
-# A command in backquotes stays as it is, and so do the options of other programs, such as torchrun's.
-_OPTION = re.compile(
-    r"`[^`]*`|--(?P<flag>overwrite|trust-config|allow-cpu)\b"
-    r"|--(?P<key>(?:\w+\.)+\w+|output[-_]dir|resume|seed|checkpoint|lora|sampler|num-videos|resamples|layout|format"
-    r"|allow-changes)(?:[= ](?P<value>auto|none|restart|best|full|diffusers|[A-Z]{4,}|(?<=changes )[\w.,]*\w))?"
-)
-
-
-def in_python(text: str) -> str:
-    """A message with the arguments of Python's functions instead of the options of the commands.
-
-    Example: `in_python("Go on by --resume auto.")` is `Go on by resume="auto".`
-    """
-
-    def argument(found: re.Match[str]) -> str:
-        if found["flag"]:
-            return f"{found['flag'].replace('-', '_')}=True"
-        if not found["key"]:
-            return found[0]
-        key, value = found["key"].replace("-", "_"), found["value"]
-        return key if value is None else f"{key}={value}" if value.isupper() or "." in key else f'{key}="{value}"'
-
-    return _OPTION.sub(argument, text.removeprefix("command line: "))
-
-
-def speaking_python(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of the Python API whose errors name its arguments: inside, messages name options of the commands."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except SageError as error:
-            if len(error.args) == 1:
-                error.args = (in_python(str(error)),)
-            raise
-
-    return call
 
 
 class RankFailure(SageError, RuntimeError):

@@ -153,7 +153,7 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     # A word is a value of these types as it stands, whatever it looks like; of the others it is YAML.
     takes_text = kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
     if isinstance(value, str) and not takes_text:
-        value = read_yaml(value, f"command line: {key}")
+        value = read_yaml(value, f"overrides: {key}")
     elif isinstance(value, str) and value == "null" and kind is not str:
         value = None
     key = key.removesuffix("+")
@@ -171,7 +171,7 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     elif known == "reward.weights" != key:
         value = {**_grown(tree.get(name), known, dict), key.removeprefix("reward.weights."): value}
     elif is_dataclass(kind):
-        _check_keys({name: value}, "command line", "".join(f"{section}." for section in sections))
+        _check_keys({name: value}, "overrides", "".join(f"{section}." for section in sections))
         value = _merged(tree.get(name, {}), value, f"{known}.")
     elif known == "reward.rewards":
         _leave_behind(tree, value)
@@ -287,7 +287,7 @@ def _kind(key: str) -> Any:
         return _fields()[name].type
     if re.fullmatch(r"reward\.(options\..+\.\w+|weights\..+)", key):
         return Any
-    raise ConfigError(_explain_unknown(key, "command line"))
+    raise ConfigError(_explain_unknown(key, "overrides"))
 
 
 def _default(key: str) -> Any:

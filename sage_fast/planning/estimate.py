@@ -101,8 +101,8 @@ class Plan(MemoryPlan):
 
     forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
     exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
-    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. waits: seconds by phase in
-    which tokens and heads are exchanged, per rollout and its updates. seconds_per_evaluation: None without one.
+    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. waits: seconds by phase
+    in which tokens and heads are exchanged, per rollout and its updates. seconds_per_evaluation: None without one.
     checkpoint: bytes of one that each GPU writes. encoding: at the first start; None where its prompts are not here.
     """
 

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
-from sage_fast.config.errors import ConfigError, shown, speaking_python
+from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import loads
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
@@ -97,19 +97,16 @@ class TrainedRun:
         """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
         return read_metrics(RunDirectory(self.output_dir).metrics)
 
-    @speaking_python
     def evaluate(self, output_dir: str | Path | None = None, **options: Any) -> Report:
         """Compare the trained model with its base model; see `evaluate`."""
         return evaluate(self, output_dir, **options)
 
-    @speaking_python
     def generate(
         self, prompts: str | Prompt | Sequence[str | Prompt], output_dir: str | Path | None = None, **options: Any
     ) -> list[Path]:
         """Write videos of prompts with the trained model, and return their files; see `generate`."""
         return generate(self, prompts, output_dir, **options)
 
-    @speaking_python
     def export(self, output_dir: str | Path | None = None, **options: Any) -> Export:
         """Write the trained weights for other programs; see `export`."""
         return export(self, output_dir, **options)

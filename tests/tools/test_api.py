@@ -23,7 +23,7 @@ from sage_fast import (
     train,
 )
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import ConfigError, RewardError, in_python
+from sage_fast.config.errors import ConfigError, RewardError
 from sage_fast.models import video_files
 
 MakeRun = Callable[..., RunConfig]
@@ -139,8 +139,8 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"num_updates": 3}, "unknown key 'num_updates'. Did you mean training.num_updates?"),
         ({"training": 3}, "training is 3, but it must hold keys such as training.num_updates"),
         ({"training": {"num_updates": 0}}, "training.num_updates is 0"),
-        ({"allow_changes": "seeds"}, "allow_changes: unknown key 'seeds'. Did you mean seed?"),
-        ({"allow_changes": "seed, rollout.etas"}, "allow_changes: unknown key 'rollout.etas'. Did you mean"),
+        ({"allow_changes": "seeds"}, "--allow-changes: unknown key 'seeds'. Did you mean seed?"),
+        ({"allow_changes": "seed, rollout.etas"}, "--allow-changes: unknown key 'rollout.etas'. Did you mean"),
     ],
 )
 def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
@@ -180,46 +180,6 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
     (tmp_path / "no_output.yaml").write_text("data: {prompts: [a]}")
     with pytest.raises(ConfigError, match="enough"):
         train(tmp_path / "no_output.yaml", output_dir="there")
-
-
-@pytest.mark.parametrize(
-    ("call", "expected", "of_the_command"),
-    [
-        (lambda run: sage_fast.generate(run, "a", num_videos=0), "num_videos is 0;", "--num-videos is 0;"),
-        (lambda run: sage_fast.generate(run, "a", sampler="x"), "sampler is 'x';", "--sampler is 'x';"),
-        (lambda run: sage_fast.generate(run, "a", seed=1.5), "evaluation.seed is 1.5", "--"),  # type: ignore[arg-type]
-        (lambda run: sage_fast.evaluate(run, resamples=1), "resamples is 1;", "--resamples is 1;"),
-        (
-            lambda run: sage_fast.generate(run, "a"),
-            'give checkpoint=FOLDER, or for `generate` checkpoint="none"',
-            "give --checkpoint FOLDER, or for `generate` --checkpoint none",
-        ),
-        (
-            lambda run: TrainedRun(config=run, update=0, finished=False).generate("a", num_videos=0),
-            "num_videos is",
-            "--num",
-        ),
-        (lambda run: load_config("toy_cpu", {"seeds": 1}), "unknown key 'seeds'", "command line: unknown key"),
-    ],
-)
-def test_errors_name_the_arguments_of_python(
-    tiny_run: MakeRun, call: Callable[[RunConfig], object], expected: str, of_the_command: str
-) -> None:
-    """And those of the commands name their options: inside there is one wording."""
-    with pytest.raises(ConfigError) as error:
-        call(tiny_run())
-    assert str(error.value).startswith(expected) or expected in str(error.value)
-    assert of_the_command not in str(error.value)
-
-
-def test_a_message_in_python_leaves_commands_and_other_programs_alone() -> None:
-    for text in ("`sage-fast train x --resume auto` goes on", "torchrun --max-restarts=3", "pip install --upgrade av"):
-        assert in_python(text) == text
-    assert in_python("by --allow-changes seed.") == 'by allow_changes="seed".'
-    told = in_python(
-        "command line: --allow-changes lora.rank,rollout.eta. --resume PATH, --reward.url=NAME, --overwrite."
-    )
-    assert told == 'allow_changes="lora.rank,rollout.eta". resume=PATH, reward.url=NAME, overwrite=True.'
 
 
 @pytest.mark.parametrize("command", ["train", "generate --checkpoint=none --output_dir=v"])

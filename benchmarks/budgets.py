@@ -56,7 +56,8 @@ class Verdict(NamedTuple):
     @property
     def ok(self) -> bool:
         """True if a value was measured and is within the limit."""
-        value, limit = self.measured, self.budget.limit
+        value = self.measured
+        limit = self.budget.limit
         if value is None:
             return False
         return {"at most": value <= limit, "at least": value >= limit, "exactly": value == limit}[self.budget.rule]
@@ -83,7 +84,8 @@ def read_budgets(path: Path = BUDGETS) -> list[Budget]:
 def timing_limits(kind: str) -> list[Budget]:
     """The limits of what a run on a `cpu` or a `gpu` must have measured, see `results.ratios`."""
     limits = yaml.safe_load(BUDGETS.read_text("utf-8"))["timings"][kind]
-    guards, source = "work, a copy or a graph that was added to our side", f"the timings in {BUDGETS.name}"
+    guards = "work, a copy or a graph that was added to our side"
+    source = f"the timings in {BUDGETS.name}"
     return [
         Budget(name=name, unit="", rule="at most", limit=limit, guards=guards, source=source)
         for name, limit in limits.items()

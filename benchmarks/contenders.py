@@ -54,12 +54,14 @@ class PackedProcessor:
         """(B, N, width) video and (B, L, width) text tokens to the same, attended."""
         assert attention_mask is None and image_rotary_emb is not None
         heads = (attn.heads, -1)
-        video, text = hidden_states, encoder_hidden_states
+        video = hidden_states
+        text = encoder_hidden_states
         q = apply_rotary_emb(attn.norm_q(attn.to_q(video).unflatten(2, heads)), image_rotary_emb, sequence_dim=1)
         k = apply_rotary_emb(attn.norm_k(attn.to_k(video).unflatten(2, heads)), image_rotary_emb, sequence_dim=1)
         text_q = attn.norm_added_q(attn.add_q_proj(text).unflatten(2, heads))
         text_k = attn.norm_added_k(attn.add_k_proj(text).unflatten(2, heads))
-        v, text_v = attn.to_v(video).unflatten(2, heads), attn.add_v_proj(text).unflatten(2, heads)
+        v = attn.to_v(video).unflatten(2, heads)
+        text_v = attn.add_v_proj(text).unflatten(2, heads)
         joint = (torch.cat(pair, dim=1) for pair in ((q, text_q), (k, text_k), (v, text_v)))
         out = attention(*joint, backend=self.backend)[0].flatten(2, 3)
         video_out, text_out = out.split([video.shape[1], text.shape[1]], dim=1)
@@ -77,7 +79,8 @@ def run_block(
 @contextmanager
 def padded(transformer: HunyuanVideo15Transformer3DModel, shape: Shape) -> Iterator[Velocity]:
     """P1: diffusers as shipped, with the conditions and the rounded timestep that its pipeline passes."""
-    dtype, device = transformer.dtype, transformer.device
+    dtype = transformer.dtype
+    device = transformer.device
     text_length, glyph_length, image_length = shape.padding
 
     def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
@@ -133,7 +136,8 @@ def packed(
 
     def velocity(latents: Tensor, sigma: Tensor, prompt: PromptEmbeds) -> Tensor:
         model: Any = transformer
-        dtype, timestep = model.dtype, (sigma * 1000.0).to(model.device)
+        dtype = model.dtype
+        timestep = (sigma * 1000.0).to(model.device)
         assert (model.config["patch_size_t"], model.config["patch_size"]) == (1, 1), "a patch is one latent, in 1.5"
         # Condition channels are zero.
         missing = latents.new_zeros(1, model.config["in_channels"] - latents.shape[1], *latents.shape[2:])

@@ -22,7 +22,8 @@ from sage_fast.run.provenance import describe_environment
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-HEAD_START_CYCLES, MOST_HEAD_START_CYCLES = 20_000_000, 160_000_000
+HEAD_START_CYCLES = 20_000_000
+MOST_HEAD_START_CYCLES = 160_000_000
 """Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: meanwhile the CPU queues the
 stretch."""
 LONG_STRETCH = 0.25
@@ -68,7 +69,8 @@ class DeviceClock:
         event.record()
         torch.cuda.synchronize()
         seconds = self._started.elapsed_time(event) / 1e3
-        self._started, self.late = None, early and seconds < LONG_STRETCH
+        self._started = None
+        self.late = early and seconds < LONG_STRETCH
         return seconds
 
     def reset(self) -> None:
@@ -174,7 +176,8 @@ def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, 
             options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}  # as torchao trains
             calls["float8"] = lambda: torch._scaled_mm(x_float8, weight_float8.T, *scales, **options)
         return {contender: (call, 2 * m * k * n) for contender, call in calls.items()}
-    numel, block = 2**28 if device.type == "cuda" else 2**18, 4096
+    numel = 2**28 if device.type == "cuda" else 2**18
+    block = 4096
     source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
     calls = {
         "memcpy": lambda: target.copy_(source),

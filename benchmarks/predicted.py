@@ -50,7 +50,9 @@ def step_seconds(step: str, shape: str, layers: int, backend: str, device: str) 
 
 def seconds(suite: str, row: Record, device: str) -> float | None:
     """Seconds of a row; None where the plan says nothing of it."""
-    step, shape, who = row["step"], row["shape"], row["contender"]
+    step = row["step"]
+    shape = row["shape"]
+    who = row["contender"]
     if suite == "attention" and who in DEVICES[device].attention:
         cost = Cost(**{"attention" if step == "forward" else "attention_backward": row["flop"]})
         return DEVICES[device].seconds(cost, "bfloat16", who)[0]

@@ -45,7 +45,8 @@ TARGETS = [
     *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
 ]
 """Layers with an adapter of rank 16, here and in ours."""
-SHIFT, LEVELS = 3.0, 2
+SHIFT = 3.0
+LEVELS = 2
 """Of the noise levels; how many of them the forward process trains of a video."""
 
 Update = Callable[[], None]
@@ -99,7 +100,9 @@ class Network(nn.Module):
     ) -> tuple[Tensor]:
         """Velocity of (B, C, F, H, W), also where frames are folded into another dimension."""
         latents = hidden_states.reshape(-1, *self.task.latent)
-        batch, config, text = len(latents), self.task.config, encoder_hidden_states
+        batch = len(latents)
+        config = self.task.config
+        text = encoder_hidden_states
         velocity = self.model(
             hidden_states=torch.cat([latents, torch.zeros_like(latents), torch.zeros_like(latents[:, :1])], 1),
             timestep=timestep.float(),
@@ -174,13 +177,15 @@ def lines(file: Path, first: str, last: str) -> CodeType:
 
 def flow_grpo(folder: Path, task: Task) -> Update:
     """Its SDE step, and the body of the training loop of scripts/train_sd3.py."""
-    script, name = folder / "scripts/train_sd3.py", "sde_step_with_logprob"
+    script = folder / "scripts/train_sd3.py"
+    name = "sde_step_with_logprob"
     sde = definitions(folder / "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py", name)[name]
     space = definitions(script, "compute_log_prob", sde_step_with_logprob=sde)
     body = lines(script, "with accelerator.accumulate(transformer)", "optimizer.zero_grad()")
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     scheduler.set_timesteps(task.num_steps)
-    net, trained = Network(task, checkpointing=False), task.num_steps - 1
+    net = Network(task, checkpointing=False)
+    trained = task.num_steps - 1
     train = SimpleNamespace(cfg=False, beta=0.0, adv_clip_max=5, clip_range=1e-4)
     accelerator = SimpleNamespace(accumulate=contextlib.nullcontext, sync_gradients=False)
     accelerator.backward = lambda loss: (loss / trained).backward()
@@ -192,13 +197,16 @@ def flow_grpo(folder: Path, task: Task) -> Update:
     def update() -> None:
         net.eval()
         x = task.noise().flatten(2, 3)  # its tensors are those of images
-        latents, log_probs = [x], list[Tensor]()
+        latents = [x]
+        log_probs = list[Tensor]()
         with torch.no_grad():
             for t in scheduler.timesteps:
                 v = net(x, t.expand(len(x)), task.text)[0]
                 x, log_prob, *_ = sde(scheduler, v, t.unsqueeze(0), x, noise_level=0.7)
-                latents, log_probs = [*latents, x], [*log_probs, log_prob]
-        states, timesteps = torch.stack(latents, 1), scheduler.timesteps.repeat(len(x), 1)
+                latents = [*latents, x]
+                log_probs = [*log_probs, log_prob]
+        states = torch.stack(latents, 1)
+        timesteps = scheduler.timesteps.repeat(len(x), 1)
         sample = {"latents": states[:, :-1], "next_latents": states[:, 1:], "timesteps": timesteps}
         sample |= {"log_probs": torch.stack(log_probs, 1), "advantages": task.advantages[:, None].expand(-1, trained)}
         net.train()
@@ -242,7 +250,8 @@ def diffusion_nft(folder: Path, task: Task) -> Update:
 def unirl(folder: Path, task: Task, objective: str) -> Update:
     """Its stage of HunyuanVideo-1.5, and its FlowGRPO, one backward pass for all steps, or DiffusionNFT."""
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    hunyuan, algorithms = "unirl.models.hunyuan_video15", "unirl.algorithms"
+    hunyuan = "unirl.models.hunyuan_video15"
+    algorithms = "unirl.algorithms"
     names = [f"{hunyuan}.diffusion", f"{hunyuan}.conditions", "unirl.types.conditions", "unirl.types.sampling"]
     names += ["unirl.sde.kernels", f"{algorithms}.flowgrpo", f"{algorithms}.diffusionnft"]
     # It imports ray, which nothing here calls.
@@ -253,7 +262,8 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
     finally:
         for name in stand_in:
             del sys.modules[name]
-    net, (channels, frames, height, width) = Network(task, checkpointing=True), task.latent
+    net = Network(task, checkpointing=True)
+    channels, frames, height, width = task.latent
     vae = SimpleNamespace(spatial_compression_ratio=1, temporal_compression_ratio=1)
     vae.config = SimpleNamespace(latent_channels=channels)
     stage = diffusion.HunyuanVideo15DiffusionStage(
@@ -272,7 +282,8 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
     }
     settings |= {"guidance_scale": 0.0, "eta": 0.25, "samples_per_prompt": 1, "seed": 1}
     trained = list(range(task.num_steps - 1)) if objective == "grpo" else []
-    params, cls = sampling.DiffusionSamplingParams(**settings, sde_indices=trained), conditions.HunyuanVideo15Conditions
+    params = sampling.DiffusionSamplingParams(**settings, sde_indices=trained)
+    cls = conditions.HunyuanVideo15Conditions
     valid = torch.ones(task.text.shape[:2], dtype=torch.bool)
     glyph = torch.zeros(len(task.text), 1, task.config["text_embed_2_dim"])
     given = {
@@ -312,7 +323,8 @@ def ready(objective: str, peer: str, public: Path, task: Task) -> Update:
     Raises:
         ValueError: it is not there, or this module does not know its code; the message says what to do.
     """
-    (source, commit), folder = KNOWN[peer], public / peer
+    source, commit = KNOWN[peer]
+    folder = public / peer
     if not folder.is_dir():
         raise ValueError(f"{folder} is not there: git clone {source} {folder}")
     try:

@@ -96,7 +96,8 @@ class DeviceResults:
         cells = self.result["cells"]
         file = max(file for cell, file in self.files.items() if cells[cell]["suite"] == suite and "rows" in cells[cell])
         environment = self.environments[file]
-        commit, torch = (environment["commit"] or "no commit")[:9], environment["packages"].get("torch", "?")
+        commit = (environment["commit"] or "no commit")[:9]
+        torch = environment["packages"].get("torch", "?")
         return f"{self.name}, torch {torch}, commit {commit}: `benchmarks/results/{self.folder}/{file}`"
 
 
@@ -232,7 +233,8 @@ def plan_of(preset: str, device: str = "h100", memory: float | None = None) -> P
 
 def cells_of_plan(plan: Plan) -> list[str]:
     """Peak in GB, and the videos of a rollout with its minutes."""
-    video, updates = plan.config.video, plan.config.training.updates_per_rollout
+    video = plan.config.video
+    updates = plan.config.training.updates_per_rollout
     videos = plan.config.rollout.batch_size * plan.layout.data_parallel
     if plan.config.training.update == "forward_process":  # each update trains a part of the videos
         videos //= updates

@@ -32,7 +32,8 @@ def read_result(path: Path) -> Result:
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     result: Result = content if isinstance(content, dict) else {}
-    environment, cells = result.get("environment"), result.get("cells")
+    environment = result.get("environment")
+    cells = result.get("cells")
     if not (isinstance(environment, dict) and "gpu" in environment and isinstance(cells, dict)):
         raise ValueError(f'{path} has no "environment" and "cells": not a result of `python -m benchmarks`.')
     return result
@@ -83,7 +84,8 @@ def ratios(result: Result) -> dict[str, float]:
     for (suite, step, shape), contenders in timings.items():
         if (ours := contenders.get("ours")) is None:
             continue
-        name, median = name_of(suite, step, shape), ours["seconds"]["median"]
+        name = name_of(suite, step, shape)
+        median = ours["seconds"]["median"]
         # The split gradient and the single pass stand beside the peers' training step.
         beside = timings.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
         for who, row in ((beside | contenders) | {"ours": ours}).items():
@@ -107,18 +109,25 @@ def comparable(ours: Record, row: Record) -> bool:
 
 def duration(seconds: Mapping[str, float]) -> str:
     """Median and the quantiles at .2 and .8, in a unit that suits them."""
-    scale, unit, digits = (1.0, "s", 2)
+    scale = 1.0
+    unit = "s"
+    digits = 2
     if seconds["median"] < 1e-3:
-        scale, unit, digits = 1e6, "µs", 1
+        scale = 1e6
+        unit = "µs"
+        digits = 1
     elif seconds["median"] < 0.5:
-        scale, unit, digits = 1e3, "ms", 1
+        scale = 1e3
+        unit = "ms"
+        digits = 1
     shown = [f"{scale * seconds[name]:.{digits}f}" for name in ("median", "q20", "q80")]
     return f"{shown[0]} ({shown[1]} – {shown[2]}) {unit}"
 
 
 def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
     """The columns of `HEAD` for a row; "" where there is nothing."""
-    ours, over = contenders.get("ours"), ""
+    ours = contenders.get("ours")
+    over = ""
     if ours is not None and ours is not row and comparable(ours, row):
         over = f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
         if turns := ours.get("over", {}).get(row["contender"]):  # they took turns: with the quantiles of these

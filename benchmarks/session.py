@@ -57,7 +57,8 @@ SETTLED = ("done", "absent")
 """How the status of a cell begins that a later run does not repeat; other libraries make it another run."""
 RUNNING = "running"
 """Status of a cell from its beginning to its end."""
-RED, REFUSED = 10, 2
+RED = 10
+REFUSED = 2
 """Exit statuses of a child process that came to its end: something is missing; it cannot run at all."""
 MOST_RESTARTS = 20
 MOST_SECONDS = 3600.0
@@ -217,7 +218,8 @@ class Session:
         record: Record = {"status": "done"}
         # A cell that began in time may end behind its suite's, though not behind the run's.
         self._end_process_after(min(self.left_of_run, max(self.left, LEAST_SECONDS)))
-        start, began = harness.gpu_state(), time.monotonic()
+        start = harness.gpu_state()
+        began = time.monotonic()
         try:
             record |= work()
             harness.wait(self.device)

@@ -21,7 +21,10 @@ from sage_fast.records import PromptEmbeds
 
 Model = TypeVar("Model", bound=nn.Module)
 
-NUM_STEPS, SHIFT, ETA, GUIDANCE_SCALE = 20, 5.0, 0.5, 6.0
+NUM_STEPS = 20
+SHIFT = 5.0
+ETA = 0.5
+GUIDANCE_SCALE = 6.0
 """Sampler and guidance of the reference recipe."""
 
 TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
@@ -98,9 +101,11 @@ def draw_weights(model: Model, device: torch.device) -> Model:
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            mean, std = 0.0, 0.02
+            mean = 0.0
+            std = 0.02
             if name.endswith("gamma") or (parameter.ndim == 1 and name.endswith("weight")):
-                mean, std = 1.0, 0.05
+                mean = 1.0
+                std = 0.05
             elif parameter.ndim > 1 and "cond_type_embed" not in name:
                 std = parameter[0].numel() ** -0.5
             parameter.normal_(mean, std, generator=generator)

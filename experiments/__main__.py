@@ -31,7 +31,8 @@ from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.run.plots import figure_file
 
-RESULTS, PAGE = "results.jsonl", "reproduction.md"
+RESULTS = "results.jsonl"
+PAGE = "reproduction.md"
 
 DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
 USAGE = "python -m experiments [--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]"
@@ -96,7 +97,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     study.begin()
     # A batch system's SIGTERM stops the processes as Ctrl-C does; they are in separate sessions.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    stopped, failed = False, []
+    stopped = False
+    failed = []
     try:
         failed = study.run_missing(
             experiments, options.processes, lambda text: print(text, file=sys.stderr, flush=True)

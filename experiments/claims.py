@@ -222,7 +222,8 @@ def _measure(claim: Claim, findings: Findings) -> Evidence | None:
 
 def larger(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
     """A quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
-    ours, theirs = findings.by_seed(experiment, quantity, one), findings.by_seed(experiment, quantity, other)
+    ours = findings.by_seed(experiment, quantity, one)
+    theirs = findings.by_seed(experiment, quantity, other)
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
     if not pairs:
         raise KeyError(f"{one} and {other} share no seed")
@@ -267,13 +268,15 @@ def by_construction(findings: Findings, experiment: str, ours: str, holds: bool)
 def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
     """SAGE's noise is below FlowGRPO's at most steps, for every number of steps."""
     above: list[str] = []
-    total, holds = 0, True
+    total = 0
+    holds = True
     for arm in findings.arms(experiment, "std", "sage_grpo, "):
         count = arm.removeprefix("sage_grpo, ")
         ours, theirs = (findings.parts(experiment, "std", f"{name}, {count}") for name in ("sage_grpo", "flow_grpo"))
         not_below = [i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one >= other]
         above += [f"step {i + 1} of {count}: {ours[i]:.2f} and {theirs[i]:.2f}" for i in not_below]
-        total, holds = total + len(ours), holds and 2 * len(not_below) < len(ours)
+        total = total + len(ours)
+        holds = holds and 2 * len(not_below) < len(ours)
     if not total:
         raise KeyError(experiment)
     return Evidence(ours=f"at {total - len(above)} of {total} steps; not at {'; '.join(above)}", holds=holds)
@@ -281,7 +284,8 @@ def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
 
 def last_smallest(findings: Findings, experiment: str) -> Evidence:
     """The noise of the last step grows from SAGE over FlowGRPO to DanceGRPO."""
-    texts, holds = [], True
+    texts = []
+    holds = True
     for steps in (20, 100):
         a, b, c = (
             findings.mean(experiment, "last", f"{n}, T={steps}") for n in ("sage_grpo", "flow_grpo", "dance_grpo")
@@ -293,7 +297,8 @@ def last_smallest(findings: Findings, experiment: str) -> Evidence:
 
 def spread_over(findings: Findings, experiment: str, setting: str) -> Evidence:
     """The variance at high noise varies less for SAGE than for FlowGRPO over a setting of the schedule."""
-    texts, factors = [], []
+    texts = []
+    factors = []
     for sampler in ("sage_grpo", "flow_grpo"):
         arms = findings.arms(experiment, "high_noise_variance", f"{sampler}, {setting}")
         values = [findings.mean(experiment, "high_noise_variance", arm) for arm in arms]
@@ -323,7 +328,8 @@ def margin_decides(findings: Findings, experiment: str) -> Evidence:
 
 def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence:
     """FlowGRPO's distance, interpolated over eta to SAGE's exploration, is larger than SAGE's."""
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for seed in findings.seeds(experiment):
 
         def measured(quantity: str, arm: str, seed: int = seed) -> float:

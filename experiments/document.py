@@ -79,7 +79,8 @@ def _summary(findings: Findings) -> str:
         own = Counter(judgement.verdict for judgement in judged if not judgement.claim.source)
         counts = [f"{paper[name]}+{own[name]}" if paper[name] + own[name] else "" for name in VERDICTS]
         anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-        planned, done = len(experiment.seeds), len({*experiment.seeds} & {*findings.seeds(experiment.key)})
+        planned = len(experiment.seeds)
+        done = len({*experiment.seeds} & {*findings.seeds(experiment.key)})
         seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
@@ -90,12 +91,14 @@ def _summary(findings: Findings) -> str:
 
 
 def _row(judgement: Judgement) -> str:
-    claim, evidence = judgement.claim, judgement.evidence
+    claim = judgement.claim
+    evidence = judgement.evidence
     reported = ": ".join(part for part in (claim.source, claim.reported) if part)
     verdict = f"**{judgement.verdict}**"
     if evidence is None:
         return f"| {claim.text} | {reported} | {claim.cannot} | | {verdict} |"
-    effect, size = evidence.effect, "" if evidence.holds is None else "exact"
+    effect = evidence.effect
+    size = "" if evidence.holds is None else "exact"
     if effect is not None:
         size = f"{effect.mean:+.3g} ± {effect.high - effect.mean:.2g}"
         if judgement.verdict == "undetectable":

@@ -140,7 +140,8 @@ def _draw_rates(experiment: Experiment, findings: Findings) -> "Figure":
     for number, arm in enumerate(experiment.runs):
         tried = findings.arms(experiment.key, "final_drift", f"{arm} @ ")
         points = [[findings.mean(experiment.key, q, at) for at in tried] for q in pair]
-        colour, dashes = COLOURS[number % len(COLOURS)], "--" if number >= len(COLOURS) else "-"
+        colour = COLOURS[number % len(COLOURS)]
+        dashes = "--" if number >= len(COLOURS) else "-"
         axes.plot(*points, color=colour, linestyle=dashes, marker=".", ms=4, linewidth=1)
         x, y = (findings.mean(experiment.key, q, arm) for q in pair)
         label = f"{arm} @ {findings.mean(experiment.key, 'rate', arm):g}"

@@ -48,7 +48,8 @@ class ExactPolicy:
         the uniform one, whatever the prompt.
         """
         s = sigma.to(self.atoms).view(-1, 1)
-        x, data = latents.flatten(1).to(self.atoms), 1 - s
+        x = latents.flatten(1).to(self.atoms)
+        data = 1 - s
         variance = s.square() + (data * self.spread).square()
         logits = (data * (x @ self.atoms.T) - data.square() * self._half_energy) / variance
         weights = (logits if log_prior is None else logits + log_prior).softmax(1)
@@ -192,7 +193,8 @@ class ExactWorld:
 
     def measure(self, trajectory: Trajectory, group: int) -> SamplerMeasures:
         """Measure a trajectory of the exact policy, each `group` consecutive samples of which have one start."""
-        table, last = trajectory.table, trajectory.latents[-1]
+        table = trajectory.table
+        last = trajectory.latents[-1]
         mean = float(table.a[-1]) * last + float(table.b[-1]) * trajectory.velocities[-1]
         final = trajectory.final
         rows, distance = self.policy.nearest(final)

@@ -113,9 +113,11 @@ def read_findings(path: Path) -> Findings:
     for line in path.read_text("utf-8").splitlines():
         tree = json.loads(line)
         tree["parts"] = tuple(tree.get("parts", ()))
-        seeds, values = tree.pop("seed", None), tree.pop("value")
+        seeds = tree.pop("seed", None)
+        values = tree.pop("value")
         if not isinstance(values, list):
-            seeds, values = [seeds], [values]
+            seeds = [seeds]
+            values = [values]
         rows += [Finding(**tree, seed=seed, value=value) for seed, value in zip(seeds, values, strict=True)]
     return Findings(rows)
 

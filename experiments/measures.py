@@ -33,7 +33,9 @@ from sage_fast.sde import SAGE_SIGMA_MARGIN, TransitionTable, sigma_schedule, tr
 SAMPLERS: tuple[SDEType, ...] = ("sage_grpo", "sage_exact", "flow_grpo", "dance_grpo", "cps")
 """The noisy ones, in the order of every table."""
 
-STEPS, SHIFT, ETA = 20, 5.0, 0.5
+STEPS = 20
+SHIFT = 5.0
+ETA = 0.5
 """The reference's rollout."""
 
 HIGH_NOISE = 0.9
@@ -201,11 +203,13 @@ def make_measurement(result: Path, request: Mapping[str, Any], files: Sequence[s
         ConfigError: the configuration cannot run.
     """
     torch.set_num_threads(1)
-    measure, arguments = MEASURES[request["measure"]], request.get("arguments", {})
+    measure = MEASURES[request["measure"]]
+    arguments = request.get("arguments", {})
     config = load_config(list(files), request["overrides"])
     start = time.process_time()
     rows = [row for seed in request["seeds"] for row in measure(config, seed=seed, **arguments)]
-    first, seconds = rows[0], time.process_time() - start
+    first = rows[0]
+    seconds = time.process_time() - start
     rows.append(Finding(experiment=first.experiment, quantity=COST, arm="all", seed=first.seed, value=seconds))
     made: dict[str, Any] = made_with(describe_environment())
     made["settings"] = settings_digest(settings_of(to_dict(config)))

@@ -98,7 +98,8 @@ def pretrain(config: PretrainConfig, output: str | Path, *, progress: bool = Tru
             )
     finally:
         torch.set_num_threads(threads)
-    first, recent = config.phases[0], losses[-50:]
+    first = config.phases[0]
+    recent = losses[-50:]
     metadata = {
         "command": f"{MODULE_COMMAND} --world {first.name} --steps {_steps(config.phases)} --seed {config.seed}",
         **{name: str(value) for name, value in asdict(config).items()},
@@ -124,7 +125,10 @@ class _Draws:
     """Noised videos, and latents on sampling paths of the network: a fixed number, each restarted when it ends."""
 
     def __init__(self, world: World, config: PretrainConfig, phase: Phase, generator: torch.Generator) -> None:
-        self.world, self.config, self.phase, self.generator = world, config, phase, generator
+        self.world = world
+        self.config = config
+        self.phase = phase
+        self.generator = generator
         self.latents, self.captions, self.num_steps = self._begin(int(config.batch_size * config.path_share))
         self.step = torch.zeros_like(self.num_steps)
 
@@ -157,7 +161,8 @@ class _Draws:
 
     def _sigma(self, ahead: int = 0) -> Tensor:
         """Noise level (B,) of each path now, or `ahead` steps later."""
-        time, shift = 1 - (self.step + ahead) / self.num_steps, self.config.shift
+        time = 1 - (self.step + ahead) / self.num_steps
+        shift = self.config.shift
         return shift * time / (1 + (shift - 1) * time)
 
 

@@ -98,7 +98,8 @@ class Readers:
 
     def __init__(self, shuffled: bool = False) -> None:
         self.shuffled = shuffled
-        self.read, self.judge = load_reader(480, 1, search=False), load_judge()
+        self.read = load_reader(480, 1, search=False)
+        self.judge = load_judge()
         held_out = read_prompts(SOURCE_ROOT / "configs/prompts/words_eval.csv")
         self.held_out = {quoted_text(prompt.text) for prompt in held_out}
 
@@ -134,7 +135,8 @@ def load_judge() -> Callable[[NDArray[np.uint8]], str]:
 
     def read(picture: NDArray[np.uint8]) -> str:
         grey = picture[..., 0]
-        low, high = int(grey.min()), int(grey.max())
+        low = int(grey.min())
+        high = int(grey.max())
         rows, columns = np.nonzero(grey > low + 0.35 * (high - low))
         if not len(rows):
             return ""
@@ -173,7 +175,8 @@ def run_arm(arm: str, rate: float, seed: int, folder: Path) -> TrainedRun:
     config = load_config("words_cpu", [*words, f"--output_dir={folder / name}", "--checkpoint.keep_last=1"])
     weights = {"OCR": 1.0} if arm != "shuffled" else {"shuffled": 1.0, "OCR": 0.0}
     watching: dict[str, list[Callback]] = {"guidance": [Stop()], "best_of_group": [BestAlone()]}
-    reward, callbacks = [Readers(arm == "shuffled")], watching.get(arm, [])
+    reward = [Readers(arm == "shuffled")]
+    callbacks = watching.get(arm, [])
     return train(config, reward=reward, reward_weights=weights, callbacks=callbacks, resume="auto")
 
 
@@ -212,14 +215,17 @@ def draw_parted(run: TrainedRun, picture: Path, prompts: int = 4, videos: int = 
     """
     last = Evaluation.load(max((run.output_dir / "evaluation").glob("update-*.json")))
     gap = torch.tensor(last.scores["OCR_right"]) - torch.tensor(last.scores["judge_right"])
-    read, judge = load_reader(480, 1, search=False), load_judge()
+    read = load_reader(480, 1, search=False)
+    judge = load_judge()
     figure = new_figure(8.3, 0.75 * prompts + 0.1)
     for row, number in enumerate(gap.argsort(descending=True)[:prompts].tolist()):
-        prompt, found = last.prompts[number], 0
+        prompt = last.prompts[number]
+        found = 0
         for file in run.generate(prompt, run.output_dir / f"parted-{row}", num_videos=videos):
             with av.open(str(file)) as container:
                 frames = [np.asarray(frame.to_image())[..., ::-1].copy() for frame in container.decode(video=0)]
-            wanted, middle = quoted_text(prompt), frames[middle_frames(len(frames), 1)[0]]
+            wanted = quoted_text(prompt)
+            middle = frames[middle_frames(len(frames), 1)[0]]
             shows, judged = (reader(middle).replace(" ", "") for reader in (read, judge))
             if found < shown and shows.lower() == wanted != judged.lower():
                 found += 1

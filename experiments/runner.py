@@ -57,8 +57,10 @@ def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell
     """
     logs.mkdir(parents=True, exist_ok=True)
     log_of = {name: logs / f"{name.replace('/', '-')}.log" for name in jobs}
-    waiting, running = list(jobs), dict[str, subprocess.Popen[bytes]]()
-    done, failed = 0, []
+    waiting = list(jobs)
+    running = dict[str, subprocess.Popen[bytes]]()
+    done = 0
+    failed = []
     try:
         while waiting or running:
             while waiting and len(running) < processes:
@@ -74,7 +76,8 @@ def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell
                     )
             time.sleep(0.1)
             for name in [name for name, process in running.items() if process.poll() is not None]:
-                status, done = running.pop(name).returncode, done + 1
+                status = running.pop(name).returncode
+                done = done + 1
                 if status:
                     failed.append(name)
                     lines = log_of[name].read_text("utf-8", "replace").splitlines() or [""]

@@ -26,7 +26,9 @@ from sage_fast.records import PromptEmbeds
 class ShapesPhase(Phase):
     """See `Phase`."""
 
-    name, transformer, dtype = "shapes", TRANSFORMER_CONFIG, torch.bfloat16
+    name = "shapes"
+    transformer = TRANSFORMER_CONFIG
+    dtype = torch.bfloat16
 
     wrong_colour: float
     """Share of a caption's videos that differ from it in their colour alone."""

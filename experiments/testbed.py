@@ -40,7 +40,8 @@ ANCHOR_EVERY = 10
 """Updates after which a moving anchor is refreshed."""
 TRIALS = range(1000, 1004)
 """Seeds that choose a learning rate."""
-SLOWEST, FASTEST = 0.005, 0.64
+SLOWEST = 0.005
+FASTEST = 0.64
 """The learning rates beyond which none is tried."""
 
 
@@ -102,10 +103,14 @@ def sample(
     def draw() -> Tensor:
         return torch.randn(len(captions), policy.atoms.shape[1], generator=generator, dtype=policy.atoms.dtype)
 
-    x, latents, velocities, noises = draw(), [], [], []
+    x = draw()
+    latents = []
+    velocities = []
+    noises = []
     for step in range(table.num_steps):
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
-        velocity, noise = policy.velocity_at(psi, captions, x, table.sigmas[step].expand(len(x))), draw()
+        velocity = policy.velocity_at(psi, captions, x, table.sigmas[step].expand(len(x)))
+        noise = draw()
         latents.append(x)
         velocities.append(velocity)
         noises.append(noise)
@@ -132,7 +137,9 @@ def reverse_loss(
     def stacked(values: Sequence[Tensor]) -> Tensor:
         return torch.cat([values[step] for step in chosen])
 
-    x, asked, each = stacked(rollout.latents), captions.repeat(len(chosen), 1), len(captions)
+    x = stacked(rollout.latents)
+    asked = captions.repeat(len(chosen), 1)
+    each = len(captions)
     sigma = table.sigmas[:-1][chosen].repeat_interleave(each)
     with torch.no_grad():
         held = None if anchor is None else policy.velocity_at(anchor, asked, x, sigma)
@@ -156,7 +163,9 @@ def noised_loss(
 ) -> Tensor:
     """Loss of the forward process at noise levels sigmas (L, B), mean over levels and videos."""
     levels = len(sigmas)
-    sigma, asked, x0 = sigmas.flatten().to(final), captions.repeat(levels, 1), final.repeat(levels, 1)
+    sigma = sigmas.flatten().to(final)
+    asked = captions.repeat(levels, 1)
+    x0 = final.repeat(levels, 1)
     z = torch.randn(x0.shape, generator=generator, dtype=final.dtype)
     x = (1 - sigma[:, None]) * x0 + sigma[:, None] * z
     with torch.no_grad():
@@ -181,14 +190,18 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
     psi = policy.initial().requires_grad_()
     objective = ObjectiveConfig(equalizer=settings.equalizer, clip_range=settings.clip_range, kl_mode=settings.kl_mode)
-    old, anchor, optimizer = policy.initial(), policy.initial(), torch.optim.Adam([psi], lr=settings.learning_rate)
+    old = policy.initial()
+    anchor = policy.initial()
+    optimizer = torch.optim.Adam([psi], lr=settings.learning_rate)
     sampler = settings.sampler if settings.update == "reverse" else "ode"
     table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
     kind = anchor_kind(settings.kl_mode)
     least = settings.kl_weight / (100 if settings.kl_warmup else 1)
     weights = KLWeightConfig(minimum=least, maximum=settings.kl_weight, warmup_updates=settings.kl_warmup)
     weight = initial_kl_weight(weights)
-    rewards, spreads, done = list[float](), list[float](), 0
+    rewards = list[float]()
+    spreads = list[float]()
+    done = 0
     while done < settings.num_updates:
         asked = torch.stack([torch.randint(n, (settings.captions,), generator=asking) for n in policy.sizes], 1)
         captions = asked.repeat_interleave(settings.videos, 0)
@@ -208,7 +221,8 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
                 kl: dict[str, Any] = {"kl_weight": weight.weight, "anchor": None if kind == "none" else anchor}
                 steps = [int(step) for step in part]
                 terms = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
-                loss, weight = terms.loss.mean(), next_kl_weight(weight, weighted_kl(terms, objective), weights)
+                loss = terms.loss.mean()
+                weight = next_kl_weight(weight, weighted_kl(terms, objective), weights)
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_([psi], 1.0)

@@ -36,7 +36,8 @@ from sage_fast.models.toy.words import (
 from sage_fast.records import PromptEmbeds
 
 FONT = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSansMono-Bold.ttf"
-SIZE, CAPITALS = 13.0, 0.73
+SIZE = 13.0
+CAPITALS = 0.73
 """Of the font, in pixels, and the height of its capitals as a share of that."""
 CELL = 8
 """Pixels from letter to letter."""
@@ -45,7 +46,8 @@ TRAVEL = 6.0
 GROWTH = (0.64, 1.0)
 HEIGHTS = (-1, 0, 1)
 """Pixels by which a word lies below the middle. The caption does not say."""
-INK, PAPER = 0.95, 0.06
+INK = 0.95
+PAPER = 0.06
 SUPERSAMPLING = 8
 
 LOOK_ALIKES = ("HN", "TY", "CL", "ES", "KR", "AU")
@@ -59,7 +61,9 @@ VARIANTS = [(motion, height) for motion in MOTIONS for height in HEIGHTS]
 class WordsPhase(Phase):
     """See `Phase`."""
 
-    name, transformer, dtype = "words", TRANSFORMER_CONFIG, torch.float32
+    name = "words"
+    transformer = TRANSFORMER_CONFIG
+    dtype = torch.float32
 
     wrong_letter: float
     """Probability that a letter is drawn as the one that looks like it."""
@@ -169,7 +173,8 @@ class WordsWorld:
 
         The data are the legal videos, each with a Gaussian of standard deviation `SPREAD` around it.
         """
-        x, level = latents.flatten(1), sigma[:, None]
+        x = latents.flatten(1)
+        level = sigma[:, None]
         variance = (1 - level) ** 2 * SPREAD**2 + level**2
         # Logarithm of the likelihood of a letter at a place, against an empty place.
         inner = (x - (1 - level) * self.blank) @ self.ink.T
@@ -177,7 +182,8 @@ class WordsWorld:
         score = score.view(-1, len(VARIANTS), len(PLACES), len(ALPHABET))
         given = captions[:, 0] >= 0
         length = (captions[:, 1:] >= 0).sum(1)
-        logits, posteriors = [], []
+        logits = []
+        posteriors = []
         for number, places in zip(LENGTHS, self.places, strict=True):
             # Of captions of another length too, whose hypotheses get no weight below.
             prior = self.shown[captions[:, 1 : number + 1]].log()  # the row of -1 is the last

@@ -31,7 +31,8 @@ class PromptSchedule:
         self.prompts = list(prompts)
         self.seed = seed
         self.shuffle = shuffle
-        self._epoch, self._order = -1, list[int]()
+        self._epoch = -1
+        self._order = list[int]()
 
     def take(self, start: int, count: int) -> list[Prompt]:
         """Prompts number start .. start + count - 1."""
@@ -42,7 +43,8 @@ class PromptSchedule:
                 # One order is kept, since prompts are taken in sequence.
                 if epoch != self._epoch:
                     order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
-                    self._epoch, self._order = epoch, order.tolist()
+                    self._epoch = epoch
+                    self._order = order.tolist()
                 place = self._order[place]
             taken.append(self.prompts[place])
         return taken

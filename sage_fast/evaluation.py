@@ -111,7 +111,8 @@ def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, E
     ValueError where they are not of the same prompts, or fewer than 2 are left.
     """
     shared = set(before.numbers()) & set(after.numbers())
-    before, after = before.only(shared), after.only(shared)
+    before = before.only(shared)
+    after = after.only(shared)
     if before.prompts != after.prompts or before.noises != after.noises:
         raise ValueError("The two evaluations are not of the same prompts and noises, so they cannot be paired.")
     if len(shared) < 2:
@@ -248,7 +249,8 @@ def paired_tests(
         ValueError: the evaluations are not of the same prompts, or share fewer than 2 scored ones.
     """
     before, after = scored_in_both(before, after)
-    first, second = before.columns(), after.columns()
+    first = before.columns()
+    second = after.columns()
     lower = {*before.lower_is_better, *after.lower_is_better}
     # Reward and overall, which are sums of scores.
     totals = [name for name in first if name not in before.scores]

@@ -175,7 +175,8 @@ def loss_columns(
     For RatioNorm the log-ratio's factor 2 std^2 becomes std, and the surrogate's scale 1 / size.
     """
     if settings.ratio == "ratio_norm":
-        std, scale = (std / 2).sqrt(), 1 / size
+        std = (std / 2).sqrt()
+        scale = 1 / size
     return StepColumns(gain=gain, std=std, scale=scale, advantage=advantage)
 
 

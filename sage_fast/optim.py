@@ -168,7 +168,8 @@ class OptimizerSet:
 
         Over the whole elements that AdamW has moved, not those whose gradient has always been 0. None without any.
         """
-        moments, scales = list[Tensor](), list[float]()
+        moments = list[Tensor]()
+        scales = list[float]()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
                 for state in (optimizer.state[parameter] for parameter in group["params"]):

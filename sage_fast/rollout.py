@@ -49,7 +49,8 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     window = config.sde_window
     if window.size is None:
         return table
-    first, span = rollout * window.stride, window.span(config.num_steps)
+    first = rollout * window.stride
+    span = window.span(config.num_steps)
     return table.restrict([(first + i) % span for i in range(window.size)])
 
 
@@ -163,7 +164,8 @@ def sample_trajectory(
     Returns:
         Trajectory whose tensors are float32 on the device of `initial`.
     """
-    latents, velocities = [], []
+    latents = []
+    velocities = []
     x = initial
     for step in range(table.num_steps) if steps is None else steps:
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
@@ -344,7 +346,8 @@ class VideoScoring:
         Returns:
             Numbers of the videos that were decoded here, with the videos (F, 3, H, W) uint8.
         """
-        samples, world = trajectory.samples, self.world
+        samples = trajectory.samples
+        world = self.world
         rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.rank % world.sp]
         if not rows:
             return []
@@ -404,11 +407,15 @@ def exchange_trajectories(
         dealt: numbers of micro-batches by data-parallel rank, see `deal`.
         samples: of videos, by their numbers. keys: of all videos.
     """
-    rank, sampled, like = world.dp_rank, len(trajectories), trajectories[0]
-    size, steps = len(like.samples), len(like.latents)
+    rank = world.dp_rank
+    sampled = len(trajectories)
+    like = trajectories[0]
+    size = len(like.samples)
+    steps = len(like.latents)
     sources = dealt // sampled
     moved = sources != torch.arange(len(dealt))[:, None]
-    leaving, coming = moved & (sources == rank), moved[rank]
+    leaving = moved & (sources == rank)
+    coming = moved[rank]
     held = dict(enumerate(trajectories, rank * sampled))
     sent = [held[number] for number in dealt[leaving].tolist()]
     found = {number: held[number] for number in dealt[rank][~coming].tolist()}
@@ -427,7 +434,8 @@ def exchange_trajectories(
     made = micro_batches(samples(rows), size)
     made_keys = micro_batches([keys[row] for row in rows], size)
     for number, batch, of_batch, *values in zip(numbers.tolist(), made, made_keys, *columns, strict=False):
-        latents, velocities = values[:steps], values[steps:-1]
+        latents = values[:steps]
+        velocities = values[steps:-1]
         found[number] = replace(
             like, samples=batch, keys=of_batch, latents=latents, velocities=velocities, final=values[-1]
         )
@@ -476,9 +484,11 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
     fewest = min(int(table.trainable.sum()) for table in rollout_tables(rollout))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
-        where, fix = " in the SDE window", "Widen rollout.sde_window"
+        where = " in the SDE window"
+        fix = "Widen rollout.sde_window"
         if not rollout.sde_window.size:
-            where, fix = "", "Raise training.timestep_fraction or rollout.num_steps,"
+            where = ""
+            fix = "Raise training.timestep_fraction or rollout.num_steps,"
         raise ConfigError(
             f"{fewest} trainable step(s) of {rollout.sde_type}{where}, of which a share of "
             f"{training.timestep_fraction:g} trains {trained}: too few for training.updates_per_rollout = "

@@ -46,7 +46,8 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
     t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     sigmas = shift * t / (1 + (shift - 1) * t)
     # Exact, whatever rounding has left of them.
-    sigmas[0], sigmas[-1] = 1.0, 0.0
+    sigmas[0] = 1.0
+    sigmas[-1] = 0.0
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(
             f"shift {shift} with {num_steps} steps puts two noise levels on the same number; "
@@ -168,7 +169,8 @@ def transition_table(
             f"given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
         )
 
-    s, n = sigmas[:-1], sigmas[1:]
+    s = sigmas[:-1]
+    n = sigmas[1:]
     step = s - n
     # V may be zero or negative where the sampler is degenerate. q is what is kept of the noise that x is made of.
     variance = torch.zeros_like(step)
@@ -181,7 +183,8 @@ def transition_table(
     elif sde_type == "sage_exact":
         # Without noise rho is 1; at sigma = 1, whose logit is infinite, it would be 0 times infinity.
         log_rho = eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff() if eta else torch.zeros_like(step)
-        variance, q = n.square() * -torch.expm1(2 * log_rho), n * log_rho.exp()
+        variance = n.square() * -torch.expm1(2 * log_rho)
+        q = n * log_rho.exp()
     elif sde_type == "dance_grpo":
         variance = eta**2 * step
     elif sde_type == "flow_grpo":
@@ -189,7 +192,8 @@ def transition_table(
         guarded = torch.where(s == 1, n, s)
         variance = eta**2 * step * s / (1 - guarded)
     elif sde_type == "cps":
-        variance, q = (n * math.sin(eta * math.pi / 2)) ** 2, n * math.cos(eta * math.pi / 2)
+        variance = (n * math.sin(eta * math.pi / 2)) ** 2
+        q = n * math.cos(eta * math.pi / 2)
     trainable = variance > 0
     variance = torch.where(trainable, variance, torch.zeros_like(variance))
     if q is not None:

@@ -195,7 +195,8 @@ class Trainer:
 
     def _prepare_model(self, components: Components) -> None:
         """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
-        config, transformer = self.config, components.transformer
+        config = self.config
+        transformer = components.transformer
         # While the weights are whole: later a rank may hold a part of each.
         self.model_digest = base_digest(transformer, components.weights)
         """Digest of the weights that the run starts from."""
@@ -264,7 +265,8 @@ class Trainer:
         Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
         ranks at the same time.
         """
-        rollout, members = self.config.rollout, self.config.rollout.num_generations
+        rollout = self.config.rollout
+        members = self.config.rollout.num_generations
         table = rollout_table(rollout, self.rollouts)
         first_steps: FirstSteps | None = None
         if shares_first_steps(rollout, self.engine.sharded):
@@ -480,7 +482,8 @@ class Trainer:
 
     def evaluate(self, on_video: Callable[[int, Tensor], None] | None = None) -> Evaluation:
         """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights. See `evaluate`."""
-        section, video = self.config.evaluation, self.config.evaluation_video
+        section = self.config.evaluation
+        video = self.config.evaluation_video
         initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
         sampler = evaluation_sampler(
             self.config.rollout,

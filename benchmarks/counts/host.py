@@ -25,7 +25,9 @@ from sage_kernels import common, launch
 
 Trained = Literal["nothing", "lora"]
 """Weights that need gradients."""
-HEAD_DIM, TOKENS, TEXT = 8, 24, 4
+HEAD_DIM = 8
+TOKENS = 24
+TEXT = 4
 """One head; tokens enough for the wide form of low-rank updates (`projection.room_for_low`)."""
 INLINED = {"<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>"}
 """Code that some versions of Python call, and others run in place, generator expressions among them."""

@@ -24,7 +24,8 @@ Update = Literal["two_phase", "single_pass"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = ROOT / "configs" / "toy_cpu.yaml"
-NUM_VIDEOS, NUM_STEPS = 2, 2
+NUM_VIDEOS = 2
+NUM_STEPS = 2
 PHASES = ("rollout", "anchor", "update")
 """Of an iteration, where the transformer may run."""
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
@@ -37,7 +38,8 @@ class Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.phases = ["between"]
-        self.forwards, self.waits = Counter[str](), Counter[str]()
+        self.forwards = Counter[str]()
+        self.waits = Counter[str]()
         self.updates = self.collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +115,8 @@ def measure_iteration() -> dict[str, float]:
     for update, scale in product(get_args(Update), (1, 6)):
         trainer = toy_trainer(update, scale, "cpu")
         for anchor in ("fresh", "behind"):
-            case, watch = f"{update}/{scale}/{anchor}", Watch().iterate(trainer)
+            case = f"{update}/{scale}/{anchor}"
+            watch = Watch().iterate(trainer)
             each = {phase: watch.forwards.pop(phase, 0) / (NUM_VIDEOS * NUM_STEPS) for phase in PHASES}
             found |= {f"iteration.forwards/{case}/{phase}": number for phase, number in each.items()}
             found[f"iteration.forwards_elsewhere/{case}"] = watch.forwards.total()

@@ -62,7 +62,8 @@ def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
     name = func.overloadpacket.__name__
     if name in ("_to_copy", "copy_") and not kwargs.get("non_blocking") and args[2:] != (True,):
         # To the device: a copy from memory that is not pinned waits for all work, unless it may be staged.
-        copied, target = args[name == "copy_"], torch.device(kwargs.get("device") or args[0].device)
+        copied = args[name == "copy_"]
+        target = torch.device(kwargs.get("device") or args[0].device)
         if copied.device.type == "cpu" and target.type == "meta":
             return [func(*args, **kwargs)]
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -113,7 +114,8 @@ class Record(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operator and list it."""
-        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
         for answer in answer_of(func, args, kwargs):
             self.syncs.append(name)
             return answer
@@ -203,7 +205,8 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
     transformer._acceleration.rotary = Rotary(table, table)
     with torch.no_grad(), Record():
         run()  # fills what is cached
-    forward_flops, backward_flops = FlopCounterMode(display=False), FlopCounterMode(display=False)
+    forward_flops = FlopCounterMode(display=False)
+    backward_flops = FlopCounterMode(display=False)
     with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
         outputs = run()
     cotangents = [torch.empty_like(output) for output in outputs]
@@ -220,7 +223,8 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
     # The record answers reads by the host, for which meta tensors have none.
     with Record(), trace.Tracer(lasting) as alive:
         outputs = run()
-        forward_peak, alive.peak = alive.peak, alive.now
+        forward_peak = alive.peak
+        alive.peak = alive.now
         torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
     calls = [*forward.calls, *backward.calls]
     return {

@@ -63,8 +63,10 @@ def exact(tensors: Sequence[Tensor]) -> list[Tensor]:
     """`gradients` of softmax(q k^T / sqrt(D)) v in float64, for `ROWS` queries at a time."""
     q, k, v, grad = (t.double().transpose(1, 2) for t in tensors)
     scale = q.shape[-1] ** -0.5
-    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
-    outs, dqs = [], []
+    dk = torch.zeros_like(k)
+    dv = torch.zeros_like(v)
+    outs = []
+    dqs = []
     for q_rows, grad_rows in zip(q.split(ROWS, 2), grad.split(ROWS, 2), strict=True):
         p = (q_rows @ k.transpose(-1, -2) * scale).softmax(-1)
         outs.append(p @ v)
@@ -97,7 +99,8 @@ def check(backend: str, device: torch.device, sizes: Sequence[tuple[int, int]], 
         tensors[0] += offset
         tensors[1] -= offset
         oracle = exact(tensors)
-        plain, given = gradients(tensors, PLAIN), gradients(tensors, backend)
+        plain = gradients(tensors, PLAIN)
+        given = gradients(tensors, backend)
         for name, of_plain, of_backend, right in zip(RESULTS, plain, given, oracle, strict=True):
             times = relative_error(of_backend, right) / relative_error(of_plain, right)
             worst[name + below] = max(worst[name + below], times)
@@ -133,7 +136,8 @@ def cells(session: Session) -> Iterator[Cell]:
         yield Cell(suite=SUITE, name=f"parity {backend}", work=work)
     for shape in SMOKE if session.smoke else SHAPES:
         for backend in backends:
-            small_parity, parity = f"{SUITE} parity {backend}", f"{SUITE} parity {shape.name} {backend}"
+            small_parity = f"{SUITE} parity {backend}"
+            parity = f"{SUITE} parity {shape.name} {backend}"
             if (backend == PLAIN and not session.smoke) or session.cells[small_parity]["status"].startswith("absent"):
                 continue
             size = (shape.video_tokens + shape.text_tokens, 1)

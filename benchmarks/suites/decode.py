@@ -60,7 +60,8 @@ class Contest:
     def __init__(
         self, decoder: VAEDecoder, stock: AutoencoderKLHunyuanVideo15, latent: tuple[int, int, int, int]
     ) -> None:
-        self.decoder, self.vae = decoder, stock
+        self.decoder = decoder
+        self.vae = stock
         device = next(stock.parameters()).device
         generator = torch.Generator(device).manual_seed(1)
         self.latents = torch.randn(1, *latent, generator=generator, device=device)

@@ -60,7 +60,8 @@ class RandomPrompts:
     """Embeddings of random values, as long as a prompt's."""
 
     def __init__(self, config: Mapping[str, Any], text_tokens: int) -> None:
-        self.config, self.text_tokens = config, text_tokens
+        self.config = config
+        self.text_tokens = text_tokens
 
     def prepare(self, texts: Sequence[str], *collective: Any) -> list[tuple[int, int]]:
         """As `sage_fast.models.family.PromptEncoder`."""
@@ -78,7 +79,8 @@ class Iteration:
     """A trainer of the recipe over random weights, after its first iteration."""
 
     def __init__(self, session: Session) -> None:
-        self.session, device = session, session.device
+        self.session = session
+        device = session.device
         smoke = session.smoke
         model = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15
         from sage_fast.config.load import load_config  # its library may not be on a bare machine

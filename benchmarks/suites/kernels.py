@@ -147,7 +147,8 @@ def time_op(session: Session, spec: OpSpec, case: Case, direction: str, contende
     call, nbytes = calls_of(spec, case, direction, contender, session.device, smoke=session.smoke)
     with torch.set_grad_enabled(direction == "backward"):
         seconds = session.time(call, rounds=20, calls=harness.calls_per_stretch(nbytes), warmup=3)
-    step, dtype = f"{spec.name} {direction}", str(spec.bench_dtype).removeprefix("torch.")
+    step = f"{spec.name} {direction}"
+    dtype = str(spec.bench_dtype).removeprefix("torch.")
     return {"rows": [timing(step, case.id, contender, seconds, bytes=nbytes, op=spec.name, dtype=dtype)]}
 
 

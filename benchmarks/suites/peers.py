@@ -57,7 +57,8 @@ class Contender:
     """An update, the FLOPs of one, and its peaks of memory."""
 
     def __init__(self, update: Callable[[], object]) -> None:
-        self.update, self.peaks = update, list[float]()
+        self.update = update
+        self.peaks = list[float]()
         with FlopCounterMode(display=False, custom_mapping=ATTENTION) as counter:
             update()
         self.flop = counter.get_total_flops()
@@ -87,7 +88,8 @@ def task_of(network: str) -> public.Task:
     """The task of `cpu.toy_trainer`, for public trainers; the pipeline's padding would be two tokens, none is made."""
     heads, layers, videos, _ = cpu.UPDATES[network]
     config = load_config("toy_cpu")
-    video, prompts = config.video, read_prompts(config.data.prompts)[: videos // 2]
+    video = config.video
+    prompts = read_prompts(config.data.prompts)[: videos // 2]
     encoded = WordEncoder().encode([prompt.text for prompt in prompts for _ in range(2)])
     return public.Task(
         config=TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers},
@@ -140,7 +142,8 @@ def measure(
     turns = 1 if session.smoke else ROUNDS
     record = cpu.in_turns(objective, network, list(made), lambda who: made[who].turn(), turns)
     for row in record["rows"]:
-        one, alone = made[row["contender"]], f"{SUITE} {objective} {network} {row['contender']}"
+        one = made[row["contender"]]
+        alone = f"{SUITE} {objective} {network} {row['contender']}"
         peak = statistics.median(one.peaks) if one.peaks else None
         said = [f"{one.flop / 1e9:.1f} GFLOP", "" if peak is None else f"{peak:.0f} MB"]
         said.append(session.cells.get(alone, {}).get("checkout", ""))

@@ -178,7 +178,8 @@ class Model:
 
     def measure(self, timed: Timed) -> Record:
         """The row of a cell."""
-        shape, session = self.shapes[timed.shape], self.session
+        shape = self.shapes[timed.shape]
+        session = self.session
         inputs = workload.random_inputs(shape, self.config, session.device, DTYPE)
         try:
             if timed.contender != "P2":
@@ -216,12 +217,15 @@ class TwoLayers:
     """Two layers of full width with adapters, and their velocity and gradients in float64."""
 
     def __init__(self, model: Model) -> None:
-        self.model, session = model, model.session
-        self.backend, self.shape = model.backend, shapes.SMOKE[0] if session.smoke else shapes.PARITY
+        self.model = model
+        session = model.session
+        self.backend = model.backend
+        self.shape = shapes.SMOKE[0] if session.smoke else shapes.PARITY
         self.transformer = workload.random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
         workload.adapt(self.transformer)
         self.inputs = workload.random_inputs(self.shape, model.config, session.device, DTYPE)
-        wide, given = copy.deepcopy(self.transformer).double(), self.inputs.conditional
+        wide = copy.deepcopy(self.transformer).double()
+        given = self.inputs.conditional
         prompt = PromptEmbeds(text=given.text.double(), glyph=given.glyph.double())
         velocity = diffusers_velocity(wide, self.inputs.latents.double(), self.inputs.sigma, [prompt])
         velocity.backward(self.inputs.noise.double())
@@ -259,7 +263,8 @@ class TwoLayers:
         if contender == "ours":
             kept = self.errors(contender, "selective")
             errors = {kind: max(error, kept[kind]) for kind, error in errors.items()}
-        result, p2 = self.model.session.result, self.model.parity["P2"]
+        result = self.model.session.result
+        p2 = self.model.parity["P2"]
         if contender == "P2" or not results.passed(result, p2):
             return verdict(errors, SANE)
         return verdict(errors, {kind: ALLOWED * result["cells"][p2]["errors"][kind] for kind in errors})

@@ -71,7 +71,8 @@ def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
     path = root / BEST
     try:
         found = loads(path.read_bytes())
-        update, score = int(found["update"]), float(found["score"])
+        update = int(found["update"])
+        score = float(found["score"])
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
@@ -95,7 +96,8 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
 
     def examine() -> None:
         for name in sorted(files)[world.rank :: world.size]:
-            path, entry = folder / name, files[name]
+            path = folder / name
+            entry = files[name]
             try:
                 same = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
             except OSError as error:

@@ -171,7 +171,8 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait until what was saved is on disk. CheckpointError when some rank could not write it, on all ranks."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
@@ -235,14 +236,20 @@ class CheckpointWriter:
         dealt: Counter[object] = Counter()
         own: dict[str, Tensor] = {}
         for key in sorted(tensors, key=lambda key: (-tensors[key].nbytes, key)):
-            tensor, place, holders = tensors[key], self.world.rank, self.world.size
+            tensor = tensors[key]
+            place = self.world.rank
+            holders = self.world.size
             if isinstance(tensor, DTensor):
                 # Its part is on the ranks along the mesh dimensions that replicate it; `place` numbers them.
-                mesh, place, holders = tensor.device_mesh, 0, 1
+                mesh = tensor.device_mesh
+                place = 0
+                holders = 1
                 for dim in (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()):
-                    place, holders = place * mesh.size(dim) + mesh.get_local_rank(dim), holders * mesh.size(dim)
+                    place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+                    holders = holders * mesh.size(dim)
             elif not everywhere:
-                place, holders = 0, 1
+                place = 0
+                holders = 1
             # Each kind has its own holders, so it is dealt by itself.
             kind = getattr(tensor, "placements", None)
             if dealt[kind] % holders == place:
@@ -332,7 +339,8 @@ class CheckpointWriter:
         """Give a folder that is complete its name."""
         if not self.world.is_main:
             return
-        partial, final = self._partial(update), self._final(update)
+        partial = self._partial(update)
+        final = self._final(update)
         write_manifest(partial, update, files)
         if final.exists():  # damaged, or of an attempt that this run has gone back behind
             self._discard(final)
@@ -419,7 +427,8 @@ class _CopiesPlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         if not self._finished:
-            self.plan, self._finished = new_plan, True
+            self.plan = new_plan
+            self._finished = True
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:

@@ -63,7 +63,8 @@ def load_run_config(
             raise ConfigError(
                 f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
             )
-    first, more = Path(options.config[0]), options.config[1:]
+    first = Path(options.config[0])
+    more = options.config[1:]
     if not RunDirectory(first).is_run:
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
@@ -122,7 +123,8 @@ def home_path(word: str) -> Path:
 def add_output_argument(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     """The option --output_dir; without a default it is required."""
     named = f"; default {default}" if default else ""
-    words, meaning = ("--output_dir", "--output-dir"), f"folder to write to{named}"
+    words = ("--output_dir", "--output-dir")
+    meaning = f"folder to write to{named}"
     parser.add_argument(*words, type=home_path, required=not default, default=default, metavar="FOLDER", help=meaning)
 
 

@@ -149,7 +149,8 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
 
 def _set(tree: Tree, key: str, value: Any) -> None:
     """Lay an override over a tree, in place."""
-    kind, append = _kind(key), key.endswith("+")
+    kind = _kind(key)
+    append = key.endswith("+")
     # A word is a value of these types as it stands, whatever it looks like; of the others it is YAML.
     takes_text = kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
     if isinstance(value, str) and not takes_text:
@@ -322,7 +323,8 @@ def type_name(kind: Any) -> str:
 
 def describe_keys(word: str = "") -> str:
     """Keys that have `word` in their name, with type, default and meaning, for a terminal. ConfigError for none."""
-    parts, word = [], _OTHER_NAMES.get(word, word).lower()
+    parts = []
+    word = _OTHER_NAMES.get(word, word).lower()
     for key, meaning in meanings().items():
         f = _fields()[key]
         if word not in key:

@@ -74,7 +74,8 @@ def locate(path: str, folder: Path | None = None) -> str:
             copy of a preset works wherever it lies. A preset's own files are those that ship.
         folder: of the YAML that names it; None for the command line.
     """
-    shipped, path = presets_folder(), os.path.expanduser(path)
+    shipped = presets_folder()
+    path = os.path.expanduser(path)
     if folder is not None and folder.absolute().is_relative_to(shipped):
         bases = [folder, shipped]
     else:  # runs of earlier versions have saved configs/prompts/..., relative to the repository

@@ -107,7 +107,8 @@ class RunConfig:
             "empty with rollout.guidance_scale 1, where there is no unconditional branch",
         )
         if (scale := self.forward_process.sampling_guidance) is not None:
-            trained, update = self.rollout.guidance_scale, self.training.update
+            trained = self.rollout.guidance_scale
+            update = self.training.update
             needs: list[Need] = [
                 ("training.update", update, ("forward_process",), "no other update samples another velocity"),
                 ("rollout.guidance_scale", trained, (1.0,), "it is the unguided velocity that is trained"),

@@ -16,7 +16,8 @@ from sage_fast.config.errors import ConfigError
 
 T = TypeVar("T")
 
-FREE, FIXED = "free_on_resume", "fixed_on_resume"
+FREE = "free_on_resume"
+FIXED = "fixed_on_resume"
 
 PLACE = "where files lie; the content of those that are read is compared"
 PACE = "how long the run is, and how often it saves, evaluates and reports"
@@ -669,7 +670,9 @@ class DistributedConfig(Section, key="distributed"):
 
     def degrees(self, world_size: int, mode: Literal["lora", "full"]) -> tuple[int, int, int]:
         """(dp_replicate, dp_shard, sp) on `world_size` ranks. ValueError unless their product is that number."""
-        replicate, shard, sp = self.dp_replicate, self.dp_shard, self.sp
+        replicate = self.dp_replicate
+        shard = self.dp_shard
+        sp = self.sp
         # Where neither is set, adapters are whole on every rank, and full weights are sharded over all of them.
         if replicate is None and shard is None:
             if mode == "lora":

@@ -114,7 +114,9 @@ class Engine(ABC):
     """True where all ranks must make equally many VJPs between two steps, and at least one; always where `sharded`."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, world: World) -> None:
-        self.parameters, self.optimizer_config, self.world = parameters, config, world
+        self.parameters = parameters
+        self.optimizer_config = config
+        self.world = world
         self.masters = list(parameters.values())
         self.shapes: Mapping[str, torch.Size] = shapes_of(parameters)
         self.updates = 0

@@ -70,7 +70,8 @@ def rank_device(name: str) -> "torch.device":
             f"model.device is {name!r}, but torch sees no GPU on {os.uname().nodename}. Use cpu, or see that the "
             "driver and a CUDA build of torch are installed on every node."
         )
-    count, local = torch.cuda.device_count(), _number("LOCAL_RANK", 0)
+    count = torch.cuda.device_count()
+    local = _number("LOCAL_RANK", 0)
     if ":" not in name:
         # A scheduler that binds GPUs to tasks shows each task its own, as number 0. `start_world` finds two processes
         # that have the same one.

@@ -99,7 +99,8 @@ class BlockPass:
 
         Those of the layers' tensors go into `gradients`.
         """
-        layers, adapter = self.layers[name], self.adapters[name]
+        layers = self.layers[name]
+        adapter = self.adapters[name]
         # A product with x is left out where the weights and their adapters are frozen.
         rows = x.flatten(0, -2) if x is not None and gradients.wants(*layers) else None
         flat = [grad.flatten(0, -2) for grad in grads]
@@ -124,7 +125,8 @@ class BlockPass:
             hidden: y W_1 + b, which the GELU's derivative needs; None to compute it.
             normed: y.
         """
-        (ff_out,), adapter = self.layers["ff_out"], self.adapters["ff_out"]
+        (ff_out,) = self.layers["ff_out"]
+        adapter = self.adapters["ff_out"]
         wanted = gradients.wants(ff_out)
         hidden = self.project("ff_in", normed) if hidden is None else hidden
         branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)

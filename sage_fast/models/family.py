@@ -421,7 +421,8 @@ class ModelFamily(ABC):
         for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
             _, number, layer = module.split(".", 2)
             official, comfyui = cls.names[layer]
-            down, up = values[f"{module}.lora_A.weight"], values[f"{module}.lora_B.weight"]
+            down = values[f"{module}.lora_A.weight"]
+            up = values[f"{module}.lora_B.weight"]
             name = f"{cls.official_blocks}.{number}.{official}"
             if layout == "musubi":
                 name = f"lora_unet_{name.replace('.', '_')}"

@@ -178,7 +178,9 @@ class BlockwiseForward(FusedForward):
         cos, sin = self._rope[key]
         self.num_video = x.shape[1]
         if self.sequence is not None:
-            x, cos, sin = self.sequence.split(x, 1), self.sequence.split(cos, 0), self.sequence.split(sin, 0)
+            x = self.sequence.split(x, 1)
+            cos = self.sequence.split(cos, 0)
+            sin = self.sequence.split(sin, 0)
         # Not through the blocks' arguments, which FSDP may cast to bfloat16.
         self.rotary = Rotary(cos, sin)
         return x

@@ -68,7 +68,8 @@ def require(
     """
     missing = missing_files(local_folder(path), patterns)
     if is_repository(path):
-        fetch, repository = fetch_command(path, *include), path
+        fetch = fetch_command(path, *include)
+        repository = path
     else:
         fetch = fetch_command(repository, *include, folder=path)
     return Requirement(name=name, where=path, missing=missing, fetch=fetch, repository=repository, gigabytes=gigabytes)

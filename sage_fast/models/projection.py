@@ -101,7 +101,8 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
                 f"Adapter {name!r} uses a LoRA variant, a bias or dropout, which the fused forward does not compute. "
                 "Use plain LoRA, or undo the acceleration (model.forward stock)."
             )
-        (a, _), (b, _) = _parameters(module.lora_A[name]), _parameters(module.lora_B[name])
+        a, _ = _parameters(module.lora_A[name])
+        b, _ = _parameters(module.lora_B[name])
         updates.append(LowRank(a, b, module.scaling[name]))
     return Projection(*_parameters(base), tuple(updates), first)
 
@@ -170,7 +171,8 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
 
 def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor]) -> Adapter:
     """The adapter of the layers' cast factors, each list adjacent in memory."""
-    a, every = stacked(first), stacked(second)
+    a = stacked(first)
+    every = stacked(second)
     assert a is not None
     updates: list[tuple[int, int, slice, LowRank]] = []
     column = 0
@@ -182,7 +184,8 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
             updates.append((i, position, slice(column, end), update))
             column = end
             position += 2
-    n, (outputs, rank) = len(layers), second[0].shape
+    n = len(layers)
+    outputs, rank = second[0].shape
     # The usual case: one update of the same shape for every layer.
     if every is not None and all(len(layer.low_rank) == 1 and layer.weight.shape[0] == outputs for layer in layers):
         b = every
@@ -233,7 +236,8 @@ def project(
     rows = x.flatten(0, -2)
     sizes = [layer.weight.shape[0] for layer in layers]
     result = rows.new_empty(rows.shape[0], sum(sizes)) if out is None else out
-    weight, bias = stacked([layer.weight for layer in layers]), _stacked_biases(layers)
+    weight = stacked([layer.weight for layer in layers])
+    bias = _stacked_biases(layers)
     low = None if adapter is None else adapter.low(rows)
     if adapter is not None and adapter.is_behind(rows):
         _linear_into(rows, adapter.widened(layers), bias, result)
@@ -284,7 +288,8 @@ class Gradients:
     def wants(self, *layers: Projection) -> bool:
         """Tell whether any gradient that is wanted of layers needs their input: all but the bias's do."""
         for layer in layers:
-            first, updates = layer.first, layer.first + 1 + (layer.bias is not None)
+            first = layer.first
+            updates = layer.first + 1 + (layer.bias is not None)
             if self.wanted[first] or any(self.wanted[updates : updates + 2 * len(layer.low_rank)]):
                 return True
         return False
@@ -370,7 +375,8 @@ def weights_backward(
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
         # The layers share their input, so one product has the gradients of all first factors below each other.
-        master, rows = adapter.updates[0][3].a, x[:, : adapter.a.shape[1]]
+        master = adapter.updates[0][3].a
+        rows = x[:, : adapter.a.shape[1]]
         first = _factor_gradient(low_grad, rows, master)
         for _, position, columns, _ in adapter.updates:
             gradients.put(position, first[..., columns, :])
@@ -405,7 +411,8 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     if len(tensors) == 1:
         return first
     # The storage itself and not its address, which says nothing on the meta device.
-    storage, offset = first.untyped_storage()._cdata, first.storage_offset()
+    storage = first.untyped_storage()._cdata
+    offset = first.storage_offset()
     for tensor in tensors:
         if (
             tensor.untyped_storage()._cdata != storage

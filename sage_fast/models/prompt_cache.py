@@ -85,7 +85,8 @@ class CachedPromptEncoder(ABC):
         """
         unique = list(dict.fromkeys(texts))
         ranks = self._ranks_that_share(world, unique)
-        place, count = ranks.index(world.rank), len(ranks)
+        place = ranks.index(world.rank)
+        count = len(ranks)
         # A prompt or two may be a trial, or the empty one of guidance.
         words = (word_count(text_of(text)) for text in unique)
         if world.is_main and len(unique) > 2 and (median := statistics.median(words)) < SHORT_CAPTION:

@@ -137,7 +137,8 @@ class StoredWeights(Mapping[str, Tensor]):
         for path in weight_files(folder):
             file = self._open(path)
             for name in file.keys():  # noqa: SIM118  no mapping
-                self._files[name], self.shapes[name] = path, torch.Size(file.get_slice(name).get_shape())
+                self._files[name] = path
+                self.shapes[name] = torch.Size(file.get_slice(name).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
         return self._open(self._files[name]).get_tensor(name)
@@ -162,7 +163,8 @@ class StoredWeights(Mapping[str, Tensor]):
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-        self._opened, mapped = {}, 0
+        self._opened = {}
+        mapped = 0
         for qualified, parameter in transformer.named_parameters():
             if ".lora_" in qualified:
                 continue
@@ -178,11 +180,13 @@ class StoredWeights(Mapping[str, Tensor]):
                 part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
             else:
                 allocate([parameter], device or parameter.device)
-                target, part = parameter, part[:]
+                target = parameter
+                part = part[:]
             target.copy_(part)
             mapped += part.nbytes
             if mapped > _MAPPED_BYTES:
-                self._opened, mapped = {}, 0
+                self._opened = {}
+                mapped = 0
         self._opened = {}
 
     def _open(self, path: Path) -> Any:

@@ -69,7 +69,8 @@ class AutoencoderDecoder(ABC):
         ValueError unless there are `time` k + 1 frames of a size that is a multiple of `step`; it names the nearest
         allowed ones.
         """
-        frames, pixels = f"{self.time}k + 1 frames", f"multiples of {self.step} pixels"
+        frames = f"{self.time}k + 1 frames"
+        pixels = f"multiples of {self.step} pixels"
         for key, size, first, step, allowed in (
             ("num_frames", num_frames, 1, self.time, frames),
             ("height", height, self.step, self.step, pixels),

@@ -28,7 +28,8 @@ from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
 
-FEW_VIDEOS, FEW_PROMPTS = 64, 8
+FEW_VIDEOS = 64
+FEW_PROMPTS = 8
 """Videos and prompts per update below which a run is warned, and so is its plan."""
 
 Place = tuple[int, int]
@@ -80,8 +81,11 @@ class Objective(ABC):
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         self.config = config
-        self.settings, self.training = config.objective, config.training
-        self.policy, self.engine, self.kernels = parts.policy, parts.engine, parts.kernels
+        self.settings = config.objective
+        self.training = config.training
+        self.policy = parts.policy
+        self.engine = parts.engine
+        self.kernels = parts.kernels
         self.anchor_kind = anchor_kind(self.settings.kl_mode)
         self.anchor: WeightSnapshot | None = self.engine.snapshot() if self.anchor_kind != "none" else None
         self.anchor_update = 0
@@ -108,7 +112,8 @@ class Objective(ABC):
 
     def begin(self, update: int, rollouts: int) -> None:
         """A rollout starts, after so many updates and rollouts; the anchor is refreshed if that is due."""
-        self.anchor_velocities, self.old_velocities = {}, {}
+        self.anchor_velocities = {}
+        self.old_velocities = {}
         due = self.anchor_kind == "moving" and update - self.anchor_update >= self.training.anchor_interval
         if self.anchor is not None and due:
             self.anchor.refresh()
@@ -224,7 +229,8 @@ def second_half(config: RunConfig, ranks: int) -> int | None:
     Args:
         ranks: data-parallel ones.
     """
-    rollout, training = config.rollout, config.training
+    rollout = config.rollout
+    training = config.training
     if training.mode != "lora" or config.distributed.zero_stage is not None or training.updates_per_rollout > 1:
         return None
     groups = rollout.batch_size * ranks // rollout.num_generations

@@ -114,8 +114,11 @@ def forward_loss(
     bound = torch.full_like(sigma, ADVANTAGE_CLIP)
     if settings.weighting == "branches":
         side = settings.beta * (here - old)
-        toward, away = (bound + advantage) / 2 * adaptive(old + side), (bound - advantage) / 2 * adaptive(old - side)
-        advantage, bound, weight = toward - away, toward + away, torch.ones_like(sigma)
+        toward = (bound + advantage) / 2 * adaptive(old + side)
+        away = (bound - advantage) / 2 * adaptive(old - side)
+        advantage = toward - away
+        bound = toward + away
+        weight = torch.ones_like(sigma)
     moved = velocity - old
     deviation = mean(moved.square())
     if settings.clip is None:
@@ -195,7 +198,8 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
 
 def check_path(config: RunConfig) -> None:
     """ConfigError where a rollout's own states cannot be trained at."""
-    process, rollout = config.forward_process, config.rollout
+    process = config.forward_process
+    rollout = config.rollout
     if config.samples_by_ode:
         raise ConfigError(
             f"forward_process.states is path, but rollout.sde_type {rollout.sde_type!r} with eta {rollout.eta:g} draws "
@@ -219,7 +223,9 @@ class ForwardProcess(Objective):
     @staticmethod
     def check_config(config: RunConfig) -> None:
         """As in `Objective`: settings of the sampler's steps have no meaning at noised videos."""
-        training, rollout, objective = config.training, config.rollout, config.objective
+        training = config.training
+        rollout = config.rollout
+        objective = config.objective
         why = "it trains at forward_process.levels, not at every step of the sampler"
         require(
             rollout.batch_size % training.updates_per_rollout == 0,
@@ -278,7 +284,8 @@ class ForwardProcess(Objective):
 
     def mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
         """As in `Objective`: all levels of some videos."""
-        updates, positions = self.training.updates_per_rollout, range(self.process.levels)
+        updates = self.training.updates_per_rollout
+        positions = range(self.process.levels)
         turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
         for turn in range(updates):
             trained = scored.all_trained & (turns == turn)
@@ -308,7 +315,8 @@ class ForwardProcess(Objective):
 
     def _trained_at(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
         """x_t and u (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
-        steps, x0 = self._steps(trajectory, position), trajectory.final
+        steps = self._steps(trajectory, position)
+        x0 = trajectory.final
         sigma = step_sigma(trajectory.table, steps)
         share = sigma.to(x0.device).view(-1, *[1] * (x0.ndim - 1))
         if self.on_path:

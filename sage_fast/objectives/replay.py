@@ -114,7 +114,8 @@ class Replay:
         A micro-batch runs as a whole, because a smaller one rounds otherwise than the rollout's. Ranks that keep step
         make as many passes as the one with most: some of theirs are for nothing.
         """
-        ranks, batches = len(scored.rows), len(scored.trajectories)
+        ranks = len(scored.rows)
+        batches = len(scored.trajectories)
         # (data-parallel ranks, micro-batches x positions): whether any sample of the micro-batch is wanted.
         by_rank = wanted[scored.rows].view(ranks, batches, -1, len(positions)).any(dim=2).flatten(1)
         own = by_rank[scored.rank]

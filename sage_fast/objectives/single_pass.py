@@ -160,7 +160,8 @@ class SinglePass(GRPO):
     def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> PolicyTerms:
         """As in `Objective`; uses up the rollout's accumulators."""
         assert len(positions) == len(scored.orders[0])
-        videos, self._videos = self._videos, []
+        videos = self._videos
+        self._videos = []
         share = 1.0 / (scored.num_trained * len(positions))
         total = GradientSum()
         group: GradientSum | None = None
@@ -195,7 +196,8 @@ class SinglePass(GRPO):
         """The velocity of videos at a step that all of them train, with one factor of the KL; their gradients go to
         their accumulators.
         """
-        embeds, table = [video.sample.embeds for video in videos], videos[0].table
+        embeds = [video.sample.embeds for video in videos]
+        table = videos[0].table
         factor = videos[0].kl_factors[step]
         anchor_velocity: Tensor | None = None
         if self.measured_anchor is not None and factor:

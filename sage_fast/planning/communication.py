@@ -17,7 +17,8 @@ def waiting(
     held: MemoryPlan, visited: Visits, device: Device, *, evaluation_tokens: int, eval_batches: float
 ) -> dict[str, float]:
     """Seconds by phase, per rollout and its updates, and per evaluation (`eval_batches` batches on a rank)."""
-    config, rollout = held.config, held.config.rollout
+    config = held.config
+    rollout = held.config.rollout
     if held.layout.sp == 1:
         return {}
     branches = 1 if rollout.guidance_scale == 1.0 else 2
@@ -43,7 +44,8 @@ def waiting(
 def _seconds(
     held: MemoryPlan, device: Device, tokens: int, batch: int, forwards: float, backwards: float = 0.0
 ) -> float:
-    group, layers = held.layout.groups["sp"], held.description.num_layers
+    group = held.layout.groups["sp"]
+    layers = held.description.num_layers
     # The last layer's text has no result to send.
     middle, end = (
         all_to_all_bytes(

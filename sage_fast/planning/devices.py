@@ -18,7 +18,9 @@ from sage_fast.planning.trace import Cost
 SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU by default."""
 
-LINEAR_SHARE, ATTENTION_SHARE, ELEMENTWISE_SHARE = 0.9, 0.9, 0.8
+LINEAR_SHARE = 0.9
+ATTENTION_SHARE = 0.9
+ELEMENTWISE_SHARE = 0.8
 """Share of each ceiling that a run is assumed to reach."""
 
 CONVOLUTION_SHARE = 0.5
@@ -32,7 +34,8 @@ ADAPTER = 46.0
 """GB/s of a network adapter of 400 Gbit/s, one per GPU: NCCL's developers say to expect 46 to 48 (NVIDIA/nccl-tests,
 issue 290). Those of an A100 are assumed to have 200 Gbit/s."""
 
-_PRODUCT, _BANDWIDTH = 798 / 989, 3.0 / 3.35
+_PRODUCT = 798 / 989
+_BANDWIDTH = 3.0 / 3.35
 _BACKWARD = 0.866
 """FlashAttention's backward over forward speed on an H100, both counted as the formulas do: 561 / 648, 516 / 595."""
 
@@ -163,13 +166,15 @@ def measure_cpu(memory_gb: float) -> Device:
     """This machine's processor, from a product and a copy of a few milliseconds."""
     a = torch.ones(768, 768)
     # 64 MiB each, more than caches hold.
-    source, target = torch.ones(2**24), torch.zeros(2**24)
+    source = torch.ones(2**24)
+    target = torch.zeros(2**24)
     # The best of three, after one that warms up.
     multiplying, copying = (
         min(timeit.repeat(work, number=1, repeat=4)[1:]) for work in (lambda: a @ a, lambda: target.copy_(source))
     )
     # A product of n x n matrices is 2 n^3 FLOPs; a copy reads every byte and writes it.
-    product, bandwidth = 2 * 768**3 / multiplying / 1e12, 2 * source.nbytes / copying / 1e12
+    product = 2 * 768**3 / multiplying / 1e12
+    bandwidth = 2 * source.nbytes / copying / 1e12
     return Device(
         name=f"this CPU, {torch.get_num_threads()} thread(s)",
         memory_gb=memory_gb,

@@ -243,7 +243,9 @@ def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
 
 def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the fewest videos of a group at once that fill the GPU, as far as they fit `room` bytes, for `auto`."""
-    rollout, training, size = plan.config.rollout, plan.config.training, 1
+    rollout = plan.config.rollout
+    training = plan.config.training
+    size = 1
     group = math.gcd(rollout.batch_size, rollout.num_generations)
     plan = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
     # Several updates by the forward process split the videos.
@@ -265,7 +267,8 @@ def settle_memory(config: RunConfig) -> RunConfig:
     It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
     and the run after it has been resumed, computes alike. Ranks whose GPUs differ are refused by `start_world`.
     """
-    model, device = config.model, rank_device(config.model.device)
+    model = config.model
+    device = rank_device(config.model.device)
     asked = (model.decode_memory_gib, model.checkpointing, config.rollout.micro_batch_size)
     if "auto" not in asked or device.type != "cuda":
         return config
@@ -316,7 +319,9 @@ def make_plan(
         description=description,
         sizes=sizes,
     )
-    config, description, layout = held.config, held.description, held.layout
+    config = held.config
+    description = held.description
+    layout = held.layout
     evaluated = held.latent_of(config.evaluation_video)
     visited = visits(config, layout.data_parallel, sharded=held.gathered.sharded)
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
@@ -389,8 +394,12 @@ def _phases(
     held: MemoryPlan, device: Device, visited: Visits, decode: Phase, waits: Mapping[str, float], slower: float
 ) -> tuple[Phase, ...]:
     """Phases per video; `slower` is the share by which the rank with the longest prompts computes longer."""
-    config, weights, calls, layout = held.config, held.weights, held.calls, held.layout
-    batch, videos = config.rollout.videos_at_once, config.rollout.batch_size
+    config = held.config
+    weights = held.weights
+    calls = held.calls
+    layout = held.layout
+    batch = config.rollout.videos_at_once
+    videos = config.rollout.batch_size
     updates = config.training.updates_per_rollout
 
     def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
@@ -478,20 +487,24 @@ def _together(plan: Plan, single: list[Option]) -> Option:
     for option in single:
         both = chosen | dict(option.changes)
         if together := _try(plan, tuple(both.items())):  # None where it excludes an earlier one
-            chosen, best = both, together
+            chosen = both
+            best = together
     # Leave out again what is not needed, the costliest first: the changes are in that order.
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
         found = _try(plan, tuple(fewer.items()))
         if found is not None and (found.plan.fits or found.plan.memory.peak <= best.plan.memory.peak):
-            chosen, best = fewer, found
+            chosen = fewer
+            best = found
     return best
 
 
 def possible_changes(plan: Plan) -> Iterator[Change]:
     """Single changes that may save memory and keep the result, those that cost most first."""
     config = plan.asked
-    model, rollout, evaluation = config.model, config.rollout, config.evaluation
+    model = config.model
+    rollout = config.rollout
+    evaluation = config.evaluation
     if plan.on_gpu and plan.memory.phases["encode"].reward_models:
         yield "reward.url", "http://HOST:8000"
     if plan.gathered.sharded and not config.distributed.cpu_offload:

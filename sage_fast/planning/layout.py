@@ -15,7 +15,8 @@ from sage_fast.config.sections import DistributedConfig, RolloutConfig, check_he
 NODE_SIZE = 8
 """GPUs of a node that NVLink connects."""
 
-CHANNELS, NETWORK_CHANNELS = 32, 2
+CHANNELS = 32
+NETWORK_CHANNELS = 2
 """Channels of a communicator, and of an exchange with a rank of another node. NCCL takes two per NVLink as a power of
 two: 32 were seen between each two of eight H100s (NVIDIA/nccl, issue 1685); two per peer is its default over a network.
 Other GPUs are assumed to have as many."""
@@ -69,7 +70,9 @@ class Layout:
     @cached_property
     def groups(self) -> dict[str, Group]:
         """The groups that communicate, by name; of those of a name the worst case."""
-        gpus, sp, shards = self.gpus, self.sp, self.weight_shards
+        gpus = self.gpus
+        sp = self.sp
+        shards = self.weight_shards
         # Ranks of a video are neighbours, and so are those that share weights; replicas are a stride apart.
         members = {
             "sp": [range(first, first + sp) for first in range(0, gpus, sp)],
@@ -118,7 +121,8 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
     Raises:
         ConfigError: the degrees or the batch do not fit the number of GPUs, the heads or the tokens.
     """
-    section, rollout = config.distributed, config.rollout
+    section = config.distributed
+    rollout = config.rollout
     if section.zero_stage is not None:
         raise ConfigError(
             f"distributed.zero_stage is {section.zero_stage}, and the plan knows how FSDP2 shards: "

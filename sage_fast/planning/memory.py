@@ -42,7 +42,8 @@ PICTURES = 0.1 * GB
 PROCESS = 2.5 * GB
 """CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and what is being read; assumed."""
 
-FRAGMENTATION, CPU_FRAGMENTATION = 0.05, 0.3
+FRAGMENTATION = 0.05
+CPU_FRAGMENTATION = 0.3
 """Share of what comes and goes that the allocator is assumed to lose: a GPU's caching one, and the C library's, which
 keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
 
@@ -164,7 +165,9 @@ class MemoryPlan:
     @cached_property
     def memory(self) -> Memory:
         """Memory of every phase."""
-        config, resident, gathered = self.config, self._resident, self.gathered
+        config = self.config
+        resident = self._resident
+        gathered = self.gathered
         two_phase = config.training.update != "single_pass"
         # Where sharded weights do not stay gathered, only a few blocks of them are in flight at a time.
         without_gradient = replace(
@@ -216,7 +219,8 @@ class MemoryPlan:
         """
         if not self.on_gpu:
             return None
-        layout, item = self.layout, getattr(torch, self.config.model.dtype).itemsize
+        layout = self.layout
+        item = getattr(torch, self.config.model.dtype).itemsize
         kept = 0.0
         if self.gathered.offloaded:
             kept = item * self.weights.pinned / layout.weight_shards
@@ -252,7 +256,9 @@ class MemoryPlan:
     @cached_property
     def _resident(self) -> PhaseMemory:
         """Memory held in every phase from the rollout on."""
-        config, gathered, lora = self.config, self.gathered, self.config.training.mode == "lora"
+        config = self.config
+        gathered = self.gathered
+        lora = self.config.training.mode == "lora"
         offloads = lora and config.model.adaln == "offload" and self.on_gpu
         offloaded = gathered.item * self.weights.adaln if offloads else 0.0
         has_anchor = anchor_kind(config.objective.kl_mode) != "none"
@@ -274,7 +280,8 @@ class MemoryPlan:
 
     def _tables(self) -> float:
         """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
-        config, description = self.config, self.description
+        config = self.config
+        description = self.description
         # An evaluation may have another size and other noise levels.
         count = 2 if config.evaluation.every else 1
         latents = {self.latent_of(video) for video in (config.video, config.evaluation_video)[:count]}
@@ -290,7 +297,8 @@ class MemoryPlan:
     @cached_property
     def _produced(self) -> dict[str, float]:
         """Memory that a rollout leaves for its update."""
-        rollout, video = self.config.rollout, self.config.video
+        rollout = self.config.rollout
+        video = self.config.video
         # A step works on its state and velocity; noised videos need the final latents alone.
         noised = self.config.training.update == "forward_process" and self.config.forward_process.states == "noised"
         states = 3 if noised else 2 * rollout.num_steps + 1
@@ -307,7 +315,8 @@ class MemoryPlan:
     @property
     def _kept_velocities(self) -> float:
         """Bytes of the anchor's velocities, one for each step that the KL counts, and of the old policy's."""
-        rollout, objective = self.config.rollout, self.config.objective
+        rollout = self.config.rollout
+        objective = self.config.objective
         forward = self.config.training.update == "forward_process"
         steps = self.config.forward_process.levels if forward else rollout.num_steps
         has_anchor = anchor_kind(objective.kl_mode) != "none"
@@ -328,7 +337,8 @@ class MemoryPlan:
 
     def _evaluation(self, without_gradient: PhaseMemory) -> PhaseMemory:
         """The largest of sampling, decoding and scoring."""
-        latent, batch = self.latent_of(self.config.evaluation_video), self.config.evaluation.batch_size
+        latent = self.latent_of(self.config.evaluation_video)
+        batch = self.config.evaluation.batch_size
         states = 2 * self.config.evaluation_steps + 1
         evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * batch * states)
         decoding = self.description.decoding(latent, batch, self.config.model, self.on_gpu)

@@ -35,7 +35,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def _head(plan: Plan) -> Iterator[str]:
-    video, config = plan.config.video, plan.config
+    video = plan.config.video
+    config = plan.config
     mode = "adapters" if config.training.mode == "lora" else "weights"
     yield "model"
     yield f"  {plan.weights.total:,} parameters, {plan.weights.trained:,} trained ({mode})"
@@ -44,7 +45,8 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{'x'.join(map(str, plan.latent))}, {plan.video_tokens:,} video and {plan.description.text_tokens} text tokens"
     )
     unit, size = ("TFLOP", 1e12) if plan.forward.total > 1e11 else ("MFLOP", 1e6)
-    linear, attention = plan.forward.linear / size, plan.forward.attention / size
+    linear = plan.forward.linear / size
+    attention = plan.forward.attention / size
     yield f"  one forward of one sample: {linear:,.1f} + {attention:,.1f} {unit} (linear + attention)"
     layout = plan.layout
     if layout.gpus > 1:
@@ -78,7 +80,8 @@ def _memory(plan: Plan, unit: str, size: float, digits: int) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    big, gpus = plan.forward.total > 1e11, plan.layout.gpus
+    big = plan.forward.total > 1e11
+    gpus = plan.layout.gpus
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
     shared = f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
@@ -97,7 +100,8 @@ def _time(plan: Plan) -> Iterator[str]:
     head = ["", f"linear, {flop_unit}", f"attention, {flop_unit}", f"elementwise, {byte_unit}"]
     rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
     yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
-    hours, batch = plan.videos_per_gpu_hour, plan.config.rollout.batch_size
+    hours = plan.videos_per_gpu_hour
+    batch = plan.config.rollout.batch_size
     iteration = _span(plan.seconds_per_rollout)
     yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
     if gpus > 1:
@@ -169,7 +173,9 @@ def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digi
 
 def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
-    config, device, layout = plan.config, plan.device, plan.layout
+    config = plan.config
+    device = plan.device
+    layout = plan.layout
     product, _, _, attention = device.rates(config.compute_dtype, config.model.attention)
     pictures = f" ({plan.description.image_tokens} of a picture)" if plan.description.image_tokens else ""
     lines = [

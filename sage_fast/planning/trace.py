@@ -196,7 +196,8 @@ def extended(two: T, three: T, num_layers: int, of_a_block: tuple[str, ...]) -> 
     """
     values = {}
     for field in fields(two):  # type: ignore[arg-type]  # a dataclass
-        first, second = getattr(two, field.name), getattr(three, field.name)
+        first = getattr(two, field.name)
+        second = getattr(three, field.name)
         in_all = first + (num_layers - 2) * (second - first)
         values[field.name] = max(first, second) if field.name in of_a_block else in_all
     return type(two)(**values)

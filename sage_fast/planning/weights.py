@@ -71,13 +71,17 @@ def _count(
         train_all(transformer)
     else:
         add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
-    moments, matrices, matrix_elements, flops = 0, 0, 0, 0.0
+    moments = 0
+    matrices = 0
+    matrix_elements = 0
+    flops = 0.0
     trained = trainable_parameters(transformer)
     for name, parameter in trained.items():
         # As `OptimizerSet` divides them.
         if optimizer == "muon" and parameter.ndim == 2 and "embed.weight" not in name:
             moments += parameter.numel()
-            matrices, matrix_elements = matrices + 1, matrix_elements + parameter.numel()
+            matrices = matrices + 1
+            matrix_elements = matrix_elements + parameter.numel()
             short, long = sorted(parameter.shape)
             # Five Newton-Schulz steps: X X^T, its square, and their product with X.
             flops += 5 * (4 * short * short * long + 2 * short**3)
@@ -133,7 +137,8 @@ def gathered_weights(config: RunConfig, weights: Weights, num_layers: int, layou
     Args:
         memory: bytes of the GPU.
     """
-    section, full = config.distributed, config.training.mode == "full"
+    section = config.distributed
+    full = config.training.mode == "full"
     stored = getattr(torch, config.model.dtype).itemsize
     item = int(getattr(torch, config.compute_dtype).itemsize)
     whole = float(weights.total * item)

@@ -48,7 +48,8 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
     Raises:
         ConfigError: the forward cannot be traced, or the master weights are not float32.
     """
-    training, model = config.training, config.model
+    training = config.training
+    model = config.model
     if model.forward != "fused" and not family_of(name=description.transformer.get("_class_name")).plans_stock:
         raise ConfigError(
             f"model.forward is {model.forward}, and a plan traces the fused forward: give --model.forward=fused. "
@@ -67,7 +68,8 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
         on_policy=not policy_moves(training),
         collected=training.update == "single_pass",
     )
-    video, patch = config.evaluation_video, description.patch
+    video = config.evaluation_video
+    patch = description.patch
     evaluated = description.latent_shape(video.num_frames, video.height, video.width)
     return Calls(
         sampling=_share(replace(velocity, guidance_scale=config.sampling_guidance), sp, patch),
@@ -79,7 +81,9 @@ def model_calls(config: RunConfig, description: ModelDescription, on_gpu: bool, 
 
 def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool) -> Call:
     """A step of the anchor, or of an evaluation of that size; the other calls differ from it in a few fields."""
-    model, video, kernels = config.model, config.video, config.model.kernels
+    model = config.model
+    video = config.video
+    kernels = config.model.kernels
     return Call(
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),
@@ -151,7 +155,8 @@ def visits(config: RunConfig, ranks: int | None = None, *, sharded: bool = False
         ranks: that have different videos; None means the mean of any number.
         sharded: see `shares_first_steps`.
     """
-    training, rollout = config.training, config.rollout
+    training = config.training
+    rollout = config.rollout
     # At every position of the SDE window.
     tables = rollout_tables(rollout)
     trainable = [int(table.trainable.sum()) for table in tables]
@@ -218,7 +223,8 @@ def repeated_steps(
     """
     if not shares_first_steps(rollout, sharded):
         return 0.0
-    size, group = rollout.batch_size, rollout.num_generations
+    size = rollout.batch_size
+    group = rollout.num_generations
     # A rank's first video may be in a group's middle; after so many ranks one begins a group again.
     cycle = group // math.gcd(size, group)
     groups = [(rank * size % group + size - 1) // group + 1 for rank in range(min(ranks or cycle, cycle))]
@@ -235,8 +241,10 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     Args:
         ranks: as in `visits`.
     """
-    training, rollout = config.training, config.rollout
-    size, group = rollout.batch_size, rollout.num_generations
+    training = config.training
+    rollout = config.rollout
+    size = rollout.batch_size
+    group = rollout.num_generations
     # After so many ranks one begins with the first video of a group again.
     whole = group // math.gcd(size, group)
     # The choice depends on the order of the scores alone, so uniform ones stand for any.

@@ -20,7 +20,8 @@ from sage_fast.models.stored import open_weights
 from sage_fast.models.transformer import is_dead
 from sage_fast.policy.lora import ADAPTER_FILE, has_adapter, make_trainable, trainable_parameters
 
-PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PEFT_FILE = "adapter_model.safetensors"
+PEFT_CONFIG = "adapter_config.json"
 
 LAYOUTS = {
     "peft": r"base_model\.model\.",
@@ -60,7 +61,8 @@ NEUTRAL_FIELDS = re.compile(
     "eva_config|corda_config|lora_ga_config"
 )
 """peft's fields that are read, or leave the computed product as it is, whatever they hold."""
-REPETITION, REPEATED_GROUP = re.compile(r"(?<!\\)[*+{]"), re.compile(r"\)\s*[*+{]")
+REPETITION = re.compile(r"(?<!\\)[*+{]")
+REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
 """Of a pattern of layers."""
 
 NEUTRAL_VALUES = {
@@ -133,7 +135,8 @@ def read_adapter(path: Path, family: ModelFamily | type[ModelFamily] = ModelFami
     layouts = [name for name, keys in LAYOUTS.items() if any(re.match(keys, key) for key in values)]
     try:
         _check_model(metadata, family)
-        layers, fields = _by_layer(values), _peft_fields(beside, metadata)
+        layers = _by_layer(values)
+        fields = _peft_fields(beside, metadata)
         if "peft" in layouts and not fields and "alpha" not in metadata:
             raise ValueError(f"peft writes its scale into {PEFT_CONFIG}, which is not beside it. Put it there.")
         return _pairs(layers, fields, metadata, family.layers_named)
@@ -181,9 +184,11 @@ def _peft_fields(beside: Sequence[Path], metadata: Mapping[str, str]) -> dict[st
 
     ValueError for a field that changes the model in a way that is not computed here, or that is not known.
     """
-    text, place = metadata.get(LORA_ADAPTER_METADATA_KEY), LORA_ADAPTER_METADATA_KEY
+    text = metadata.get(LORA_ADAPTER_METADATA_KEY)
+    place = LORA_ADAPTER_METADATA_KEY
     if text is None and beside:
-        text, place = beside[0].read_text(encoding="utf-8"), PEFT_CONFIG
+        text = beside[0].read_text(encoding="utf-8")
+        place = PEFT_CONFIG
     fields = loads(text or "{}")
     if not isinstance(fields, dict):
         raise ValueError(f"its {place} is {type(fields).__name__}, and not an object.")
@@ -213,7 +218,8 @@ def _pairs(
     for layer, parts in layers.items():
         if missing := {"A", "B"} - parts.keys():
             raise ValueError(f"{layer!r} has no lora_{min(missing)}. The file was not written whole; get it again.")
-        a, b = parts["A"].float(), parts["B"].float()
+        a = parts["A"].float()
+        b = parts["B"].float()
         if a.ndim != 2 or b.ndim != 2 or len(a) != b.shape[1] or not len(a):
             raise ValueError(
                 f"{layer!r} has lora_A of shape {tuple(a.shape)} and lora_B of shape {tuple(b.shape)}, which are not "
@@ -243,7 +249,8 @@ def _scale(
         stated = None if alpha is None else float(alpha) / rank
         if fields:
             fields = {"r": 8, "lora_alpha": 8, **fields}  # peft's
-            ranks, alphas = fields.get("rank_pattern") or {}, fields.get("alpha_pattern") or {}
+            ranks = fields.get("rank_pattern") or {}
+            alphas = fields.get("alpha_pattern") or {}
             said = ranks.get(get_pattern_key(ranks, layer), fields["r"])
             if int(said) != rank:
                 raise ValueError(f"its description says rank {said} for {layer!r}, whose lora_A has {rank} rows.")
@@ -319,8 +326,10 @@ def load_adapter(transformer: Any, path: Path) -> None:
         re.sub(r"\.lora_([AB])\.[^.]+\.weight$", r".lora_\1.weight", name): parameter
         for name, parameter in trainable_parameters(transformer).items()
     }
-    ((_, config),), family = transformer.peft_config.items(), family_of(transformer)
-    scale, values = config.lora_alpha / config.r, dict[str, Tensor]()
+    ((_, config),) = transformer.peft_config.items()
+    family = family_of(transformer)
+    scale = config.lora_alpha / config.r
+    values = dict[str, Tensor]()
     try:
         pairs = read_adapter(path, family)
     except ValueError as error:

@@ -42,7 +42,8 @@ class PerVideo:
         for layer, leaf in zip(self.layers, leaves, strict=True):
             # The fused forward reads the weight, a stock one calls the layer.
             # Into the dictionary: the attribute takes a Parameter alone.
-            layer._parameters["weight"], layer.forward = leaf, partial(_Linear.apply, leaf)
+            layer._parameters["weight"] = leaf
+            layer.forward = partial(_Linear.apply, leaf)
         try:
             yield leaves
         finally:

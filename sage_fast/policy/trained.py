@@ -47,7 +47,8 @@ def weights_digest(path: Path) -> str:
 
     ValueError as `adapter_files`.
     """
-    digest, manifest = hashlib.sha256(), path / MANIFEST
+    digest = hashlib.sha256()
+    manifest = path / MANIFEST
     # A manifest holds the digests of all the other files, which are gigabytes.
     for file in [manifest] if manifest.is_file() else adapter_files(path):
         with file.open("rb") as stream:

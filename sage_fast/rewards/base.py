@@ -112,7 +112,8 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
 
     Those of rewards that are scored elsewhere are not known here.
     """
-    found, elsewhere = {}, scored_elsewhere(config)
+    found = {}
+    elsewhere = scored_elsewhere(config)
     for name in config.rewards:
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         with Guard(name)("while it was asked for its costs"):
@@ -130,7 +131,8 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
 
 def describe_batch(samples: Sequence[Sample]) -> str:
     """A batch, for a message: prompt and place in its group of the first video, and how many more share the batch."""
-    first, others = samples[0], len(samples) - 1
+    first = samples[0]
+    others = len(samples) - 1
     text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
     if others:
         text += f" or one of the {others} videos scored with it" if others > 1 else " or the video scored with it"
@@ -169,7 +171,8 @@ def seed_generators(seed: int) -> None:
 def kept_generators() -> Iterator[None]:
     """Give the generators of `seed_generators` back the states that they had before the context."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
-    own, numpy = random.getstate(), np.random.get_state()
+    own = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(devices):
             yield

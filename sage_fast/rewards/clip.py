@@ -26,7 +26,9 @@ PROCESSOR = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 PROCESSOR_FILES = ("*.json", "*.txt")
 MODEL_FILES = (*PROCESSOR_FILES, "model.safetensors")
 """The repositories hold the same weights in up to four formats."""
-PREPROCESSING, TOKENIZER, WEIGHTS = "preprocessor_config.json", "tokenizer_config.json", "*.safetensors|*.bin"
+PREPROCESSING = "preprocessor_config.json"
+TOKENIZER = "tokenizer_config.json"
+WEIGHTS = "*.safetensors|*.bin"
 
 Precision = Literal["float32", "bfloat16", "float16"]
 
@@ -71,8 +73,11 @@ class _ClipSimilarity:
             raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
         if dtype not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
-        self.reward, self.num_frames, self.batch_size = reward, num_frames, batch_size
-        self.device, self.dtype = resolve_device(device), getattr(torch, dtype)
+        self.reward = reward
+        self.num_frames = num_frames
+        self.batch_size = batch_size
+        self.device = resolve_device(device)
+        self.dtype = getattr(torch, dtype)
 
         weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path", *MODEL_FILES)
         if processor != path:  # its weights are not needed

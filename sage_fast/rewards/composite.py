@@ -264,7 +264,8 @@ class CompositeReward:
         when_second: str,
     ) -> None:
         for name in first.keys() & second.keys():
-            one, other = first[name][0].item(), second[name][0].item()
+            one = first[name][0].item()
+            other = second[name][0].item()
             # A model may round otherwise in another batch, in bfloat16 by some percent.
             rounding = 0.02 * abs(one) + 0.1 * spread.get(name, 0.0)
             if abs(one - other) > rounding + 1e-6:

@@ -166,7 +166,8 @@ class Guard:
             keeps: whether later contexts begin with what it changes. Only set-up does, so that all calls are alike.
         """
         before = {what: read() for what, (read, _) in WATCHED.items()}
-        children, threads = _children(), set(threading.enumerate())
+        children = _children()
+        threads = set(threading.enumerate())
         changed: dict[str, str] = {}
         try:
             # Leaving this restores autograd's modes, whatever was entered within.
@@ -245,7 +246,8 @@ def end_processes() -> None:
     others = _children() - _started
     with _adopting():
         for number in (signal.SIGTERM, signal.SIGKILL):
-            begin, asked = time.monotonic(), set[int]()
+            begin = time.monotonic()
+            asked = set[int]()
             # Looked up each time: as a parent ends, its children are adopted and turn up here.
             while (left := _children() - others) and time.monotonic() < begin + PATIENCE:
                 for pid in left:

@@ -23,7 +23,8 @@ from sage_fast.models.hub import Requirement, missing_files
 from sage_fast.rewards.base import RewardCosts, check_videos
 from sage_fast.rewards.clip import middle_frames
 
-DETECTOR, RECOGNISER = "PP-OCRv6_det_small.onnx", "PP-OCRv6_rec_small.onnx"
+DETECTOR = "PP-OCRv6_det_small.onnx"
+RECOGNISER = "PP-OCRv6_rec_small.onnx"
 INSTALL = "pip install 'sage-fast[ocr]'"
 
 QUOTED = re.compile(r'"([^"\n]*)"|“([^”\n]*)”')
@@ -90,7 +91,8 @@ class OcrReward:
             )
         if over_frames not in get_args(OverFrames):
             raise ValueError(f"over_frames is {over_frames!r}, but it must be mean or best.")
-        self.num_frames, self.over_frames = num_frames, over_frames
+        self.num_frames = num_frames
+        self.over_frames = over_frames
         self.read = load_reader(min_side, threads, search)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
@@ -132,12 +134,14 @@ def similarity(shown: str, wanted: str) -> float:
 
     d is the edit distance, at most L, of both without spaces and in lower case; 0 where the text holds the wanted one.
     """
-    shown, wanted = _plain(shown), _plain(wanted)
+    shown = _plain(shown)
+    wanted = _plain(wanted)
     if wanted in shown:
         return 1.0
     row = list(range(len(wanted) + 1))  # distances of the characters so far to every beginning of the wanted text
     for count, character in enumerate(shown, start=1):
-        before, row = row, [count]
+        before = row
+        row = [count]
         for column, other in enumerate(wanted, start=1):
             row.append(min(before[column] + 1, row[-1] + 1, before[column - 1] + (character != other)))
     return 1 - min(row[-1], len(wanted)) / len(wanted)
@@ -149,7 +153,8 @@ def _plain(text: str) -> str:
 
 def _models() -> Path | None:
     """The folder of weights in the installed rapidocr; None where it or its runtime is missing."""
-    reader, runtime = find_spec("rapidocr"), find_spec("onnxruntime")
+    reader = find_spec("rapidocr")
+    runtime = find_spec("onnxruntime")
     return None if reader is None or reader.origin is None or runtime is None else Path(reader.origin).parent / "models"
 
 

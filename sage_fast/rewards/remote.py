@@ -49,7 +49,8 @@ class RemoteReward:
     """
 
     def __init__(self, url: str, token: str | None, child: "subprocess.Popen[str] | None" = None) -> None:
-        self.url, self.child = url.rstrip("/"), child
+        self.url = url.rstrip("/")
+        self.child = child
         self._closed = False
         self._servers: list[str] = []
         # Without the handlers of proxies, which are for the internet, and of statuses: every answer is read.
@@ -108,7 +109,8 @@ class RemoteReward:
 
     def _ask(self, path: str, body: bytes | None = None, patience: float | None = None) -> dict[str, Any]:
         """One exchange, repeated while the server cannot be reached. RewardError where it answers by an error."""
-        begin, patience = time.monotonic(), PATIENCE if patience is None else patience
+        begin = time.monotonic()
+        patience = PATIENCE if patience is None else patience
         timeout = min(TIMEOUT, max(1.0, patience))  # of a host that does not even refuse
         while True:
             try:

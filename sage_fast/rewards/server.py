@@ -322,7 +322,8 @@ def read_batch(body: bytearray) -> tuple[Any, list[str]]:
     """
     start = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(bytes(body[8:start]))
-    shape, prompts = header["videos"]["shape"], json.loads(header["__metadata__"]["prompts"])
+    shape = header["videos"]["shape"]
+    prompts = json.loads(header["__metadata__"]["prompts"])
     values = memoryview(body)[start:]
     try:
         import torch
@@ -389,7 +390,8 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
     from sage_fast.config.registry import REWARDS, SCORES
 
     # A file to be laid over a preset may hold the rewards alone, and the rest of a run does not matter here.
-    tree, unused = read_tree(files, overrides), {"output_dir": "none", "data.prompts": ["none"]}
+    tree = read_tree(files, overrides)
+    unused = {"output_dir": "none", "data.prompts": ["none"]}
     reward = tree.get("reward", {})
     for name in (reward.get("rewards") or [])[:1]:  # weights are the trainers' affair, and such a file may have none
         reward.setdefault("weights", {SCORES.get(name, ("any",))[0]: 1.0})

@@ -23,7 +23,8 @@ from sage_fast.rewards.base import RewardCosts, check_videos
 
 # A pixel counts as object from LOW to HIGH distance from the background (length of the RGB difference,
 # smooth between). The dimmest colour is 1.0 away and the edges of clean objects pass through every value.
-LOW, HIGH = 0.25, 0.75
+LOW = 0.25
+HIGH = 0.75
 
 # What counts as one unit of error in the track. A frozen object is 2.3 pixels (root mean square) off a
 # moving track.

@@ -122,9 +122,11 @@ class Callbacks:
         if self._failure is None:
             return
         name, error = self._failure
-        ended, go_on = f"after update {update} and nothing of it is lost", "continue"
+        ended = f"after update {update} and nothing of it is lost"
+        go_on = "continue"
         if update == 0:
-            ended, go_on = "before its first update", "start it again"
+            ended = "before its first update"
+            go_on = "start it again"
         raise CallbackError(
             f"Callback {name} raised {describe(error)}. The run in {directory} was ended {ended}: fix or remove the "
             f"callback, and {go_on} with resume set to auto."

@@ -22,11 +22,14 @@ from sage_fast.models.picture_files import read_picture
 from sage_fast.models.video_files import video_frames
 from sage_fast.run.plots import GAIN, LOSS
 
-STRIP_FRAMES, GRID_FRAMES = 8, 3
+STRIP_FRAMES = 8
+GRID_FRAMES = 3
 """Shown of each video, spread evenly from the first to the last; a shorter one shows all."""
 
 INK = "#1d232b"
-MARGIN, GAP, LINE_HEIGHT = 20, 24, 26
+MARGIN = 20
+GAP = 24
+LINE_HEIGHT = 26
 WIDTH = 1660
 """Pixels of a sheet: twice as many as a README shows."""
 MARK_WIDTH = 24

@@ -163,7 +163,8 @@ class MetricsLogger:
         self._file: FileIO | None = None
         if run_dir is None:
             return
-        directory, settings = RunDirectory(run_dir), settings or {}
+        directory = RunDirectory(run_dir)
+        settings = settings or {}
         self.path = directory.metrics
         directory.path.mkdir(parents=True, exist_ok=True)
         self._trackers = [TRACKERS[name](directory, settings) for name in report_to]

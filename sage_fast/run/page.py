@@ -35,7 +35,8 @@ SHOWN_VIDEOS = 4
 """Prompts whose videos show the largest gains, and the largest losses."""
 SHOWN_PROMPTS = 5
 """Prompts in each of the tables of gains and losses."""
-SIGNAL_UPDATES, SURE_UPDATES = 20, 10
+SIGNAL_UPDATES = 20
+SURE_UPDATES = 10
 """Updates over which `grad/signal` is averaged, and the fewest that may call it noise."""
 LITTLE_SIGNAL = 0.01
 """Mean of `grad/signal` below which it is called noise."""
@@ -131,13 +132,17 @@ def run_page(run: str | os.PathLike[str]) -> str:
     rows = sorted(read_metrics(directory.metrics), key=lambda row: row["update"]) if directory.metrics.exists() else []
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
-    evaluated, lower, scored = 0, set[str](), list[tuple[str, float, float]]()
+    evaluated = 0
+    lower = set[str]()
+    scored = list[tuple[str, float, float]]()
     if compared is not None:
         evaluated, before, after = compared
-        lower, scored = set(after.lower_is_better), list(zip(after.prompts, before.reward, after.reward, strict=True))
+        lower = set(after.lower_is_better)
+        scored = list(zip(after.prompts, before.reward, after.reward, strict=True))
     gained, lost = _extremes(scored, lambda row: row[2] - row[1], SHOWN_PROMPTS)
     name = directory.path.resolve().name
-    config, environment = directory.config, directory.environment
+    config = directory.config
+    environment = directory.environment
     files = [directory.metrics, config, directory.reward_plot, directory.before_after, directory.result]
     return render(
         "run.html",
@@ -215,7 +220,8 @@ def _signal(rows: Rows) -> str:
     cosines = known[-SIGNAL_UPDATES:]
     if len(cosines) < 2:
         return ""
-    mean, error = float(np.mean(cosines)), float(np.std(cosines, ddof=1)) / math.sqrt(len(cosines))
+    mean = float(np.mean(cosines))
+    error = float(np.std(cosines, ddof=1)) / math.sqrt(len(cosines))
     found = (
         "The gradient repeats from one half of the videos to the other: cosine "
         f"{plus_minus(mean, error, sign='')} (mean of {len(cosines)} updates)."
@@ -251,7 +257,8 @@ def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
 
 def _hours(rows: Rows) -> Callable[[float], str]:
     """Time that the run had taken by an update, as a text."""
-    updates, seconds = [], [0.0]
+    updates = []
+    seconds = [0.0]
     for row in rows:
         updates.append(row["update"])
         spent = (row.get(f"time/{phase}") for phase in ("iteration", "evaluation", "checkpoint"))
@@ -283,10 +290,12 @@ def _training_charts(rows: Rows) -> list[Chart]:
 
 
 def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
-    speed, title = metric_line(rows, "time/iteration", "measured"), "seconds of an iteration"
+    speed = metric_line(rows, "time/iteration", "measured")
+    title = "seconds of an iteration"
     if status is not None and status.videos_per_rollout:
         hourly = 3600.0 * status.videos_per_rollout
-        speed, title = replace(speed, y=[hourly / seconds for seconds in speed.y]), "videos an hour"
+        speed = replace(speed, y=[hourly / seconds for seconds in speed.y])
+        title = "videos an hour"
     names = ("rollout", "decode", "reward", "waiting", "anchor", "update", "evaluation")
     phases = [metric_line(rows, f"time/{n}", n, colour=i, dots=n == "evaluation") for i, n in enumerate(names)]
     memory = [metric_line(rows, "memory/peak_gib", "of the fullest rank")]
@@ -300,10 +309,12 @@ def _samples(directory: RunDirectory, compared: Compared | None) -> dict[str, An
     if len(folders) < 2 or folders[0].name != "update-000000":
         return None
     last = folders[-1]
-    noises, known = 1, dict[int, tuple[str, float | None]]()
+    noises = 1
+    known = dict[int, tuple[str, float | None]]()
     if compared is not None:
         _, start, end = compared
-        noises, changes = end.noises, [b - a for a, b in zip(start.reward, end.reward, strict=True)]
+        noises = end.noises
+        changes = [b - a for a, b in zip(start.reward, end.reward, strict=True)]
         known = dict(zip(end.numbers(), zip(end.prompts, changes, strict=True), strict=True))
     pairs: list[tuple[str, float | None, str, str]] = []
     for file in sorted(last.glob("*.mp4")):

@@ -21,7 +21,10 @@ COLOURS = ("#0b6bcb", "#d1571b", "#2a8a57", "#8a4fbf", "#8c96a3", "#b8902a", "#c
 GREY = 4
 """Number of the grey among them, for what is context."""
 
-RULE, FAINT, GAIN, LOSS = "#e3e7ec", "#7a8593", "#0a7a4b", "#b3362b"
+RULE = "#e3e7ec"
+FAINT = "#7a8593"
+GAIN = "#0a7a4b"
+LOSS = "#b3362b"
 
 CSS_NAMES = {
     **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
@@ -100,7 +103,8 @@ def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
         x, y, spread = np.stack([part.mean(axis=1) for part in parts], axis=1)
         # Dots vanish into the line where there are many of them, and a line of one point is nothing without.
         marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
-        colour, dashes = COLOURS[line.colour % len(COLOURS)], "--" if line.colour >= len(COLOURS) else "-"
+        colour = COLOURS[line.colour % len(COLOURS)]
+        dashes = "--" if line.colour >= len(COLOURS) else "-"
         axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, color=colour, linestyle=dashes)
         if any(line.spread):
             axes.fill_between(x, y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
@@ -144,7 +148,8 @@ def _chart_figure(two_axes: bool) -> "Figure":
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    width, height = 3.5, 1.9
+    width = 3.5
+    height = 1.9
     figure = Figure(figsize=(width, height))
     # Fixed margins: a constrained layout would be computed for every chart.
     below = 0.45 if two_axes else 0.3
@@ -159,7 +164,8 @@ def _chart_figure(two_axes: bool) -> "Figure":
 
 def score_lines(rows: Rows, name: str, mean: str) -> list[Line]:
     """A score over the updates, in training, by that metric, and in evaluation."""
-    eval_mean, stderr = f"eval/{name}_mean", f"eval/{name}_stderr"
+    eval_mean = f"eval/{name}_mean"
+    stderr = f"eval/{name}_stderr"
     return [
         metric_line(rows, mean, "training batch", colour=GREY),
         metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),

@@ -57,9 +57,12 @@ def load_prompts(config: RunConfig) -> tuple[list[Prompt], list[Prompt]]:
 
 def load_eval_prompts(config: RunConfig) -> list[Prompt]:
     """Evaluation prompts of a run: the training prompts where it names none. ConfigError as `load_prompts`."""
-    key, given, count = "evaluation.prompts", config.evaluation.prompts, config.evaluation.num_prompts
+    key = "evaluation.prompts"
+    given = config.evaluation.prompts
+    count = config.evaluation.num_prompts
     if given is None:
-        key, given = "data.prompts", config.data.prompts
+        key = "data.prompts"
+        given = config.data.prompts
     prompts = _read_prompts(key, given, config.data.prompt_key)
     if count is not None and count > len(prompts):
         raise ConfigError(f"evaluation.num_prompts is {count}, but there are {len(prompts)} prompts.")
@@ -124,7 +127,8 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     """The prompts of a file; a plan asks for the same ones many times."""
     # `version` is for the cache alone: a file that has changed since is read again.
     rows: list[tuple[str, str, object, object, object]] = []
-    empty, marked = [], []
+    empty = []
+    marked = []
     for where, text, row in _READERS[path.suffix.lower()](path, read_text(path, MAX_BYTES), key):
         if _NO_TEXT.search(text):
             raise ValueError(f"{where}: the prompt has an escape of half a character (\\ud800 to \\udfff) or of none")
@@ -173,7 +177,8 @@ def listed_prompts(given: Sequence[Row]) -> list[Prompt]:
 
     ValueError for one that is not a text, or empty, or whose bytes are not UTF-8, and for a picture that is not there.
     """
-    prompts, texts = [], []
+    prompts = []
+    texts = []
     for number, row in enumerate(given):
         row = {"prompt": row} if isinstance(row, str) else row
         text = row.get("prompt") if isinstance(row, Mapping) else row
@@ -185,7 +190,8 @@ def listed_prompts(given: Sequence[Row]) -> list[Prompt]:
             raise ValueError(f"the prompt {text!r} is not UTF-8; check the encoding of the terminal or script")
         if unknown := row.keys() - {"prompt", "seed", "image"}:
             raise ValueError(f"a prompt has {', '.join(sorted(unknown))}; a row of a list has prompt, seed and image")
-        seed, image = _cell(row, "seed"), _cell(row, "image")
+        seed = _cell(row, "seed")
+        image = _cell(row, "image")
         prompts.append(_prompt(f"prompt {number}", _visible(text), number, seed, image, Path()))
         texts.append(text)
     _note_texts("the list of prompts", tuple(texts))

@@ -47,7 +47,8 @@ def decline(directory: RunDirectory, update: int) -> str | None:
     rows = [row for row in read_metrics(directory.metrics) if "eval/paired_gain" in row and row["update"] <= update]
     if not rows:
         return None
-    gain, stderr = rows[-1]["eval/paired_gain"], rows[-1].get("eval/paired_gain_stderr", 0.0)
+    gain = rows[-1]["eval/paired_gain"]
+    stderr = rows[-1].get("eval/paired_gain_stderr", 0.0)
     best = read_best(directory.checkpoints)
     findings = []
     if gain < min(0.0, WORSE * stderr):
@@ -79,7 +80,8 @@ class RunEvaluation:
         self.latest: Evaluation | None = None
         """The scores that `run` has made last."""
         # Spread over the file: neighbouring prompts are often variations of one another.
-        count, wanted = len(trainer.eval_prompts), trainer.config.evaluation.num_samples
+        count = len(trainer.eval_prompts)
+        wanted = trainer.config.evaluation.num_samples
         self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
@@ -111,7 +113,8 @@ class RunEvaluation:
         Raises:
             RewardError: a reward failed and `reward.on_failure` says to stop, or fewer than two pairs are left.
         """
-        trainer, update = self.trainer, self.trainer.update
+        trainer = self.trainer
+        update = self.trainer.update
         start = time.perf_counter()
 
         def write(row: int, video: Tensor) -> None:

@@ -54,7 +54,8 @@ def find_start(
     """
     allow_changes = [key.strip() for word in allow_changes for key in word.split(",") if key.strip()]
     check_allowed(allow_changes, config)
-    directory, resume = RunDirectory(config.output_dir), config.resume
+    directory = RunDirectory(config.output_dir)
+    resume = config.resume
     _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
@@ -81,7 +82,8 @@ def find_start(
             " Continue that run by --resume auto, move it aside, or choose another output_dir."
         )
     changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
-    done, step = int(checkpoint.state["trainer"]["update"]), config.training.updates_per_rollout
+    done = int(checkpoint.state["trainer"]["update"])
+    step = config.training.updates_per_rollout
     if done % step and done < config.training.num_updates:
         raise ConfigError(
             f"training.updates_per_rollout is {step}, but {checkpoint.folder} has {done} updates, not a multiple of "
@@ -159,7 +161,8 @@ def _check_may_start_again(config: RunConfig) -> None:
 
 def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
     """ConfigError unless each of these keys exists and may be changed."""
-    known, never = settings_of(to_dict(config)), marked_keys(RunConfig, FIXED)
+    known = settings_of(to_dict(config))
+    never = marked_keys(RunConfig, FIXED)
     for key in allowed:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=2)
@@ -190,8 +193,10 @@ def check_same_run(
     Raises:
         ConfigError: they differ in another key.
     """
-    old, new = settings_of(saved), settings_of(present)
-    free, never = marked_keys(RunConfig, FREE), marked_keys(RunConfig, FIXED)
+    old = settings_of(saved)
+    new = settings_of(present)
+    free = marked_keys(RunConfig, FREE)
+    never = marked_keys(RunConfig, FIXED)
     different = {
         key: (old[key], new[key])
         for key in sorted(old.keys() & new.keys())
@@ -249,7 +254,8 @@ def move_aside(directory: RunDirectory) -> None:
 def abandon_after(directory: RunDirectory, update: int) -> None:
     """Rename what was made of updates that will be made again, so that the newest is always this run's."""
     later = directory.made_after(update)
-    number, prefix = 1, "abandoned-"
+    number = 1
+    prefix = "abandoned-"
     # A return to an earlier update, made before, may have left files of these names.
     while any(path.with_name(prefix + path.name).exists() for path in later):
         number += 1

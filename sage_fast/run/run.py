@@ -246,7 +246,8 @@ class Run:
     def _train(self) -> bool:
         """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
         # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
-        checkpoint, self.checkpoint = self.checkpoint, None
+        checkpoint = self.checkpoint
+        self.checkpoint = None
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
         saving = self.config.checkpoint
         with ExitStack() as stack:
@@ -291,7 +292,9 @@ class Run:
             self._measure_baseline()  # scores on disk are not this run's
             return
         state = checkpoint.state
-        update, record, pending = int(state["trainer"]["update"]), state["record"], state["pending"]
+        update = int(state["trainer"]["update"])
+        record = state["record"]
+        pending = state["pending"]
         # The changes of an earlier start from here have led to no checkpoint: the run never had them.
         self.metrics.truncate_after(update, but="config/changes")
         # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
@@ -318,10 +321,13 @@ class Run:
         Returns:
             Whether the run is finished: not where it was stopped, or its last evaluation was put off.
         """
-        config, trainer, world = self.config, self.trainer, self.world
+        config = self.config
+        trainer = self.trainer
+        world = self.world
         total = config.training.num_updates
         record: dict[str, Any] | None = None
-        saved, seconds_saving = trainer.update, 0.0
+        saved = trainer.update
+        seconds_saving = 0.0
         # Collective: a signal may reach one rank alone, and all must leave the loop at the same update.
         while trainer.update < total and not world.any(self._stop_requested):
             # Before the work of an update, which a directory that was lost or taken over could not keep.
@@ -340,13 +346,15 @@ class Run:
                 most, slow = max(zip(seconds, range(world.size), strict=True))
                 times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
-            done, stopping = trainer.update >= total, any(stops)
+            done = trainer.update >= total
+            stopping = any(stops)
             # Saving and evaluating are due where the iteration has reached or passed a multiple of their updates.
             evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
             seconds_saving = 0.0
             # Before the evaluation, which can take as long as many updates and fail in its own ways.
             if done or evaluates or stopping or self._due(config.checkpoint.every):
-                seconds_saving, saved = self._save(record, pending=evaluates), trainer.update
+                seconds_saving = self._save(record, pending=evaluates)
+                saved = trainer.update
             if evaluates and stopping:
                 self.progress.finished(record)
                 return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
@@ -390,7 +398,8 @@ class Run:
 
     def _show_evaluation(self, metrics: Mapping[str, Any]) -> None:
         """Hand the evaluation that has just been made to trackers and callbacks."""
-        evaluation, update = self.evaluation, self.trainer.update
+        evaluation = self.evaluation
+        update = self.trainer.update
         if samples := evaluation.samples(update):
             self.metrics.show(update, self.files.sheet(update), samples)
         assert evaluation.latest is not None and evaluation.baseline is not None
@@ -420,7 +429,8 @@ class Run:
 
     def _check_fit(self) -> None:
         """Refuse a model, prompts or a checkpoint that do not belong together; nothing has been written yet."""
-        config, trainer = self.config, self.trainer
+        config = self.config
+        trainer = self.trainer
         if config.evaluation.every and len(trainer.eval_prompts) < 2:
             raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
         if kl_uses(config.objective.kl_mode) == (False, True) and config.training.updates_per_rollout == 1:
@@ -514,7 +524,8 @@ class Run:
         """
         start = time.perf_counter()
         self._tell("checkpoint", 0, 1, "")
-        trainer, baseline = self.trainer, self.evaluation.baseline
+        trainer = self.trainer
+        baseline = self.evaluation.baseline
         state = {
             "trainer": trainer.state(),
             "videos_per_rollout": trainer.videos_per_rollout,
@@ -547,7 +558,8 @@ class Run:
 
     def _conclude(self, finished: bool) -> RunResult:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
-        test, worse = None, self.progress.status.worse
+        test = None
+        worse = self.progress.status.worse
         stopped_as_worse = self.config.evaluation.stop_when_worse and not finished
         if self.world.is_main:
             rows = sorted(read_metrics(self.files.metrics), key=lambda row: row["update"])

@@ -119,8 +119,10 @@ class RunProgress:
         self, directory: str | os.PathLike[str], status: Status, *, step: int, evaluation_every: int, shown: bool = True
     ) -> None:
         self.path = RunDirectory(directory).status
-        self.status, self.shown = status, shown
-        self._step, self._evaluation_every = step, evaluation_every
+        self.status = status
+        self.shown = shown
+        self._step = step
+        self._evaluation_every = evaluation_every
         self._iterations: deque[float] = deque(maxlen=RECENT)
         self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._gains: dict[int, tuple[float, float]] = {}
@@ -157,7 +159,9 @@ class RunProgress:
 
     def seconds_left(self) -> float | None:
         """From the last update to the end of the run, by the measured times; None as long as there are none."""
-        update, total, every = self.status.update, self.status.num_updates, self._evaluation_every
+        update = self.status.update
+        total = self.status.num_updates
+        every = self._evaluation_every
         if not self._iterations:
             return None
         seconds = math.ceil(max(0, total - update) / self._step) * fmean(self._iterations)
@@ -170,7 +174,8 @@ class RunProgress:
         if self.shown and sys.stderr.isatty():
             # Log messages go above the bar instead of through it.
             self._stack.enter_context(logging_redirect_tqdm())
-            done, total = self.status.update, self.status.num_updates
+            done = self.status.update
+            total = self.status.num_updates
             # A narrow terminal cuts from the right: the numbers come first, then the phase, the bar and the time.
             layout = "{n_fmt}/{total_fmt} {desc}|{bar}| {remaining} left"
             self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=layout)
@@ -188,7 +193,8 @@ class RunProgress:
 
     def phase(self, name: str, done: int, total: int) -> None:
         """Take note of where the run is."""
-        now, phase = time.monotonic(), self.status.phase
+        now = time.monotonic()
+        phase = self.status.phase
         longest = max(self.status.longest_seconds, now - self._last_step)
         self._last_step = now
         left = self.seconds_left()
@@ -205,7 +211,8 @@ class RunProgress:
     def finished(self, record: Mapping[str, Any]) -> None:
         """Show the result of an iteration."""
         self.learn(record)
-        update, parts = record["update"], []
+        update = record["update"]
+        parts = []
         if "reward/mean" in record:
             parts.append(f"reward {record['reward/mean']:.4g}")
         if evaluated := "eval/reward_mean" in record:

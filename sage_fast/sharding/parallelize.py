@@ -78,7 +78,9 @@ def parallelize(
     Raises:
         ConfigError: settings that exclude each other, or that this model cannot have.
     """
-    full, zero, family = training.mode == "full", distributed.zero_stage is not None, family_of(transformer)
+    full = training.mode == "full"
+    zero = distributed.zero_stage is not None
+    family = family_of(transformer)
     check_gathering(
         distributed, model, training, launched=world.fsdp_mesh is not None, shards=world.dp_shard * world.sp
     )
@@ -138,7 +140,8 @@ def shard_weights(
     mode: Literal["lora", "full"],
 ) -> None:
     """FSDP2 on every block, and on the rest of the transformer as one more unit."""
-    full, family = mode == "full", family_of(transformer)
+    full = mode == "full"
+    family = family_of(transformer)
     # Not sharded: adapters, the weights behind a modulation table, and those that stay float32 beside 16-bit ones,
     # since a unit has one type.
     named = () if full else transformer.named_parameters()
@@ -246,7 +249,8 @@ class TorchEngine(Engine):
 
         None where `halve` was not called, or a half has no gradient. Collective.
         """
-        first, self._first_half = self._first_half, None
+        first = self._first_half
+        self._first_half = None
         if first is None:
             return None
         self.world.sum_(first)

@@ -179,7 +179,9 @@ class Ulysses:
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, dim: int, layout: Ulysses) -> Tensor:
-        ctx.dim, ctx.layout, ctx.num_video = dim, layout, tokens.shape[dim]
+        ctx.dim = dim
+        ctx.layout = layout
+        ctx.num_video = tokens.shape[dim]
         return layout.take(tokens, dim)
 
     @staticmethod
@@ -194,7 +196,8 @@ class _Split(torch.autograd.Function):
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, dim: int, num_video: int, layout: Ulysses) -> Tensor:
-        ctx.dim, ctx.layout = dim, layout
+        ctx.dim = dim
+        ctx.layout = layout
         # Tokens first, so that the ranks' shares are consecutive.
         rows = share.movedim(dim, 0).contiguous()
         gathered = rows.new_empty(layout.degree * rows.shape[0], *rows.shape[1:])
@@ -224,9 +227,12 @@ class UlyssesAttention:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
         """As in `JointAttention`: q, k, v (B, n + L, H, d) of the share and the text, q possibly without the text."""
-        share, whole, degree = num_video, self.num_video, self.layout.degree
+        share = num_video
+        whole = self.num_video
+        degree = self.layout.degree
         assert share == share_of(whole, degree)
-        (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
+        batch, _, heads, dim = k.shape
+        num_text = k.shape[1] - share
         num_queries = whole + q.shape[1] - share
 
         # 1. of the head of this file: q, k and v go in one message.
@@ -260,8 +266,11 @@ class UlyssesAttention:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in `JointAttention`; the text's gradients are whole for this rank's heads and zero for the others."""
-        share, whole, degree = num_video, self.num_video, self.layout.degree
-        (batch, _, heads, dim), num_text = k.shape, k.shape[1] - share
+        share = num_video
+        whole = self.num_video
+        degree = self.layout.degree
+        batch, _, heads, dim = k.shape
+        num_text = k.shape[1] - share
         query_text = q.shape[1] - share
 
         # Of the text, only the gradient has to be exchanged. It goes behind the shares.

@@ -40,7 +40,8 @@ STATES = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, apart from the number of steps."""
 CHUNK = 2**26
 """Elements that are exchanged at a time: 256 MiB."""
-REDUCE_BUCKET, GATHER_BUCKET = 50_000_000, 200_000_000
+REDUCE_BUCKET = 50_000_000
+GATHER_BUCKET = 200_000_000
 """Elements that are summed, or gathered after a step, at a time."""
 
 
@@ -77,7 +78,8 @@ class DeepSpeedEngine(Engine):
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
         super().__init__(trainable_parameters(transformer), optimizer_config, world)
         family = family_of(transformer)
-        self.sharded, self.lockstep = False, True
+        self.sharded = False
+        self.lockstep = True
 
         bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16
         exact: dict[str, Tensor] = {}

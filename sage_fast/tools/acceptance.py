@@ -41,7 +41,8 @@ from sage_fast.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-NUM_STEPS, NUM_VIDEOS = 4, 2
+NUM_STEPS = 4
+NUM_VIDEOS = 2
 """Of the one update."""
 
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
@@ -119,7 +120,8 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
             yield Check("deep", what, "info", "not compared: --scores FILE has none of its public code")
             continue
         takes = inspect.signature(find_reward(name)).parameters
-        worst, at = 0.0, ""
+        worst = 0.0
+        at = ""
         for row in stored[name]:
             video, fps = read_video_and_rate(row["video"])
             changes = {"fps": fps} if "fps" in takes else {}
@@ -132,7 +134,8 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
                 difference = abs(given - value)
                 # A NaN in the file stays the worst whatever follows it.
                 if difference > worst or math.isnan(difference):
-                    worst, at = difference, f"; {key} of {row['video'].name}: {given:.3f}, not {value:.3f}"
+                    worst = difference
+                    at = f"; {key} of {row['video'].name}: {given:.3f}, not {value:.3f}"
         detail = f"{len(stored[name])} videos, largest difference {worst:.3f} (limit {SCORE_LIMIT:g}){at}"
         fix = f"is reward.options.{name} that of the public code, and are the weights the same?"
         yield _judged(what, worst <= SCORE_LIMIT, detail, fix)
@@ -140,21 +143,26 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
 
 def _prompt(config: RunConfig, components: Components) -> Iterator[Check]:
     """One prompt as a run encodes it, or has encoded it, against the whole conversation without padding."""
-    encoder, prompt, video = components.prompt_encoder, load_prompts(config)[0][0], config.video
+    encoder = components.prompt_encoder
+    prompt = load_prompts(config)[0][0]
+    video = config.video
     text = prompt.text
     (embeds,) = encoder.encode([prompt.asked(video.height, video.width)])
     plain: Callable[[str], Tensor] | None = getattr(encoder, "encode_plainly", None)
     if plain is None:
         yield Check("deep", "prompt", "info", f"{len(embeds.text)} tokens; the family has no second way to encode it")
         return
-    expected, fix = plain(text), "wrong crop or tokenizer; delete the prompts in model.cache_dir"
+    expected = plain(text)
+    fix = "wrong crop or tokenizer; delete the prompts in model.cache_dir"
     yield _close("prompt", embeds.text, expected, f"{len(expected)} tokens", fix=fix)
 
 
 def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     """The fused forward against diffusers' own: the same weights, latents, noise level and prompt."""
-    device, video = rank_device(config.model.device), config.video
-    transformer, prompt = components.transformer.to(device), load_prompts(config)[0][0]
+    device = rank_device(config.model.device)
+    video = config.video
+    transformer = components.transformer.to(device)
+    prompt = load_prompts(config)[0][0]
     asked = [prompt.asked(video.height, video.width)]
     (embeds,) = [e.to(device) for e in components.prompt_encoder.encode(asked)]
     shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
@@ -182,7 +190,8 @@ def _close(
     """Compare two ways to compute the same, as well as their data type allows."""
     if given.shape != expected.shape:
         return _judged(name, False, f"shape {tuple(given.shape)}, and not {tuple(expected.shape)}", fix)
-    given, expected = given.cpu(), expected.cpu()
+    given = given.cpu()
+    expected = expected.cpu()
     limit = LIMITS.get(dtype or expected.dtype, LIMITS[torch.float32])
     error = float((given.double() - expected.double()).norm() / expected.double().norm())
     return _judged(name, error <= limit, f"{what}: relative error {error:.1e} (limit {limit:g})", fix)
@@ -190,14 +199,16 @@ def _close(
 
 def _update(config: RunConfig, components: Components) -> Iterator[Check]:
     """One update of two videos: its timesteps, ratio, decoding and memory."""
-    config, device = one_update(config), rank_device(config.model.device)
+    config = one_update(config)
+    device = rank_device(config.model.device)
     if config.training.mode == "full" and device.type == "cuda":
         detail = "left out: training.mode full needs several GPUs; check the LoRA preset of this size"
         yield Check("deep", "update", "info", detail)
         return
     prompt = load_prompts(config)[0][0]
     rewards = CompositeReward.from_config(config.reward, [prompt.text], device=str(device), fps=config.video.fps)
-    decoder, decoded = components.video_decoder, list[tuple[Tensor, Tensor]]()
+    decoder = components.video_decoder
+    decoded = list[tuple[Tensor, Tensor]]()
 
     def decode(latents: Tensor) -> Tensor:
         decoded.append((latents, decoder.decode(latents)))
@@ -232,13 +243,15 @@ def _update(config: RunConfig, components: Components) -> Iterator[Check]:
 
     latents, videos = decoded[-1]
     spread = float(videos.float().std())
-    detail, passes = f"{tuple(videos.shape)}, standard deviation {spread:.0f} of 255", spread > 0
+    detail = f"{tuple(videos.shape)}, standard deviation {spread:.0f} of 255"
+    passes = spread > 0
     plain: Callable[[Tensor], Tensor] | None = getattr(decoder, "decode_plainly", None)
     if plain is not None:
         # A corner of one video, because the stock decoder takes it whole and without tiles.
         corner = latents[:1, :, :2, :8, :8]
         error = float((decoder.decode(corner).float() - plain(corner).float()).abs().mean())
-        detail, passes = f"{detail}; {error:.2f} levels from the stock decoder", passes and error < 1
+        detail = f"{detail}; {error:.2f} levels from the stock decoder"
+        passes = passes and error < 1
     yield _judged("decode", passes, detail)
 
     if device.type != "cuda":

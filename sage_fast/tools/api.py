@@ -84,7 +84,8 @@ class TrainedRun:
         if (test := self.test) is not None:
             gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
             gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
-        directory, updates = RunDirectory(self.output_dir), self.config.training.num_updates
+        directory = RunDirectory(self.output_dir)
+        updates = self.config.training.num_updates
         return f"TrainedRun in {directory}: update {self.update} of {updates}, {end}\n{gain}\nlook at {directory.page}"
 
     @property
@@ -396,7 +397,8 @@ def _with_reward(
         if not numbers:
             raise ConfigError(f"reward_weights is {weights!r}, but it must be {{score name: number}}.")
     rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    names, own = list[str](), dict[str, float]()
+    names = list[str]()
+    own = dict[str, float]()
     for reward in rewards:
         is_function = not isinstance(reward, str) and not hasattr(reward, "score")
         if is_function and not callable(reward):

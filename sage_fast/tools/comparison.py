@@ -45,7 +45,8 @@ class Arm:
         """
         curves = [run.curve(key) for run in self.runs]
         updates = sorted(set.intersection(*map(set, curves)))
-        means, spreads = [], []
+        means = []
+        spreads = []
         for update in updates:
             values = [curve[update] for curve in curves]
             means.append(fmean(values))
@@ -298,7 +299,8 @@ def _sentences(comparison: Comparison) -> list[str]:
     """The finding about the reward of every arm but the first."""
     found = []
     for difference in comparison.differences:
-        e, first = difference.effect, comparison.arms[0].name
+        e = difference.effect
+        first = comparison.arms[0].name
         mean, low, high = (to_error(value, e.stderr, "+") for value in (e.mean, e.low, e.high))
         size = f"{mean}, 95 % interval {low} to {high}"
         if difference.column != REWARD:

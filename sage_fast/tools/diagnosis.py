@@ -119,7 +119,8 @@ def software() -> Iterator[Check]:
 
 def hardware() -> Iterator[Check]:
     """Processor, memory and GPUs."""
-    section, gib = "hardware", 2**30
+    section = "hardware"
+    gib = 2**30
     memory = host_memory()
     yield Check(section, "cpu", "ok", f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB" if memory else ""))
     if not torch.cuda.is_available():
@@ -140,9 +141,12 @@ def hardware() -> Iterator[Check]:
 
 def _attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
-    device, dtype, wanted = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16, "auto"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16
+    wanted = "auto"
     if config is not None:
-        dtype, wanted = getattr(torch, config.model.dtype), config.model.attention
+        dtype = getattr(torch, config.model.dtype)
+        wanted = config.model.attention
         with suppress(ConfigError):
             device = str(rank_device(config.model.device))
     for name, reason in backend_report(torch.device(device), dtype).items():
@@ -161,7 +165,8 @@ def _known(model: ModelConfig) -> tuple[str | None, ModelDescription | None]:
 
     None where torch cannot use the device that is named, and where the model's family or its folder says nothing.
     """
-    device, description = None, None
+    device = None
+    description = None
     with suppress(ConfigError):
         device = str(rank_device(model.device))
     with suppress(ConfigError):
@@ -212,9 +217,11 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
 
 def _output_dir(config: RunConfig) -> Check:
     """Check that a run may read and write its directory, and that no other run is in it."""
-    section, name = "configuration", "output_dir"
+    section = "configuration"
+    name = "output_dir"
     folder = RunDirectory(config.output_dir)
-    existing, fix = _existing(folder.path), "--output_dir=FOLDER on a disk that you may write to"
+    existing = _existing(folder.path)
+    fix = "--output_dir=FOLDER on a disk that you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         return Check(section, name, "missing", f"{existing} cannot be written to", fix=fix)
     try:
@@ -273,7 +280,8 @@ def needed_files(model: ModelConfig, reward: RewardConfig) -> list[Requirement]:
 def _files(config: RunConfig) -> Iterator[Check]:
     section = "files"
     for requirement in needed_files(config.model, config.reward):
-        missing, detail = requirement.missing, requirement.where
+        missing = requirement.missing
+        detail = requirement.where
         if missing:
             named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             detail += " is not here" if local_folder(requirement.where) is None else f" lacks {named}"
@@ -310,7 +318,8 @@ def _files(config: RunConfig) -> Iterator[Check]:
 
 def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "memory"
-    (device, _), host = _known(config.model), host_memory()
+    device, _ = _known(config.model)
+    host = host_memory()
     try:
         description = describe_model(config.model)
     except ConfigError as error:
@@ -357,7 +366,8 @@ def _disk(config: RunConfig) -> Iterator[Check]:
     # Folders of one disk share its room, so their needs are added.
     for disk in {folder.stat().st_dev for folder in needed}:
         folders = [folder for folder in needed if folder.stat().st_dev == disk]
-        size, free = sum(needed[folder] for folder in folders), shutil.disk_usage(folders[0]).free
+        size = sum(needed[folder] for folder in folders)
+        free = shutil.disk_usage(folders[0]).free
         needs = f"about {size / 1e9:.0f} GB for downloads and checkpoints"
         detail = f"{needs}, {free / 1e9:.0f} GB free, of which a tenth is kept"
         fix = "--output_dir or HF_HOME on a larger disk, or a smaller --checkpoint.keep_last"

@@ -82,7 +82,8 @@ def crossed_effect(rows: Sequence[Sequence[float]]) -> Effect:
     values = torch.tensor(rows, dtype=torch.float64)
     seeds, prompts = values.shape
     mean = values.mean()
-    by_seed, by_prompt = values.mean(1), values.mean(0)
+    by_seed = values.mean(1)
+    by_prompt = values.mean(0)
     # Mean squares of a two-way layout with one number a cell, see the top of the file.
     of_prompts = seeds * (by_prompt - mean).square().sum() / (prompts - 1)
     if seeds == 1:
@@ -112,7 +113,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Example: `holm([0.01, 0.04, 0.03])` is `[0.03, 0.06, 0.06]`.
     """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, largest = [0.0] * len(p_values), 0.0
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
     for rank, i in enumerate(order):
         # Never below the one before: a hypothesis is not rejected before one with a smaller p.
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))

@@ -164,7 +164,8 @@ def export(
 
 def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
     """Write the adapter of a checkpoint by the names of the layout, with its scale in lora_B."""
-    pairs, adapter = read_adapter(source), dict[str, Tensor]()
+    pairs = read_adapter(source)
+    adapter = dict[str, Tensor]()
     family = model_family(config.model.family)
     for name, pair in pairs.items():
         adapter |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * pair.scale}
@@ -195,7 +196,8 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
         raise ConfigError(f"--output_dir {folder} is a file. Give a folder.")
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
-    files, earlier = {RECORD}, dict[str, Any]()
+    files = {RECORD}
+    earlier = dict[str, Any]()
     if record.is_file():
         try:
             earlier = loads(record.read_text(encoding="utf-8"))
@@ -286,15 +288,19 @@ def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
 def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     """Write README.md, config.yaml and the pictures of a run that the card shows."""
     save_config(config, RunDirectory(result.folder).config)
-    paired, shown = _measured(run, result.update), {run.reward_plot: "Reward of the run"}
+    paired = _measured(run, result.update)
+    shown = {run.reward_plot: "Reward of the run"}
     if paired.get("is_last"):  # the picture is of the last evaluation
         shown[run.before_after] = "Same prompts and noise, before and after"
     pictures = {file.name: caption for file, caption in shown.items() if file.is_file()}
     for name in pictures:
         with replacing(result.folder / name) as partial:
             shutil.copyfile(run.path / name, partial)
-    lora, family = result.format == "lora", model_family(config.model.family)
-    base, licence, diffusers = family.pipeline_base(config.model), family.licence, metadata.version("diffusers")
+    lora = result.format == "lora"
+    family = model_family(config.model.family)
+    base = family.pipeline_base(config.model)
+    licence = family.licence
+    diffusers = metadata.version("diffusers")
     pipeline = family.pipeline_class(config.model)
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,

@@ -82,7 +82,8 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
         # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
-        encoder, negative = components.prompt_encoder, config.rollout.negative_prompt
+        encoder = components.prompt_encoder
+        negative = config.rollout.negative_prompt
         encoder.prepare([negative, *(p.asked(video.height, video.width) for p in prompts)])
         unconditional = encoder.encode([negative])[0].to(device)
         if components.weights is not None:
@@ -155,7 +156,8 @@ def write_videos(
         logger.info(
             "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
         )
-    sample, done = generator.sampler(sde_type=sampler), 0
+    sample = generator.sampler(sde_type=sampler)
+    done = 0
     for names in micro_batches(remaining, config.evaluation.batch_size):
         latents = sample(sample.samples(plan[name] for name in names)).final
         for name, video in zip(names, decode(generator.decoder, latents), strict=True):

@@ -103,7 +103,8 @@ class PairedEvaluation:
     @cached_property
     def loaded(self) -> tuple[CompositeReward, Generator]:
         """The rewards, which score both models, and the model, with the base weights until it gets the trained ones."""
-        texts, device = [prompt.text for prompt in self.prompts], str(rank_device(self.config.model.device))
+        texts = [prompt.text for prompt in self.prompts]
+        device = str(rank_device(self.config.model.device))
         reward = CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
         return reward, load_generator(self.config, self.prompts)
 
@@ -117,7 +118,8 @@ class PairedEvaluation:
             ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
         """
         # In this order: the trained weights replace the base model's.
-        base, trained = self.scores("base"), self.scores("trained")
+        base = self.scores("base")
+        trained = self.scores("trained")
         weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         shown = spread_over_ranks(differences, num_videos)
@@ -139,7 +141,8 @@ class PairedEvaluation:
 
     def _pictures(self, numbers: Sequence[int]) -> dict[int, str]:
         """Write what the videos of some prompts begin with, and return the files in the folder."""
-        found, video = dict[int, str](), self.config.evaluation_video
+        found = dict[int, str]()
+        video = self.config.evaluation_video
         for number in numbers:
             if (image := self.prompts[number].image) is not None:
                 found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
@@ -148,8 +151,10 @@ class PairedEvaluation:
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
         """Scores of one model: those in the folder if they were made with the same settings."""
-        file, videos = self.folder / SCORES[model], self.folder / model
-        record, settings = videos / SETTINGS, self._settings(model)
+        file = self.folder / SCORES[model]
+        videos = self.folder / model
+        record = videos / SETTINGS
+        settings = self._settings(model)
         # The videos too, since the page plays them.
         complete = all(path.exists() for path in (file, record, *(videos / name for name in self.files)))
         if complete and not self.overwrite:
@@ -224,7 +229,8 @@ def write_report(folder: Path, report: Report) -> None:
 
 def to_json(report: Report) -> dict[str, Any]:
     """All numbers of the report as JSON values."""
-    base, trained = report.base.columns(), report.trained.columns()
+    base = report.base.columns()
+    trained = report.trained.columns()
     return {
         "sage_fast": __version__,
         "prompts": len(report.base.prompts),
@@ -265,7 +271,8 @@ def headline(report: Report) -> str:
 
 def to_html(report: Report) -> str:
     """The page of the report."""
-    base, trained = report.base, report.trained
+    base = report.base
+    trained = report.trained
     prompts = list(zip(base.prompts, base.reward, trained.reward, strict=True))
     rows = []
     for name, test in report.scores.items():
@@ -297,7 +304,8 @@ def _notes(report: Report) -> list[str]:
     terms = " + ".join(f"{weight:g} {name}" for name, weight in report.weights.items())
     overall = f" {OVERALL} is the plain sum, whatever was trained on." if OVERALL in report.scores else ""
     lower = any(test.lower_is_better for test in report.scores.values())
-    count, noises = len(report.base.prompts), report.base.noises
+    count = len(report.base.prompts)
+    noises = report.base.noises
     videos = "one video" if noises == 1 else f"{noises} videos"
     marked = "differences are marked where the interval leaves out zero"
     if count < ENOUGH_PROMPTS:

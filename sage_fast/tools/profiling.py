@@ -16,7 +16,8 @@ from sage_fast.config.files import replacing, write_text
 from sage_fast.models.family import transformer_blocks
 from sage_fast.trainer import Trainer
 
-TRACE, TABLE = "trace.json.gz", "top.txt"
+TRACE = "trace.json.gz"
+TABLE = "top.txt"
 BLOCK = "transformer block"
 
 

@@ -146,7 +146,8 @@ def call_backward(
     """
     _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     # Autograd may hand over a broadcast gradient, which no library reads.
-    grad_out, lse = grad_out.contiguous(), lse.contiguous()
+    grad_out = grad_out.contiguous()
+    lse = lse.contiguous()
     library = LIBRARIES[backend]
     dq, dk, dv = library.backward(grad_out, q, k, v, out, lse, deterministic)
     return dq.contiguous(), dk.contiguous(), dv.contiguous()

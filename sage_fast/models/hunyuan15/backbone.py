@@ -129,14 +129,16 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
         text_tokens: L of the blocks, those of a picture among them.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = video_tokens, text_tokens
+    n = video_tokens
+    length = text_tokens
     # In D^2: queries, keys, values and output are four products, the feed-forward is two of width mlp_ratio D.
     per_token = 4 + 2 * config["mlp_ratio"]
     # The second term is the modulation, one product for each stream.
     block = 2 * (n + length) * per_token * d * d + 2 * 2 * 6 * d * d
     # 256 sinusoids to D, then D to D.
     time = 2 * (256 * d + d * d)
-    text, images = config["text_embed_dim"], image_tokens(config)
+    text = config["text_embed_dim"]
+    images = image_tokens(config)
     length -= images  # the refiner is for text alone
     # The refiner has its own embedding of the time and of the text's mean, then projects all text tokens.
     refiner = time + 2 * (text * d + d * d) + 2 * length * text * d
@@ -157,7 +159,8 @@ def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) 
     the condition channels of text-to-video.
     """
     d = config["num_attention_heads"] * config["attention_head_dim"]
-    n, length = video_tokens, text_tokens
+    n = video_tokens
+    length = text_tokens
     per_token = 2 + 2 * config["mlp_ratio"]
     linear = 2 * length * per_token * d * d
     if not image_tokens(config):
@@ -253,7 +256,8 @@ class HunyuanTransformer(ModelFamily):
     @staticmethod
     def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
         """See `ModelFamily.empty_prompt`; of the tokens of a model that reads pictures, `IMAGE_TOKENS` are of one."""
-        empty, pictures = partial(torch.empty, dtype=dtype, device="meta"), image_tokens(config)
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        pictures = image_tokens(config)
         return PromptEmbeds(
             text=empty(tokens - pictures, config["text_embed_dim"]),
             glyph=empty(0, config["text_embed_2_dim"]),

@@ -133,12 +133,14 @@ class _Block:
 
     def __init__(self, settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor) -> None:
         x, modulation, text, text_modulation, *flat = tensors
-        self.settings, self.rotary = settings, rotary
+        self.settings = settings
+        self.rotary = rotary
         self.kernels = without_graph(settings.kernels, x.device)
         self.num_video = x.shape[1]
         self.num_tokens = self.num_video + text.shape[1]
         self.head_dim = rotary.cos.shape[1]
-        video_q, text_q = streams.video.norms, streams.text.norms
+        video_q = streams.video.norms
+        text_q = streams.text.norms
         self.norms = video_q, video_q + 1, text_q, text_q + 1
         self.norm_weights = flat[video_q], flat[video_q + 1], flat[text_q], flat[text_q + 1]
 
@@ -404,14 +406,18 @@ class _BlockFunction(torch.autograd.Function):
         block = _Block(settings, streams, rotary, *tensors)
         out, text_out = block.forward()
         saved = block.saved()
-        ctx.settings, ctx.streams, ctx.rotary, ctx.count = settings, streams, rotary, len(saved)
+        ctx.settings = settings
+        ctx.streams = streams
+        ctx.rotary = rotary
+        ctx.count = len(saved)
         ctx.save_for_backward(*saved, *tensors)
         return out, text_out if block.text.live else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, text_grad: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors[: ctx.count]
+        tensors = ctx.saved_tensors[ctx.count :]
         streams = Streams(*(stream.rebuilt(tensors[4:]) for stream in ctx.streams))
         block = _Block(ctx.settings, streams, ctx.rotary, *tensors)
         block.restore(saved)

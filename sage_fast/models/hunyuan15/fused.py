@@ -78,7 +78,8 @@ class ModulationTable:
         watched = (p for module in self.watched for p in module.parameters())
         version = (device, *((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in watched))
         if version != self._version or len(self.rows) > MAX_LEVELS:
-            self.rows, self._version = {}, version
+            self.rows = {}
+            self._version = version
         for timestep in timesteps:
             if timestep not in self.rows:
                 # Rows computed in inference mode, while generating, must serve training as well.
@@ -136,7 +137,8 @@ def _fused_block(
     """Forward of an accelerated block. It runs as a module, so that FSDP gathers the block's weights around it."""
     acceleration: Acceleration = self._acceleration
     if modulation is None or text_modulation is None:
-        modulation, text_modulation = self.norm1.linear(activated), self.norm1_context.linear(activated)
+        modulation = self.norm1.linear(activated)
+        text_modulation = self.norm1_context.linear(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
     return block_forward(settings, streams, acceleration.rotary, x, modulation, text, text_modulation, *flat)
@@ -257,7 +259,8 @@ class Acceleration(BlockwiseForward):
     def _dense(self, latents: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
         transformer: Any = self.transformer
         weight = transformer.x_embedder.proj.weight
-        device, dtype = weight.device, weight.dtype
+        device = weight.device
+        dtype = weight.dtype
         if device != latents.device:
             raise ValueError(
                 f"The latents are on {latents.device}, the weights on {device}. The fused forward reads the weights of "

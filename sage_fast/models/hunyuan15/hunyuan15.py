@@ -64,14 +64,19 @@ LANGUAGE_MODEL: dict[str, Any] = {
 }
 """The published text model of Qwen2.5-VL-7B."""
 
-TEMPLATE_TOKENS, END_TOKENS, TOKENS_PER_WORD = 108, 5, 4 / 3
+TEMPLATE_TOKENS = 108
+END_TOKENS = 5
+TOKENS_PER_WORD = 4 / 3
 """Tokens before a prompt, which are cropped, and behind it, which are not; and of a word of English."""
 
-VAE_GB, TEXT_ENCODER_GB = 2.5, 15.1
+VAE_GB = 2.5
+TEXT_ENCODER_GB = 15.1
 """Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
 encoder, 0.22 B in float32."""
 
-VISION_GB, PICTURE_FLOPS, PICTURE_BYTES = 1.7, 0.6e12, 729 * 1152 * 4
+VISION_GB = 1.7
+PICTURE_FLOPS = 0.6e12
+PICTURE_BYTES = 729 * 1152 * 4
 """SigLIP's 0.43 B parameters in float32, 1e9 bytes; its work for a picture, and its tokens."""
 
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
@@ -84,7 +89,8 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
 
     Example: 150 words are 205 tokens, 313 with the template before them: 4.1e12 FLOPs and 1.5e6 bytes.
     """
-    width, layers = language["hidden_size"], language["num_hidden_layers"]
+    width = language["hidden_size"]
+    layers = language["num_hidden_layers"]
     tokens = TOKENS_PER_WORD * words + END_TOKENS
     length = TEMPLATE_TOKENS + tokens
     # Several heads of queries share one of keys and values, so these are narrower.
@@ -151,7 +157,8 @@ class HunyuanVideo15(HunyuanTransformer):
         parts: tuple[str, ...] = TEXT_PARTS
         size = DOWNLOAD_GB
         if pictures:
-            parts, size = parts + PICTURE_PARTS, size + VISION_GB
+            parts = parts + PICTURE_PARTS
+            size = size + VISION_GB
         whole = requirement("HunyuanVideo-1.5", path, parts, likely_repository(path), gigabytes=size)
         licence = "not licensed in the European Union, the United Kingdom and South Korea"
         return [replace(whole, licence=licence)]

@@ -69,7 +69,8 @@ def find_model(model: ModelConfig, *, download: bool = True) -> tuple[Path, Weig
     Raises as `load_components`.
     """
     parts = (*TEXT_PARTS, *PICTURE_PARTS, "scheduler", "guider")
-    path, convert = model.path or DEFAULT_REPOSITORY, "convert_hunyuan_video1_5"
+    path = model.path or DEFAULT_REPOSITORY
+    convert = "convert_hunyuan_video1_5"
     likely = likely_repository(path)
     root = find_folder(path, parts, likely, convert, download=download)
     index = read_json(root / "model_index.json") if (root / "model_index.json").is_file() else {}

@@ -109,10 +109,12 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
                         torch.device(self.device),
                         tokenizer_max_length=min(length, MAX_TEXT_TOKENS),
                     )
-                glyph, glyph_length = no_glyphs.to(states.dtype), 0
+                glyph = no_glyphs.to(states.dtype)
+                glyph_length = 0
                 if encode_glyphs is not None and (quoted := extract_glyph_texts(text)):
                     glyph, glyph_length = encode_glyphs(text, quoted)
-                embeds, count = PromptEmbeds(text=states, glyph=glyph), [length, glyph_length]
+                embeds = PromptEmbeds(text=states, glyph=glyph)
+                count = [length, glyph_length]
                 if encode_picture is not None and isinstance(asked, Pictured):
                     image, frame = encode_picture(asked)
                     embeds = replace(embeds, image=image, frame=frame)

@@ -40,7 +40,8 @@ class VAEDecoder(AutoencoderDecoder):
 
     def __init__(self, vae: AutoencoderKLHunyuanVideo15, *, memory_gib: float | None = None) -> None:
         super().__init__(vae, memory_gib=memory_gib)
-        self.channels, self.time = vae.config["latent_channels"], vae.temporal_compression_ratio
+        self.channels = vae.config["latent_channels"]
+        self.time = vae.temporal_compression_ratio
         self.space = self.step = vae.spatial_compression_ratio
         # A mask serves all tiles and samples of a decode, and is freed after it: 2 GiB at 480 x 848 and 81 frames.
         self._cached_mask = lru_cache(maxsize=4)(causal_mask)
@@ -67,7 +68,8 @@ class VAEDecoder(AutoencoderDecoder):
         return 8 * pixels * int(self.vae.config["block_out_channels"][0]) * self.vae.dtype.itemsize
 
     def tiles(self) -> tuple[int, int, int, int]:
-        rows, columns = self.vae.tile_latent_min_height, self.vae.tile_latent_min_width
+        rows = self.vae.tile_latent_min_height
+        columns = self.vae.tile_latent_min_width
         between = 1 - self.vae.tile_overlap_factor
         return rows, columns, int(rows * between), int(columns * between)
 

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from sage_fast.models.toy.renderer import to_uint8
 
-PATCH_FRAMES, PATCH_HEIGHT, PATCH_WIDTH = 2, 4, 4
+PATCH_FRAMES = 2
+PATCH_HEIGHT = 4
+PATCH_WIDTH = 4
 LATENT_CHANNELS = 3 * PATCH_FRAMES * PATCH_HEIGHT * PATCH_WIDTH
 
 

@@ -30,7 +30,9 @@ ALONG = (-1, 0, 1)
 ACROSS = (-2, -1, 0, 1, 2)
 BACKGROUND = (0.06, 0.06, 0.08)
 
-NUM_FRAMES, HEIGHT, WIDTH = 8, 16, 16
+NUM_FRAMES = 8
+HEIGHT = 16
+WIDTH = 16
 
 UNITS_PER_SIDE = 16
 # In units: the radius of an object, and its way from the first frame to the last.
@@ -161,7 +163,8 @@ def _inside(shape: str, dx: Tensor, dy: Tensor, radius: Tensor) -> Tensor:
         return torch.maximum(dx.abs(), dy.abs()) <= 0.95 * radius
     if shape == "triangle":
         return (dy <= 0.95 * radius) & (dx.abs() <= 0.58 * (dy + 1.15 * radius))
-    thin, long = 0.37 * radius, 1.15 * radius
+    thin = 0.37 * radius
+    long = 1.15 * radius
     upright = (dx.abs() <= thin) & (dy.abs() <= long)
     level = (dy.abs() <= thin) & (dx.abs() <= long)
     return upright | level

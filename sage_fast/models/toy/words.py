@@ -17,7 +17,9 @@ ALPHABET = "ACEHKLNRSTUY"
 """Letters that two text readers tell apart at this size; an O is read as a zero."""
 MOTIONS = ("left", "right", "closer")
 LENGTHS = (3, 4, 5)
-NUM_FRAMES, HEIGHT, WIDTH = 4, 16, 48
+NUM_FRAMES = 4
+HEIGHT = 16
+WIDTH = 48
 
 PLACES = range(-4, 5)
 """Middles of letters in half cells from the middle of the word: -2, 0, 2 of three letters, -3, -1, 1, 3 of four."""
@@ -61,7 +63,8 @@ def letter_places(length: int) -> list[int]:
 class GreyCodec(PatchCodec):
     """Latents (32, 2, 4, 12) of grey videos, from blocks of 2 x 4 x 4 pixels."""
 
-    mean, std = (0.2,), 0.26
+    mean = (0.2,)
+    std = 0.26
 
 
 class LetterEncoder(WordEncoder):

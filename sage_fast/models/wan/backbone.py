@@ -120,7 +120,9 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
     Args:
         config: of diffusers' transformer.
     """
-    d, f, n = config["num_attention_heads"] * config["attention_head_dim"], config["ffn_dim"], video_tokens
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    f = config["ffn_dim"]
+    n = video_tokens
     block = 2 * n * (6 * d * d + 2 * d * f) + 2 * TEXT_TOKENS * 2 * d * d
     ends = 2 * n * d * math.prod(config["patch_size"]) * (config["in_channels"] + config["out_channels"])
     # The text's projection of two layers; the time's embedding of two, and its projection to six vectors.

@@ -49,7 +49,9 @@ SAVED = {
 def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
     """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list that ends in four norms."""
     flat: list[Tensor] = []
-    own, text, ffn = block.attn1, block.attn2, block.ffn.net
+    own = block.attn1
+    text = block.attn2
+    ffn = block.ffn.net
     groups = {
         "qkv": read_layers(flat, own.to_q, own.to_k, own.to_v),
         "out": read_layers(flat, own.to_out[0]),
@@ -119,7 +121,9 @@ class _Block(BlockPass):
         adapters = read_adapters(list(weights.groups.values()), self.x.dtype)
         kernels = without_graph(settings.kernels, self.x.device)
         super().__init__(kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True)))
-        self.settings, self.rotary, self.first_norm = settings, rotary, weights.norms
+        self.settings = settings
+        self.rotary = rotary
+        self.first_norm = weights.norms
         self.modulation = Modulation(*modulation.unbind(1))
         # The branch of the text has no gate, and the kernel wants one.
         self.one = torch.ones_like(self.modulation.gate_msa)
@@ -129,7 +133,8 @@ class _Block(BlockPass):
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Layers' results (B, tokens, n D) as n views (B, tokens, H, head dim)."""
-        width, head_dim = self.x.shape[2], self.rotary.cos.shape[1]
+        width = self.x.shape[2]
+        head_dim = self.rotary.cos.shape[1]
         return tuple(part.unflatten(2, (-1, head_dim)) for part in tokens.split(width, dim=2))
 
     def forget(self, *stages: str) -> None:
@@ -178,7 +183,8 @@ class _Block(BlockPass):
 
     @Stage
     def text_normed(self) -> tuple[Tensor, Tensor]:
-        (q,), (k, _) = self.heads(self.text_q), self.heads(self.text_kv)
+        (q,) = self.heads(self.text_q)
+        k, _ = self.heads(self.text_kv)
         return self.kernels.qk_norm_across_heads(q, k, *self.norms[1], None, None, EPS)
 
     @Stage
@@ -193,7 +199,8 @@ class _Block(BlockPass):
     @Stage
     def text_residual(self) -> tuple[Tensor, Tensor]:
         """x2 and y3."""
-        m, x1 = self.modulation, self.residual[0]
+        m = self.modulation
+        x1 = self.residual[0]
         return self.kernels.gated_residual_adaln(x1, self.text_attended, self.one, m.scale_mlp, m.shift_mlp, EPS)
 
     @Stage
@@ -228,14 +235,17 @@ class _Block(BlockPass):
             modulation: whether the gradient of the modulation is wanted.
             inputs: whether that of x is; where neither is, it stays that of x1.
         """
-        m, kernels, found = self.modulation, self.kernels, dict[str, Tensor]()
+        m = self.modulation
+        kernels = self.kernels
+        found = dict[str, Tensor]()
         # From the end: the feed-forward, from x3 to y3.
         y3_grad, gate_grad = self.feed_forward_backward(
             grad, self.hidden, self.text_residual[1], m.gate_mlp, gradients, modulation=modulation
         )
         self.forget("hidden")
         # Without gradients of the modulation the kernel does not read o2 W_o2.
-        residual, attended = self.text_residual[0], self.text_attended if modulation else None
+        residual = self.text_residual[0]
+        attended = self.text_attended if modulation else None
         grad, branch, _, found["scale_mlp"], found["shift_mlp"] = kernels.gated_residual_adaln_backward(
             grad, y3_grad, residual, attended, self.one, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
         )
@@ -243,7 +253,8 @@ class _Block(BlockPass):
         # Attention to the text: from x2 to y2 and to the text's own tokens.
         out, lse = self.text_attention
         out_grad = self.project_backward("text_out", [branch], out.flatten(2), gradients).view(out.shape)
-        (raw_q,), (raw_k, v) = self.heads(self.text_q), self.heads(self.text_kv)
+        (raw_q,) = self.heads(self.text_q)
+        raw_k, v = self.heads(self.text_kv)
         dq, dk, dv = self.settings.local.backward(out_grad, *self.text_normed, v, out, lse, self.x.shape[1])
         dq, dk = self.norm_backward(1, dq, dk, raw_q, raw_k, None, gradients)
         text_grad = self.project_backward("text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients)
@@ -282,7 +293,8 @@ class _Block(BlockPass):
     ) -> tuple[Tensor, Tensor]:
         """Gradients of raw queries and keys: of the video's own attention (0), or of that to the text (1)."""
         # In the flat list norms lie in pairs, of the queries and of the keys.
-        position, (cos, sin) = self.first_norm + 2 * index, rotary or (None, None)
+        position = self.first_norm + 2 * index
+        cos, sin = rotary or (None, None)
         wanted = any(gradients.wanted[position : position + 2])
         dq, dk, *weights = self.kernels.qk_norm_across_heads_backward(
             dq, dk, q, k, *self.norms[index], cos, sin, EPS, wanted
@@ -299,7 +311,10 @@ class _BlockFunction(torch.autograd.Function):
     def forward(ctx: Any, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> Tensor:
         block = _Block(settings, weights, rotary, *tensors)
         out = block.forward()
-        ctx.settings, ctx.weights, ctx.rotary, ctx.count = settings, weights, rotary, len(tensors)
+        ctx.settings = settings
+        ctx.weights = weights
+        ctx.rotary = rotary
+        ctx.count = len(tensors)
         ctx.stages = {name: getattr(block, name) for name in block.saved}
         # Autograd saves a flat list. Of each stage `ctx.stages` keeps the size of its tuple, 0 for a plain tensor.
         kept = [tensor for value in ctx.stages.values() for tensor in (value if type(value) is tuple else (value,))]
@@ -310,7 +325,8 @@ class _BlockFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors, kept = ctx.saved_tensors[: ctx.count], iter(ctx.saved_tensors[ctx.count :])
+        tensors = ctx.saved_tensors[: ctx.count]
+        kept = iter(ctx.saved_tensors[ctx.count :])
         block = _Block(ctx.settings, ctx.weights.rebuilt(tensors[3:]), ctx.rotary, *tensors)
         for name, count in ctx.stages.items():
             block.__dict__[name] = tuple(next(kept) for _ in range(count)) if count else next(kept)

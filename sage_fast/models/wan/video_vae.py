@@ -26,7 +26,8 @@ class WanDecoder(AutoencoderDecoder):
 
     def __init__(self, vae: AutoencoderKLWan, *, memory_gib: float | None = None) -> None:
         super().__init__(vae, memory_gib=memory_gib)
-        self.channels, self.time = vae.config["z_dim"], vae.config["scale_factor_temporal"]
+        self.channels = vae.config["z_dim"]
+        self.time = vae.config["scale_factor_temporal"]
         self.space = vae.config["scale_factor_spatial"]
         self.step = 2 * self.space
 
@@ -43,13 +44,16 @@ class WanDecoder(AutoencoderDecoder):
 
         The widest layers hold the four frames of one latent frame, and beside them is the video in float32.
         """
-        pixels, item = height * width * int(self.space) ** 2, self.vae.dtype.itemsize
+        pixels = height * width * int(self.space) ** 2
+        item = self.vae.dtype.itemsize
         widest = 6 * 4 * int(self.vae.config["base_dim"]) * item
         return pixels * (widest + 2 * 3 * 4 * frames * item)
 
     def tiles(self) -> tuple[int, int, int, int]:
-        vae, space = self.vae, self.space
-        rows, columns = vae.tile_sample_min_height // space, vae.tile_sample_min_width // space
+        vae = self.vae
+        space = self.space
+        rows = vae.tile_sample_min_height // space
+        columns = vae.tile_sample_min_width // space
         return rows, columns, vae.tile_sample_stride_height // space, vae.tile_sample_stride_width // space
 
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:

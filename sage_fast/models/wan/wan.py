@@ -54,7 +54,8 @@ WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers":
 PUBLISHED = {DEFAULT_REPOSITORY: WAN_1_3B, LARGE_REPOSITORY: WAN_14B}
 """Repositories -> their transformer."""
 
-VAE_GB, TEXT_ENCODER_GB = 0.25, 11.4
+VAE_GB = 0.25
+TEXT_ENCODER_GB = 11.4
 """Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder, 5.68 B in bfloat16."""
 
 TRANSFORMER_GB = {DEFAULT_REPOSITORY: 5.7, LARGE_REPOSITORY: 57.2}
@@ -130,12 +131,14 @@ class Wan(WanTransformer):
 
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
     """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
-    path, parts = model.path or DEFAULT_REPOSITORY, (*PARTS, "scheduler")
+    path = model.path or DEFAULT_REPOSITORY
+    parts = (*PARTS, "scheduler")
     likely = likely_repository(path)
     root = find_folder(path, parts, likely, "convert_wan", download=download)
     file = root / "model_index.json"
     index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
-    kind, command = index.get("_class_name"), fetch_command(DEFAULT_REPOSITORY)
+    kind = index.get("_class_name")
+    command = fetch_command(DEFAULT_REPOSITORY)
     # A pipeline's file has [null, null] for a part that it lacks.
     for wrong, why in (
         (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
@@ -155,7 +158,8 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
 
 def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
     """FLOPs of the text encoder for a prompt of so many words, and bytes of its tokens in bfloat16."""
-    width, inner = config["d_model"], config["d_kv"] * config["num_heads"]
+    width = config["d_model"]
+    inner = config["d_kv"] * config["num_heads"]
     tokens = min(4 / 3 * words + 1, TEXT_TOKENS)
     # Of a layer: queries, keys, values and output; and the three matrices of its gated feed-forward.
     weights = 4 * width * inner + 3 * width * config["d_ff"]

@@ -98,7 +98,8 @@ class VideoAlignReward:
         )
         base = str(options.get("base_model", DEFAULT_BASE_MODEL))
         # VideoAlign's own checkpoint brings all weights.
-        patterns, include = ["config.json", "tokenizer_config.json"], ["*.json", "*.txt"]
+        patterns = ["config.json", "tokenizer_config.json"]
+        include = ["*.json", "*.txt"]
         return [own, require("VideoAlign's base model", base, patterns, DEFAULT_BASE_MODEL, *include, gigabytes=0.1)]
 
     @staticmethod
@@ -124,7 +125,8 @@ class VideoAlignReward:
             )
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
-        self.fps, self.batch_size = float(fps), batch_size
+        self.fps = float(fps)
+        self.batch_size = batch_size
         self.device = resolve_device(device)
         if dtype != "auto" and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, but it must be auto, {' or '.join(DTYPES)}.")

@@ -99,6 +99,7 @@ def test_same_input_same_bits(spec: OpSpec, device: torch.device) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.xdist_group("memory")
 @each_op
 def test_shapes_of_the_model_on_a_gpu(spec: OpSpec) -> None:
     for case, dtype in itertools.product(spec.bench_cases, spec.dtypes):
@@ -140,6 +141,7 @@ def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
             spec.op(**inputs_of(spec, device), eps=eps)
 
 
+@pytest.mark.xdist_group("memory")  # with `--dist loadgroup` one after another: each takes 9 to 35 GB of a GPU
 @pytest.mark.parametrize("dims", [(3, 1, 32), (1, 3, 32)], ids=["samples", "tokens"])
 @pytest.mark.parametrize("name", ROWS)
 def test_inputs_beyond_two_to_the_31_elements(name: str, dims: tuple[int, int, int], device: torch.device) -> None:

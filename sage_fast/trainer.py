@@ -266,7 +266,7 @@ class Trainer:
         ranks at the same time.
         """
         rollout = self.config.rollout
-        members = self.config.rollout.num_generations
+        members = rollout.num_generations
         table = rollout_table(rollout, self.rollouts)
         first_steps: FirstSteps | None = None
         if shares_first_steps(rollout, self.engine.sharded):

@@ -18,7 +18,7 @@ def waiting(
 ) -> dict[str, float]:
     """Seconds by phase, per rollout and its updates, and per evaluation (`eval_batches` batches on a rank)."""
     config = held.config
-    rollout = held.config.rollout
+    rollout = config.rollout
     if held.layout.sp == 1:
         return {}
     branches = 1 if rollout.guidance_scale == 1.0 else 2

@@ -268,7 +268,7 @@ def settle_memory(config: RunConfig) -> RunConfig:
     and the run after it has been resumed, computes alike. Ranks whose GPUs differ are refused by `start_world`.
     """
     model = config.model
-    device = rank_device(config.model.device)
+    device = rank_device(model.device)
     asked = (model.decode_memory_gib, model.checkpointing, config.rollout.micro_batch_size)
     if "auto" not in asked or device.type != "cuda":
         return config

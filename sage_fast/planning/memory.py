@@ -258,7 +258,7 @@ class MemoryPlan:
         """Memory held in every phase from the rollout on."""
         config = self.config
         gathered = self.gathered
-        lora = self.config.training.mode == "lora"
+        lora = config.training.mode == "lora"
         offloads = lora and config.model.adaln == "offload" and self.on_gpu
         offloaded = gathered.item * self.weights.adaln if offloads else 0.0
         has_anchor = anchor_kind(config.objective.kl_mode) != "none"

@@ -83,7 +83,7 @@ def velocity_call(config: RunConfig, description: ModelDescription, on_gpu: bool
     """A step of the anchor, or of an evaluation of that size; the other calls differ from it in a few fields."""
     model = config.model
     video = config.video
-    kernels = config.model.kernels
+    kernels = model.kernels
     return Call(
         transformer=hashable(description.transformer),
         latent=description.latent_shape(video.num_frames, video.height, video.width),

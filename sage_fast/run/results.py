@@ -114,7 +114,7 @@ class RunEvaluation:
             RewardError: a reward failed and `reward.on_failure` says to stop, or fewer than two pairs are left.
         """
         trainer = self.trainer
-        update = self.trainer.update
+        update = trainer.update
         start = time.perf_counter()
 
         def write(row: int, video: Tensor) -> None:

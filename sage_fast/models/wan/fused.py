@@ -78,7 +78,7 @@ class WanForward(BlockwiseForward):
     def forward(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
         """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps (B,) and text (B, 512, text width)."""
         transformer = self.transformer
-        patch = self.transformer.config["patch_size"]
+        patch = transformer.config["patch_size"]
         temb, time, text, _ = transformer.condition_embedder(timestep, text, None)
         x = self.enter(transformer.patch_embedding(latents).flatten(2).transpose(1, 2).contiguous(), latents)
         # (B, 6 D) to the six vectors that every block adds its table to.

@@ -159,6 +159,7 @@ STARTED_BY = {
     "python -m examples.demo_controls": "tools/test_documented_api.py::test_the_controls_of_the_demo",
     "python -m sage_kernels.aot": "kernels/test_aot.py::test_kernels_stay_within_limits",
     "python -m tests.kernels.guard_pages": "kernels/test_guard_pages.py::test_no_access_lies_beside_its_tensor",
+    "python -m tests.tiny.true_size": "models/hunyuan15/test_loading.py::test_random_weights_of_the_true_width",
     "python -m benchmarks": "benchmarks/test_session.py::test_every_command_measures_its_first_cells",
 }
 """Programs with an option or a size that no document shows, which makes them small: their tests."""

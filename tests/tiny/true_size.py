@@ -6,8 +6,8 @@
 tries a machine before anything is downloaded. The text encoders have the published widths, but few layers.
 """
 
-import sys
-from collections.abc import Mapping
+import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,5 +70,12 @@ def fill(model: nn.Module, pool: torch.Tensor) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
+def main(argv: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.tiny.true_size", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path, help="where to write the model")
+    write(parser.parse_args(argv).folder)
+
+
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    main()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -242,10 +243,12 @@ def test_caches_lie_beside_the_weights_or_where_the_config_says(
 
 
 @pytest.mark.slow
-def test_random_weights_of_the_true_width_are_a_model(tmp_path: Path) -> None:
+def test_random_weights_of_the_true_width(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout that tries a machine before anything is downloaded; here with one of 54 layers and a tiny decoder."""
     tiny: dict[str, Any] = {"block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
-    true_size.write(tmp_path / "model", HUNYUAN_VIDEO_15 | {"num_layers": 1}, **tiny)
+    small = partial(true_size.write, transformer=HUNYUAN_VIDEO_15 | {"num_layers": 1}, **tiny)
+    monkeypatch.setattr(true_size, "write", small)
+    true_size.main([str(tmp_path / "model")])
     components = load(tmp_path / "model")
     (embeds,) = components.prompt_encoder.encode(["a red fox"])
     assert embeds.text.shape[1] == HUNYUAN_VIDEO_15["text_embed_dim"] and bool(embeds.text.isfinite().all())

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
 NO_GPU = "No speed has been measured on a GPU yet.\n"
 HEADLINES = {
-    "transformer forward B / P1": "times as fast as diffusers, forward",
+    "transformer forward B / P1": "times as fast as diffusers as shipped, forward",
     "transformer forward B / P2": "times as fast as diffusers without padding and with the same attention, forward",
     "transformer train B / P2": "times as fast as the latter, in a training step",
 }

@@ -146,42 +146,27 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([rendered[0], "|" + "---|" * len(kept), *rendered[1:]]) + "\n"
 
 
-def suite_block(found: Results, *, suites: Sequence[str]) -> str:
-    """Every timing of some suites, a table per device."""
+def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False) -> str:
+    """Every timing of some suites, a table per device.
+
+    by_step: one row for a step, ours, with what the others take over it; a row for each where ours is missing.
+    """
     parts = []
     for device in found:
-        rows = results.rows(device.result)
-        body = [
-            [results.name_of(suite if len(suites) > 1 else "", step, shape), who, *results.cells_of(row, contenders)]
-            for (suite, step, shape), contenders in rows.items()
-            if suite in suites
-            for who, row in contenders.items()
-        ]
-        if body:
-            table = markdown(("step", "contender", *results.HEAD), body)
-            parts.append(f"{device.source(next(s for s, *_ in rows if s in suites))}\n\n{table}")
-    return "\n".join(parts) or "Not measured yet.\n"
-
-
-def steps_block(found: Results, *, suites: Sequence[str]) -> str:
-    """A row per step of some suites on GPUs: ours, and by how much others take longer; without ours, a row for each."""
-    parts = []
-    for device in gpus_of(found):
-        body = []
         measured = [item for item in results.rows(device.result).items() if item[0][0] in suites]
+        body = []
         for (suite, step, shape), contenders in measured:
             name = results.name_of(suite if len(suites) > 1 else "", step, shape)
-            own = {"": contenders["ours"]} if "ours" in contenders else contenders
-            ratios = {who: results.cells_of(row, contenders)[RATIO] for who, row in contenders.items()}
-            others = ", ".join(f"{who} {ratio}" for who, ratio in ratios.items() if ratio)
-            for who, row in own.items():
-                cells = results.cells_of(row, contenders)
-                cells[RATIO] = others
-                body.append([name, who, *cells])
+            rows = {who: results.cells_of(row, contenders) for who, row in contenders.items()}
+            if by_step and "ours" in rows:
+                others = ", ".join(f"{who} {cells[RATIO]}" for who, cells in rows.items() if cells[RATIO])
+                rows = {"": rows["ours"]}
+                rows[""][RATIO] = others
+            body += [[name, who, *cells] for who, cells in rows.items()]
         if body:
             table = markdown(("step", "contender", *results.HEAD), body)
             parts.append(f"{device.source(measured[0][0][0])}\n\n{table}")
-    return "\n".join(parts) or NO_GPU
+    return "\n".join(parts) or "Not measured yet.\n"
 
 
 def gpus_of(found: Results) -> Results:
@@ -193,7 +178,9 @@ def gpu_block(found: Results) -> str:
     """Timings of every GPU, or one sentence where there is no result of any."""
     if not (gpus := gpus_of(found)):
         return NO_GPU
-    tables = [f"### {title}\n\n{steps_block(gpus, suites=suites)}" for title, suites in GPU_TABLES.items()]
+    tables = [
+        f"### {title}\n\n{suite_block(gpus, suites=suites, by_step=True)}" for title, suites in GPU_TABLES.items()
+    ]
     return "\n".join([*(off_plan(device) for device in gpus), *tables])
 
 
@@ -276,7 +263,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "cards": cards_block,
     "headline": headline_block,
     "gpu": gpu_block,
-    "kernels": partial(steps_block, suites=("kernels",)),
+    "kernels": partial(suite_block, suites=("kernels",), by_step=True),
     "cpu": partial(suite_block, suites=("decode",)),
     "peers": partial(suite_block, suites=("peers",)),
     "presets": presets_block,

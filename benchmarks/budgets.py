@@ -1,7 +1,9 @@
-"""The limits of `budgets.yaml`, and what is measured to hold them: counts, which do not depend on the machine.
+"""The limits of `budgets.yaml`, and what is measured to hold them: counts, which do not
+depend on the machine.
 
-Each entry of the file says what it limits, what it guards against and where the limit comes from. A measurement without
-a limit is an error, and so is a limit that nothing measures.
+Each entry of the file says what it limits, what it guards against and where the limit
+comes from. A measurement without a limit is an error, and so is a limit that nothing
+measures.
 """
 
 import json
@@ -28,7 +30,8 @@ Rule = Literal["at most", "at least", "exactly"]
 class Budget:
     """One limit.
 
-    Example: `Budget(name="kernels.spills", unit="", rule="exactly", limit=0, guards="a spill", source="counted")`
+    Example: `Budget(name="kernels.spills", unit="", rule="exactly", limit=0, guards="a
+    spill", source="counted")`
     """
 
     name: str
@@ -60,34 +63,60 @@ class Verdict(NamedTuple):
         limit = self.budget.limit
         if value is None:
             return False
-        return {"at most": value <= limit, "at least": value >= limit, "exactly": value == limit}[self.budget.rule]
+        return {
+            "at most": value <= limit,
+            "at least": value >= limit,
+            "exactly": value == limit,
+        }[self.budget.rule]
 
 
 def read_budgets(path: Path = BUDGETS) -> list[Budget]:
     """The limits of a file, a table of limits being one budget per case.
 
     Raises:
-        ValueError: an entry of a group that nothing measures, or one that stands there twice.
+        ValueError: an entry of a group that nothing measures, or one that stands there
+            twice.
     """
     found: dict[str, Budget] = {}
     for entry in yaml.safe_load(path.read_text("utf-8"))["budgets"]:
         for case, limit in _cases(entry["limit"]):
-            budget = Budget(**{"rule": "at most", **entry, "name": f"{entry['name']}{case}", "limit": limit})
+            budget = Budget(
+                **{
+                    "rule": "at most",
+                    **entry,
+                    "name": f"{entry['name']}{case}",
+                    "limit": limit,
+                }
+            )
             if budget.group not in MEASUREMENTS:
-                raise ValueError(f"{path.name}: {budget.name} is not of a group: {', '.join(MEASUREMENTS)}.")
+                raise ValueError(
+                    f"{path.name}: {budget.name} is not of a group: "
+                    f"{', '.join(MEASUREMENTS)}."
+                )
             if budget.name in found:
-                raise ValueError(f"{path.name}: {budget.name} stands there more than once.")
+                raise ValueError(
+                    f"{path.name}: {budget.name} stands there more than once."
+                )
             found[budget.name] = budget
     return list(found.values())
 
 
 def timing_limits(kind: str) -> list[Budget]:
-    """The limits of what a run on a `cpu` or a `gpu` must have measured, see `results.ratios`."""
+    """The limits of what a run on a `cpu` or a `gpu` must have measured, see
+    `results.ratios`.
+    """
     limits = yaml.safe_load(BUDGETS.read_text("utf-8"))["timings"][kind]
     guards = "work, a copy or a graph that was added to our side"
     source = f"the timings in {BUDGETS.name}"
     return [
-        Budget(name=name, unit="", rule="at most", limit=limit, guards=guards, source=source)
+        Budget(
+            name=name,
+            unit="",
+            rule="at most",
+            limit=limit,
+            guards=guards,
+            source=source,
+        )
         for name, limit in limits.items()
     ]
 
@@ -102,24 +131,35 @@ def _cases(limit: Any) -> Iterator[tuple[str, Any]]:
             yield f"/{key}{case}", value
 
 
-# ------------------------------------------------------------------------------------------ measurements
+# ------------------------------------------------------------------------------------------
+# measurements
 
 
 def measure_kernels() -> dict[str, float]:
     """The Triton kernels as compiled for sm_90."""
     known = specs()
-    # Building them takes minutes: `python -m sage_kernels.aot --write` does it, and a test holds the file to it.
+    # Building them takes minutes: `python -m sage_kernels.aot --write` does it, and a
+    # test holds the file to it.
     records = json.loads(RECORDS.read_text("utf-8"))["builds"]
     rows = [Build(**row) for row in records if row["arch"] == ARCHITECTURE]
     if not rows:
-        raise ValueError(f"{RECORDS} has no build for sm_{ARCHITECTURE}: python -m sage_kernels.aot --write.")
+        raise ValueError(
+            f"{RECORDS} has no build for sm_{ARCHITECTURE}: python -m "
+            "sage_kernels.aot --write."
+        )
     found: dict[str, float] = {}
     for op in known:
-        found[f"kernels.registers/{op}"] = max((row.registers for row in rows if row.op == op), default=0)
-    launched = {name for spec in known.values() for name in launched_kernels(spec, ARCHITECTURE)}
+        found[f"kernels.registers/{op}"] = max(
+            (row.registers for row in rows if row.op == op), default=0
+        )
+    launched = {
+        name for spec in known.values() for name in launched_kernels(spec, ARCHITECTURE)
+    }
     found["kernels.local_memory"] = max(row.stack + row.local for row in rows)
     found["kernels.spills"] = sum(row.spills for row in rows)
-    found["kernels.narrowest_stream"] = min(width for row in rows for width in row.widths.values())
+    found["kernels.narrowest_stream"] = min(
+        width for row in rows for width in row.widths.values()
+    )
     found["kernels.unlisted"] = len(launched ^ {row.kernel for row in rows})
     return found
 
@@ -149,6 +189,9 @@ def judge(found: Sequence[Budget], groups: Sequence[str]) -> list[Verdict]:
         mine = [budget for budget in found if budget.group == group]
         unlimited = sorted(measured.keys() - {budget.name for budget in mine})
         if unlimited:
-            raise RuntimeError(f"{BUDGETS.name} has no limit for {', '.join(unlimited)}; add them there.")
+            raise RuntimeError(
+                f"{BUDGETS.name} has no limit for {', '.join(unlimited)}; add them "
+                "there."
+            )
         verdicts += [Verdict(budget, measured.get(budget.name)) for budget in mine]
     return verdicts

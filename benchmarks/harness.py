@@ -1,4 +1,6 @@
-"""Needs of every measurement: a clock of the device, its ceilings, its state, and where results go."""
+"""Needs of every measurement: a clock of the device, its ceilings, its state, and where
+results go.
+"""
 
 import contextlib
 import datetime
@@ -24,11 +26,13 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 HEAD_START_CYCLES = 20_000_000
 MOST_HEAD_START_CYCLES = 160_000_000
-"""Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most: meanwhile the CPU queues the
-stretch."""
+"""Cycles that the GPU waits before a timed stretch, at first (about 10 ms) and at most:
+meanwhile the CPU queues the stretch.
+"""
 LONG_STRETCH = 0.25
-"""Seconds of a timed stretch in which it does not matter that the device begins before all is queued: the launches that
-a queue holds, about a thousand, keep it busy."""
+"""Seconds of a timed stretch in which it does not matter that the device begins before
+all is queued: the launches that a queue holds, about a thousand, keep it busy.
+"""
 STRETCH_SECONDS = 4e-3
 """Length of one timed stretch on a GPU, the sum of many calls."""
 FEWEST_CALLS = 3
@@ -40,8 +44,9 @@ FEWEST_ROUNDS = 3
 class DeviceClock:
     """A clock of device time: calls alternate between start and stop.
 
-    On a GPU the start call makes the device wait, so that the calls in between are queued when it goes on and the time
-    holds no launch overhead of Python; the stop call returns the seconds between. On a CPU it is a plain clock.
+    On a GPU the start call makes the device wait, so that the calls in between are
+    queued when it goes on and the time holds no launch overhead of Python; the stop
+    call returns the seconds between. On a CPU it is a plain clock.
     """
 
     __name__ = "device_clock"
@@ -51,7 +56,9 @@ class DeviceClock:
         self.cycles = HEAD_START_CYCLES
         """How long the device waits."""
         self.late = False
-        """True if the device began with the last stretch before all of it was queued, and it was a short one."""
+        """True if the device began with the last stretch before all of it was queued,
+        and it was a short one.
+        """
         self._started: torch.cuda.Event | None = None
 
     def __call__(self) -> float:
@@ -93,15 +100,28 @@ def quantiles(seconds: list[float]) -> Quantiles:
         >>> quantiles([3.0, 1.0, 2.0])
         {'q20': 1.4, 'median': 2.0, 'q80': 2.6, 'rounds': 3}
     """
-    fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
-    return {"q20": fifths[0], "median": statistics.median(seconds), "q80": fifths[-1], "rounds": len(seconds)}
+    fifths = (
+        statistics.quantiles(seconds, n=5, method="inclusive")
+        if len(seconds) > 1
+        else seconds * 4
+    )
+    return {
+        "q20": fifths[0],
+        "median": statistics.median(seconds),
+        "q80": fifths[-1],
+        "rounds": len(seconds),
+    }
 
 
 def calls_per_stretch(nbytes: int) -> int:
-    """Calls in one timed stretch of an op that moves `nbytes`, at about 2 TB/s; 1 on a CPU."""
+    """Calls in one timed stretch of an op that moves `nbytes`, at about 2 TB/s; 1 on a
+    CPU.
+    """
     if not torch.cuda.is_available():
         return 1
-    return max(FEWEST_CALLS, min(100, math.ceil(STRETCH_SECONDS * 2e12 / max(nbytes, 1))))
+    return max(
+        FEWEST_CALLS, min(100, math.ceil(STRETCH_SECONDS * 2e12 / max(nbytes, 1)))
+    )
 
 
 def measure(
@@ -115,9 +135,10 @@ def measure(
 ) -> Quantiles:
     """Seconds of one call over rounds of `calls` calls.
 
-    There are fewer rounds when they would take more than `limit` seconds in all, but `FEWEST_ROUNDS` as long as these
-    end within `left` seconds, and one in any case. Where the device did not wait for Python, all rounds are repeated
-    with fewer calls, then with a longer head start.
+    There are fewer rounds when they would take more than `limit` seconds in all, but
+    `FEWEST_ROUNDS` as long as these end within `left` seconds, and one in any case.
+    Where the device did not wait for Python, all rounds are repeated with fewer calls,
+    then with a longer head start.
     """
     for _ in range(warmup):
         call()
@@ -134,10 +155,12 @@ def measure(
         if not device_clock.late:
             continue
         if calls > FEWEST_CALLS:
-            # A queue holds about a thousand launches, and a stretch of eager calls can have more.
+            # A queue holds about a thousand launches, and a stretch of eager calls can
+            # have more.
             calls = max(FEWEST_CALLS, calls // 4)
             seconds.clear()
-        # Where the longest head start is too short, what is timed waits for the device itself.
+        # Where the longest head start is too short, what is timed waits for the device
+        # itself.
         elif device_clock.cycles < MOST_HEAD_START_CYCLES:
             device_clock.cycles *= 2
             seconds.clear()
@@ -150,16 +173,22 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr) -> None:  # type: 
     tl.store(target_ptr + o, tl.load(source_ptr + o))
 
 
-def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, tuple[Callable[[], object], int]]:
+def ceiling_calls(
+    name: str, device: torch.device, *, smoke: bool
+) -> dict[str, tuple[Callable[[], object], int]]:
     """Calls that reach what the device can, and their work.
 
-    matmul: a large bfloat16 product, operations. product up, product down: those of a feed-forward at 480p, also in 8
-    bits with a scale for each row. copy: two ways to copy 1 GiB on a GPU (1 MiB on a CPU), bytes read and written.
+    matmul: a large bfloat16 product, operations. product up, product down: those of a
+    feed-forward at 480p, also in 8 bits with a scale for each row. copy: two ways to
+    copy 1 GiB on a GPU (1 MiB on a CPU), bytes read and written.
     """
     calls: dict[str, Callable[[], object]]
     if name == "matmul":
         size = 64 if smoke else 8192
-        a, b = (torch.randn(size, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+        a, b = (
+            torch.randn(size, size, dtype=torch.bfloat16, device=device)
+            for _ in range(2)
+        )
         return {"device": (lambda: a @ b, 2 * size**3)}
     if name.startswith("product"):
         m, k, n = (48, 32, 64) if smoke else (32760, 2048, 8192)
@@ -169,19 +198,34 @@ def ceiling_calls(name: str, device: torch.device, *, smoke: bool) -> dict[str, 
         weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
         calls = {"bfloat16": lambda: x @ weight.T}
         if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
-            x_float8, weight_float8 = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight))
+            x_float8, weight_float8 = (
+                tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)
+            )
             # On a CPU torch 2.11 takes one scale for all rows.
             rows, columns = (m, n) if device.type == "cuda" else (1, 1)
-            scales = torch.ones(rows, 1, device=device), torch.ones(1, columns, device=device)
-            options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}  # as torchao trains
-            calls["float8"] = lambda: torch._scaled_mm(x_float8, weight_float8.T, *scales, **options)
+            scales = (
+                torch.ones(rows, 1, device=device),
+                torch.ones(1, columns, device=device),
+            )
+            # as torchao trains
+            options: dict[str, Any] = {
+                "out_dtype": torch.bfloat16,
+                "use_fast_accum": True,
+            }
+            calls["float8"] = lambda: torch._scaled_mm(
+                x_float8, weight_float8.T, *scales, **options
+            )
         return {contender: (call, 2 * m * k * n) for contender, call in calls.items()}
     numel = 2**28 if device.type == "cuda" else 2**18
     block = 4096
-    source, target = (torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2))
+    source, target = (
+        torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2)
+    )
     calls = {
         "memcpy": lambda: target.copy_(source),
-        "Triton": lambda: _copy_kernel[numel // block,](source, target, BLOCK=block, num_warps=8),
+        "Triton": lambda: _copy_kernel[numel // block,](
+            source, target, BLOCK=block, num_warps=8
+        ),
     }
     return {name: (call, 8 * numel) for name, call in calls.items()}
 
@@ -200,7 +244,9 @@ def forget_peak(device: torch.device) -> None:
 
 def peak_memory_gb(device: torch.device) -> float | None:
     """1e9 bytes at the peak since `forget_peak`; None on a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    return (
+        torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+    )
 
 
 def release(module: torch.nn.Module | None = None) -> None:
@@ -212,11 +258,13 @@ def release(module: torch.nn.Module | None = None) -> None:
         torch.cuda.empty_cache()
 
 
-# ------------------------------------------------------------------------------------------ state of the machine
+# ------------------------------------------------------------------------------------------
+# state of the machine
 
 
 def gpu_state() -> dict[str, Any] | None:
-    """State of the current GPU by NVML, as far as it says: clock, power and temperature; None without a GPU.
+    """State of the current GPU by NVML, as far as it says: clock, power and
+    temperature; None without a GPU.
 
     Example: ``{"sm_mhz": 1980, "power_w": 412.0, "temperature_c": 51}``
     """
@@ -229,24 +277,38 @@ def gpu_state() -> dict[str, Any] | None:
     }
     state = {}
     for name, read in readings.items():
-        # No library, no driver in a container, or no such reading in a slice of a GPU: each raises its own.
+        # No library, no driver in a container, or no such reading in a slice of a GPU:
+        # each raises its own.
         with contextlib.suppress(Exception):
             state[name] = read()
     return state
 
 
 def environment() -> dict[str, Any]:
-    """Versions, commit, hardware, how busy the machine is (load averages) and the state of the GPU now."""
-    return describe_environment() | {"load_average": list(os.getloadavg()), "gpu_state": gpu_state()}
+    """Versions, commit, hardware, how busy the machine is (load averages) and the state
+    of the GPU now.
+    """
+    return describe_environment() | {
+        "load_average": list(os.getloadavg()),
+        "gpu_state": gpu_state(),
+    }
 
 
 def result_file(environment: dict[str, Any], *, suffix: str = "") -> Path:
-    """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a CPU's folder begins with `cpu-`."""
-    name = environment["gpu"]["name"] if environment["gpu"] else f"cpu {environment['cpu']['model']}"
+    """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a
+    CPU's folder begins with `cpu-`.
+    """
+    name = (
+        environment["gpu"]["name"]
+        if environment["gpu"]
+        else f"cpu {environment['cpu']['model']}"
+    )
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
+    return (
+        RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
+    )
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Seconds that the plan gives for what is timed: beside each measured figure, and for a lease before it begins."""
+"""Seconds that the plan gives for what is timed: beside each measured figure, and for a
+lease before it begins.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,30 +23,48 @@ STARTING = 20.0
 MODEL = 10.0
 """Of a suite that makes a model: its library, its weights, its parity."""
 COMPILING = 1.0
-"""Until Triton has compiled the kernels of an op, or a library has planned its call of a new size."""
+"""Until Triton has compiled the kernels of an op, or a library has planned its call of
+a new size.
+"""
 INDUCTOR = 4.0
 """Until Inductor has compiled an op."""
 INDUCTOR_BLOCK = 45.0
 """The same of a block."""
 
-VIDEO: dict[str, dict[str, int]] = {"B": {}, "A": {"video.height": 352, "video.width": 624}}
+VIDEO: dict[str, dict[str, int]] = {
+    "B": {},
+    "A": {"video.height": 352, "video.width": 624},
+}
 
 
 @cache
 def plan_of(shape: str, device: str) -> Plan:
     """The plan of the iteration that is timed, at a shape."""
-    return make_plan(load_config(iteration.RECIPE, iteration.CHANGES | VIDEO[shape]), DEVICES[device], sizes={})
+    return make_plan(
+        load_config(iteration.RECIPE, iteration.CHANGES | VIDEO[shape]),
+        DEVICES[device],
+        sizes={},
+    )
 
 
-def step_seconds(step: str, shape: str, layers: int, backend: str, device: str) -> float:
+def step_seconds(
+    step: str, shape: str, layers: int, backend: str, device: str
+) -> float:
     """A step of ours at a depth."""
     plan = plan_of(shape, device)
-    description = replace(plan.description, transformer={**plan.description.transformer, "num_layers": layers})
-    call = replace(velocity_call(plan.config, description, True), checkpointing="selective")
+    description = replace(
+        plan.description,
+        transformer={**plan.description.transformer, "num_layers": layers},
+    )
+    call = replace(
+        velocity_call(plan.config, description, True), checkpointing="selective"
+    )
     if step == "forward":
         call = replace(call, guidance_scale=1.0, trained="full")  # without adapters
     elif step != "rollout":
-        call = replace(call, gradient=True, guidance="paired" if step == "train" else "split")
+        call = replace(
+            call, gradient=True, guidance="paired" if step == "train" else "split"
+        )
     return DEVICES[device].seconds(trace(call), "bfloat16", backend)[0]
 
 
@@ -54,7 +74,9 @@ def seconds(suite: str, row: Record, device: str) -> float | None:
     shape = row["shape"]
     who = row["contender"]
     if suite == "attention" and who in DEVICES[device].attention:
-        cost = Cost(**{"attention" if step == "forward" else "attention_backward": row["flop"]})
+        cost = Cost(
+            **{"attention" if step == "forward" else "attention_backward": row["flop"]}
+        )
         return DEVICES[device].seconds(cost, "bfloat16", who)[0]
     if who != "ours":
         return None
@@ -71,10 +93,13 @@ def decode_seconds(shape: str, tiled: bool, device: str) -> float:
     """Decoding of a video in float16."""
     plan = plan_of(shape, device)
     flops, moved = plan.description.decode_work(plan.latent, tiled, "float16")
-    return DEVICES[device].decode_seconds(Cost(linear=flops, elementwise=moved), "float16")[0]
+    return DEVICES[device].decode_seconds(
+        Cost(linear=flops, elementwise=moved), "float16"
+    )[0]
 
 
-# ------------------------------------------------------------------------------------------ a lease
+# ------------------------------------------------------------------------------------------
+# a lease
 
 
 def transformer_seconds(order: Sequence[Timed]) -> float:
@@ -82,9 +107,14 @@ def transformer_seconds(order: Sequence[Timed]) -> float:
     total = 0.0
     for timed in order:
         ours = step_seconds(timed.step, timed.shape, transformer.LAYERS, "auto", "h100")
-        # By count: what eager blocks read and write, a mask, a forward that is computed again.
+        # By count: what eager blocks read and write, a mask, a forward that is computed
+        # again.
         peer = 2.7 if timed.contender == "P1" else 1.5 if timed.trains else 1.3
-        total += ours * (1.0 if timed.contender == "ours" else peer) * (1 + transformer.ROUNDS)
+        total += (
+            ours
+            * (1.0 if timed.contender == "ours" else peer)
+            * (1 + transformer.ROUNDS)
+        )
     return total
 
 
@@ -92,10 +122,13 @@ def suite_seconds() -> dict[str, float]:
     """Seconds of every suite on an H100, in their order."""
     plan = plan_of("B", "h100")
     ops, compiled = (
-        len(list(kernels.variants(specs().values(), (contender,), smoke=False))) for contender in ("ours", "compiled")
+        len(list(kernels.variants(specs().values(), (contender,), smoke=False)))
+        for contender in ("ours", "compiled")
     )
     # A check by two contenders and two rounds of each, all in tiles.
-    decoding = 6 * (decode_seconds("B", True, "h100") + decode_seconds("A", True, "h100"))
+    decoding = 6 * (
+        decode_seconds("B", True, "h100") + decode_seconds("A", True, "h100")
+    )
     return {
         "starting": STARTING,
         "ceilings": 5.0,
@@ -105,7 +138,8 @@ def suite_seconds() -> dict[str, float]:
         "decode": decoding,
         "iteration": MODEL + 4 * plan.seconds_per_video,
         "kernels bandwidth": ops * COMPILING,
-        "transformer compiled": 3 * INDUCTOR_BLOCK + transformer_seconds(transformer.COMPILED_ORDER),
+        "transformer compiled": 3 * INDUCTOR_BLOCK
+        + transformer_seconds(transformer.COMPILED_ORDER),
         "kernels compiled": compiled * INDUCTOR,
     }
 
@@ -133,6 +167,13 @@ def order(lease: float) -> list[tuple[str, int, float, float]]:
 
 def table(lease: float) -> str:
     """The order, as text."""
-    lines = [f"Predicted on an H100, with a lease of {lease:.0f} s:", "", "run  begins    ends  suite"]
-    lines += [f"{run:3}  {begins:4.0f} s  {ends:4.0f} s  {suite}" for suite, run, begins, ends in order(lease)]
+    lines = [
+        f"Predicted on an H100, with a lease of {lease:.0f} s:",
+        "",
+        "run  begins    ends  suite",
+    ]
+    lines += [
+        f"{run:3}  {begins:4.0f} s  {ends:4.0f} s  {suite}"
+        for suite, run, begins, ends in order(lease)
+    ]
     return "\n".join(lines)

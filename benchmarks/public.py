@@ -1,8 +1,10 @@
-"""One update of public trainers by their own code, which a folder of checkouts holds: nothing of it is copied here.
+"""One update of public trainers by their own code, which a folder of checkouts holds:
+nothing of it is copied here.
 
-flow_grpo and DiffusionNFT compute inside scripts. The functions and lines that make an update are cut out of these and
-run around diffusers' transformer with peft's LoRA, HunyuanVideo-1.5's class behind the arguments of theirs. UniRL knows
-that class itself, and checkpoints activations, as its recipe does.
+flow_grpo and DiffusionNFT compute inside scripts. The functions and lines that make an
+update are cut out of these and run around diffusers' transformer with peft's LoRA,
+HunyuanVideo-1.5's class behind the arguments of theirs. UniRL knows that class itself,
+and checkpoints activations, as its recipe does.
 
 Letters: B videos, C channels, F frames, H height, W width, T steps, L text tokens.
 """
@@ -38,7 +40,9 @@ KNOWN = {
     "DiffusionNFT": ("https://github.com/NVlabs/DiffusionNFT", "24af555"),
     "UniRL": ("https://github.com/Tencent-Hunyuan/UniRL", "1a7b501"),
 }
-"""Folder of a checkout -> where it is from, and the commit whose code this module knows."""
+"""Folder of a checkout -> where it is from, and the commit whose code this module
+knows.
+"""
 TARGETS = [
     *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
     *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
@@ -56,8 +60,8 @@ Update = Callable[[], None]
 class Task:
     """Work of one update, the same for every trainer.
 
-    config: of the transformer. latent: (C, F, H, W). text: (B, L, D) float32, all valid. advantages: (B,).
-    num_steps: T; GRPO does not train the last one.
+    config: of the transformer. latent: (C, F, H, W). text: (B, L, D) float32, all
+    valid. advantages: (B,). num_steps: T; GRPO does not train the last one.
     """
 
     config: Mapping[str, Any]
@@ -80,35 +84,56 @@ class Task:
 class Network(nn.Module):
     """diffusers' transformer with peft's LoRA, called as image models are.
 
-    checkpointing: of diffusers. It has a second adapter, `old`, for the forward process.
+    checkpointing: of diffusers. It has a second adapter, `old`, for the forward
+    process.
     """
 
     def __init__(self, task: Task, *, checkpointing: bool) -> None:
         super().__init__()
         self.task = task
-        self.model: Any = workload.random_transformer(task.config, torch.device("cpu"), torch.float32)
+        self.model: Any = workload.random_transformer(
+            task.config, torch.device("cpu"), torch.float32
+        )
         for name in ("default", "old"):
-            self.model.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS), adapter_name=name)
+            self.model.add_adapter(
+                LoraConfig(r=16, lora_alpha=16, target_modules=TARGETS),
+                adapter_name=name,
+            )
         if checkpointing:
             self.model.enable_gradient_checkpointing()
         self.set_adapter("default")
-        self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.trained = [
+            parameter
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        ]
         self.optimizer = torch.optim.AdamW(self.trained, lr=1e-6)
 
     def forward(
-        self, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor, **others: Any
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        **others: Any,
     ) -> tuple[Tensor]:
-        """Velocity of (B, C, F, H, W), also where frames are folded into another dimension."""
+        """Velocity of (B, C, F, H, W), also where frames are folded into another
+        dimension.
+        """
         latents = hidden_states.reshape(-1, *self.task.latent)
         batch = len(latents)
         config = self.task.config
         text = encoder_hidden_states
         velocity = self.model(
-            hidden_states=torch.cat([latents, torch.zeros_like(latents), torch.zeros_like(latents[:, :1])], 1),
+            hidden_states=torch.cat(
+                [latents, torch.zeros_like(latents), torch.zeros_like(latents[:, :1])],
+                1,
+            ),
             timestep=timestep.float(),
             encoder_hidden_states=text,
             encoder_attention_mask=torch.ones(text.shape[:2], dtype=torch.bool),
-            encoder_hidden_states_2=text.new_zeros(batch, 1, config["text_embed_2_dim"]),
+            encoder_hidden_states_2=text.new_zeros(
+                batch, 1, config["text_embed_2_dim"]
+            ),
             encoder_attention_mask_2=torch.zeros(batch, 1, dtype=torch.bool),
             image_embeds=text.new_zeros(batch, 1, config["image_embed_dim"]),
             return_dict=False,
@@ -136,7 +161,9 @@ class Network(nn.Module):
         self.model.enable_adapters()
 
     def finish(self) -> None:
-        """Update the weights. ValueError where the code of the peer has left no gradient."""
+        """Update the weights. ValueError where the code of the peer has left no
+        gradient.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
         if not 0 < float(norm) < math.inf:
             raise ValueError(f"its gradient has the norm {float(norm)}")
@@ -144,54 +171,93 @@ class Network(nn.Module):
         self.optimizer.zero_grad()
 
 
-# ------------------------------------------------------------------------------------------ code of a checkout
+# ------------------------------------------------------------------------------------------
+# code of a checkout
 
 
 def definitions(file: Path, *names: str, **known: Any) -> dict[str, Any]:
-    """Functions and classes of a file (all, without names), compiled without the rest of it and what that imports."""
+    """Functions and classes of a file (all, without names), compiled without the rest
+    of it and what that imports.
+    """
     tree = ast.parse(file.read_text("utf-8"))
     kept: list[ast.stmt] = [
-        n for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and (not names or n.name in names)
+        n
+        for n in tree.body
+        if isinstance(n, ast.FunctionDef | ast.ClassDef)
+        and (not names or n.name in names)
     ]
     if missing := set(names) - {getattr(node, "name", "") for node in kept}:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
-    space = vars(typing) | {"torch": torch, "math": math, "dataclass": dataclass, "randn_tensor": randn_tensor}
-    space |= {"tqdm": lambda steps, **_: steps, "dist": MagicMock(), "__name__": file.stem} | known
+    space = vars(typing) | {
+        "torch": torch,
+        "math": math,
+        "dataclass": dataclass,
+        "randn_tensor": randn_tensor,
+    }
+    space |= {
+        "tqdm": lambda steps, **_: steps,
+        "dist": MagicMock(),
+        "__name__": file.stem,
+    } | known
     space["FlowMatchEulerDiscreteScheduler"] = FlowMatchEulerDiscreteScheduler
     exec(compile(ast.Module(kept, []), str(file), "exec"), space)
     return space
 
 
 def lines(file: Path, first: str, last: str) -> CodeType:
-    """The lines of a file from one that holds `first` to the next one that holds `last`, compiled."""
+    """The lines of a file from one that holds `first` to the next one that holds
+    `last`, compiled.
+    """
     text = file.read_text("utf-8")
     before, found, rest = text.partition(first)
     inside, end, _ = rest.partition(last)
     if not found or not end:
         raise ValueError(f"{file} has no lines from {first!r} to {last!r}")
-    return compile(textwrap.dedent(before.rpartition("\n")[2] + first + inside + last), str(file), "exec")
+    return compile(
+        textwrap.dedent(before.rpartition("\n")[2] + first + inside + last),
+        str(file),
+        "exec",
+    )
 
 
-# ------------------------------------------------------------------------------------------ the trainers
+# ------------------------------------------------------------------------------------------
+# the trainers
 
 
 def flow_grpo(folder: Path, task: Task) -> Update:
     """Its SDE step, and the body of the training loop of scripts/train_sd3.py."""
     script = folder / "scripts/train_sd3.py"
     name = "sde_step_with_logprob"
-    sde = definitions(folder / "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py", name)[name]
+    sde = definitions(
+        folder / "flow_grpo/diffusers_patch/sd3_sde_with_logprob.py", name
+    )[name]
     space = definitions(script, "compute_log_prob", sde_step_with_logprob=sde)
-    body = lines(script, "with accelerator.accumulate(transformer)", "optimizer.zero_grad()")
+    body = lines(
+        script, "with accelerator.accumulate(transformer)", "optimizer.zero_grad()"
+    )
     scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
     scheduler.set_timesteps(task.num_steps)
     net = Network(task, checkpointing=False)
     trained = task.num_steps - 1
     train = SimpleNamespace(cfg=False, beta=0.0, adv_clip_max=5, clip_range=1e-4)
-    accelerator = SimpleNamespace(accumulate=contextlib.nullcontext, sync_gradients=False)
+    accelerator = SimpleNamespace(
+        accumulate=contextlib.nullcontext, sync_gradients=False
+    )
     accelerator.backward = lambda loss: (loss / trained).backward()
-    space |= {"transformer": net, "embeds": task.text, "pooled_embeds": None, "info": defaultdict(list)}
-    space |= {"accelerator": accelerator, "autocast": contextlib.nullcontext, "optimizer": MagicMock()}
-    space |= {"config": SimpleNamespace(train=train, sample=SimpleNamespace(noise_level=0.7))}
+    space |= {
+        "transformer": net,
+        "embeds": task.text,
+        "pooled_embeds": None,
+        "info": defaultdict(list),
+    }
+    space |= {
+        "accelerator": accelerator,
+        "autocast": contextlib.nullcontext,
+        "optimizer": MagicMock(),
+    }
+    space |= {
+        "config": SimpleNamespace(train=train, sample=SimpleNamespace(noise_level=0.7))
+    }
     space |= {"pipeline": SimpleNamespace(scheduler=scheduler)}
 
     def update() -> None:
@@ -207,8 +273,15 @@ def flow_grpo(folder: Path, task: Task) -> Update:
                 log_probs = [*log_probs, log_prob]
         states = torch.stack(latents, 1)
         timesteps = scheduler.timesteps.repeat(len(x), 1)
-        sample = {"latents": states[:, :-1], "next_latents": states[:, 1:], "timesteps": timesteps}
-        sample |= {"log_probs": torch.stack(log_probs, 1), "advantages": task.advantages[:, None].expand(-1, trained)}
+        sample = {
+            "latents": states[:, :-1],
+            "next_latents": states[:, 1:],
+            "timesteps": timesteps,
+        }
+        sample |= {
+            "log_probs": torch.stack(log_probs, 1),
+            "advantages": task.advantages[:, None].expand(-1, trained),
+        }
         net.train()
         for j in range(trained):
             exec(body, space | {"sample": sample, "j": j})
@@ -218,15 +291,28 @@ def flow_grpo(folder: Path, task: Task) -> Update:
 
 
 def diffusion_nft(folder: Path, task: Task) -> Update:
-    """Its second-order solver, and the body of the training loop of scripts/train_nft_sd3.py."""
+    """Its second-order solver, and the body of the training loop of
+    scripts/train_nft_sd3.py.
+    """
     solver = definitions(folder / "flow_grpo/diffusers_patch/solver.py")["run_sampling"]
     script = folder / "scripts/train_nft_sd3.py"
-    body = lines(script, 'x0 = train_sample_batch["latents_clean"]', "scaled_loss.backward()")
+    body = lines(
+        script, 'x0 = train_sample_batch["latents_clean"]', "scaled_loss.backward()"
+    )
     net = Network(task, checkpointing=False)
     train = SimpleNamespace(adv_clip_max=5, adv_mode="all", beta=1e-4)
-    space = {"torch": torch, "transformer_ddp": MagicMock(side_effect=net.__call__, module=net)}
-    space |= {"torch_autocast": lambda **_: contextlib.nullcontext(), "enable_amp": False}
-    space |= {"mixed_precision_dtype": torch.float32, "effective_grad_accum_steps": LEVELS}
+    space = {
+        "torch": torch,
+        "transformer_ddp": MagicMock(side_effect=net.__call__, module=net),
+    }
+    space |= {
+        "torch_autocast": lambda **_: contextlib.nullcontext(),
+        "enable_amp": False,
+    }
+    space |= {
+        "mixed_precision_dtype": torch.float32,
+        "effective_grad_accum_steps": LEVELS,
+    }
     space |= {"embeds": task.text, "pooled_embeds": None}
     space |= {"config": SimpleNamespace(use_lora=True, beta=0.1, train=train)}
 
@@ -238,8 +324,14 @@ def diffusion_nft(folder: Path, task: Task) -> Update:
         with net.use_shadow(), torch.no_grad():
             x, *_ = solver(velocity, task.noise(), task.sigmas, "dpm2", True, 0.7)
         net.train()
-        timesteps = 1000 * task.sigmas[:-1][torch.randperm(task.num_steps)].repeat(len(x), 1)
-        batch = {"latents_clean": x, "timesteps": timesteps, "advantages": task.advantages[:, None].expand(-1, LEVELS)}
+        timesteps = 1000 * task.sigmas[:-1][torch.randperm(task.num_steps)].repeat(
+            len(x), 1
+        )
+        batch = {
+            "latents_clean": x,
+            "timesteps": timesteps,
+            "advantages": task.advantages[:, None].expand(-1, LEVELS),
+        }
         for level in range(LEVELS):
             exec(body, space | {"train_sample_batch": batch, "j_idx": level})
         net.finish()
@@ -248,17 +340,30 @@ def diffusion_nft(folder: Path, task: Task) -> Update:
 
 
 def unirl(folder: Path, task: Task, objective: str) -> Update:
-    """Its stage of HunyuanVideo-1.5, and its FlowGRPO, one backward pass for all steps, or DiffusionNFT."""
+    """Its stage of HunyuanVideo-1.5, and its FlowGRPO, one backward pass for all steps,
+    or DiffusionNFT.
+    """
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
     hunyuan = "unirl.models.hunyuan_video15"
     algorithms = "unirl.algorithms"
-    names = [f"{hunyuan}.diffusion", f"{hunyuan}.conditions", "unirl.types.conditions", "unirl.types.sampling"]
-    names += ["unirl.sde.kernels", f"{algorithms}.flowgrpo", f"{algorithms}.diffusionnft"]
+    names = [
+        f"{hunyuan}.diffusion",
+        f"{hunyuan}.conditions",
+        "unirl.types.conditions",
+        "unirl.types.sampling",
+    ]
+    names += [
+        "unirl.sde.kernels",
+        f"{algorithms}.flowgrpo",
+        f"{algorithms}.diffusionnft",
+    ]
     # It imports ray, which nothing here calls.
     stand_in = {} if importlib.util.find_spec("ray") else {"ray": MagicMock()}
     sys.modules |= stand_in
     try:
-        diffusion, conditions, types, sampling, kernels, grpo, nft = map(importlib.import_module, names)
+        diffusion, conditions, types, sampling, kernels, grpo, nft = map(
+            importlib.import_module, names
+        )
     finally:
         for name in stand_in:
             del sys.modules[name]
@@ -295,14 +400,20 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
     else:
         share = LEVELS / task.num_steps
         algorithm = nft.DiffusionNFT(
-            params=params, stage=stage, conditions_cls=cls, nft_lora_policy=net, training_timestep_fraction=share
+            params=params,
+            stage=stage,
+            conditions_cls=cls,
+            nft_lora_policy=net,
+            training_timestep_fraction=share,
         )
     loss = {"advantages": task.advantages, "training_progress": 0.0, "loss_scale": 1.0}
 
     def update() -> None:
         net.eval()
         with contextlib.nullcontext() if objective == "grpo" else net.use_shadow():
-            segment = stage.diffuse(cls.from_dict(given), schedule=task.sigmas, params=params)
+            segment = stage.diffuse(
+                cls.from_dict(given), schedule=task.sigmas, params=params
+            )
         net.train()
         algorithm.compute_loss_and_backward(conditions=given, segment=segment, **loss)
         net.finish()
@@ -312,7 +423,10 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
 
 TRAINERS: dict[str, dict[str, Callable[[Path, Task], Update]]] = {
     "grpo": {"flow_grpo": flow_grpo, "UniRL": partial(unirl, objective="grpo")},
-    "forward_process": {"DiffusionNFT": diffusion_nft, "UniRL": partial(unirl, objective="forward_process")},
+    "forward_process": {
+        "DiffusionNFT": diffusion_nft,
+        "UniRL": partial(unirl, objective="forward_process"),
+    },
 }
 """Objective -> folder of a checkout -> what makes its update ready."""
 
@@ -321,7 +435,8 @@ def ready(objective: str, peer: str, public: Path, task: Task) -> Update:
     """The update of a trainer, after one.
 
     Raises:
-        ValueError: it is not there, or this module does not know its code; the message says what to do.
+        ValueError: it is not there, or this module does not know its code; the message
+            says what to do.
     """
     source, commit = KNOWN[peer]
     folder = public / peer
@@ -333,14 +448,25 @@ def ready(objective: str, peer: str, public: Path, task: Task) -> Update:
             update()
     except Exception as error:
         told = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("unirl"):
-            raise ValueError(f"{peer} needs another package: pip install {error.name}") from error
+        if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith(
+            "unirl"
+        ):
+            raise ValueError(
+                f"{peer} needs another package: pip install {error.name}"
+            ) from error
         known = f"known is {commit}: git -C {folder} checkout {commit}"
-        raise ValueError(f"{told}. {folder} is at {commit_of(folder)}, {known}") from error
+        raise ValueError(
+            f"{told}. {folder} is at {commit_of(folder)}, {known}"
+        ) from error
     return update
 
 
 def commit_of(checkout: Path) -> str:
     """Short commit of a checkout; "no commit" of a folder without git."""
     asked = ["git", f"--git-dir={checkout / '.git'}", "rev-parse", "--short=7", "HEAD"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or "no commit"
+    return (
+        subprocess.run(
+            asked, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        or "no commit"
+    )

@@ -4,10 +4,11 @@
     python -m benchmarks report FILE ...       of these files alone
     python -m benchmarks report --write        renew the documents
 
-A document holds blocks between `<!-- benchmark NAME: begin -->` and `<!-- benchmark NAME: end -->`; `BLOCKS` has the
-names, and a test holds the documents to the results. Of the files of one device the newest one that holds a cell
-counts. Figures behind a missing or red parity check, and those of smoke runs, are in no table. The block `presets` is
-the planner's and needs no result.
+A document holds blocks between `<!-- benchmark NAME: begin -->` and `<!-- benchmark
+NAME: end -->`; `BLOCKS` has the names, and a test holds the documents to the results.
+Of the files of one device the newest one that holds a cell counts. Figures behind a
+missing or red parity check, and those of smoke runs, are in no table. The block
+`presets` is the planner's and needs no result.
 """
 
 import argparse
@@ -31,17 +32,26 @@ from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.layout import least_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/how_to/which_card.md", "docs/performance.md", "benchmarks/README.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/how_to/which_card.md",
+    "docs/performance.md",
+    "benchmarks/README.md",
+)
 NO_GPU = "No speed has been measured on a GPU yet.\n"
 HEADLINES = {
     "transformer forward B / P1": "times as fast as diffusers as shipped, forward",
-    "transformer forward B / P2": "times as fast as diffusers without padding and with the same attention, forward",
+    "transformer forward B / P2": (
+        "times as fast as diffusers without padding and with the same attention, "
+        "forward"
+    ),
     "transformer train B / P2": "times as fast as the latter, in a training step",
 }
 """Ratio -> what it is."""
 RATIO = results.HEAD.index("over ours")
 OFF = 0.2
-"""Share of a prediction by which it may miss what was measured before the page says so."""
+"""Share of a prediction by which it may miss what was measured before the page says so.
+"""
 ITERATION = f"iteration {STEP} B seconds per video"
 GPU_TABLES = {
     "One iteration, and decoding a video": ("iteration", "decode"),
@@ -54,9 +64,11 @@ GPU_TABLES = {
 
 @dataclass(kw_only=True)
 class DeviceResults:
-    """Newest record of every cell that was measured on one device, and the file it is from.
+    """Newest record of every cell that was measured on one device, and the file it is
+    from.
 
-    Example: `DeviceResults(folder="nvidia-h100", result={"cells": {"decode B ours": {...}}, ...}, files={...})`
+    Example: `DeviceResults(folder="nvidia-h100", result={"cells": {"decode B ours":
+    {...}}, ...}, files={...})`
     """
 
     folder: str
@@ -73,7 +85,10 @@ class DeviceResults:
         if newest["gpu"]:
             return str(newest["gpu"]["name"])
         cpu = newest["cpu"]
-        return f"CPU ({cpu['model']}, {cpu['torch_threads']} thread{'s' if cpu['torch_threads'] > 1 else ''})"
+        return (
+            f"CPU ({cpu['model']}, {cpu['torch_threads']} "
+            f"thread{'s' if cpu['torch_threads'] > 1 else ''})"
+        )
 
     @property
     def planned(self) -> str | None:
@@ -94,11 +109,18 @@ class DeviceResults:
     def source(self, suite: str) -> str:
         """Device and file of the newest figures of a suite, as a line."""
         cells = self.result["cells"]
-        file = max(file for cell, file in self.files.items() if cells[cell]["suite"] == suite and "rows" in cells[cell])
+        file = max(
+            file
+            for cell, file in self.files.items()
+            if cells[cell]["suite"] == suite and "rows" in cells[cell]
+        )
         environment = self.environments[file]
         commit = (environment["commit"] or "no commit")[:9]
         torch = environment["packages"].get("torch", "?")
-        return f"{self.name}, torch {torch}, commit {commit}: `benchmarks/results/{self.folder}/{file}`"
+        return (
+            f"{self.name}, torch {torch}, commit {commit}: "
+            f"`benchmarks/results/{self.folder}/{file}`"
+        )
 
 
 Results = list[DeviceResults]
@@ -115,7 +137,9 @@ def read_results(files: Iterable[Path]) -> Results:
         content = results.read_result(file)
         if content.get("smoke"):
             continue
-        device = devices.setdefault(file.parent.name, DeviceResults(folder=file.parent.name))
+        device = devices.setdefault(
+            file.parent.name, DeviceResults(folder=file.parent.name)
+        )
         device.environments[file.name] = content["environment"]
         device.result["cells"] |= content["cells"]
         device.files |= dict.fromkeys(content["cells"], file.name)
@@ -134,14 +158,22 @@ def committed_files() -> list[Path]:
     return sorted(harness.RESULTS.glob("*/*.json"))
 
 
-# ------------------------------------------------------------------------------------------ tables
+# ------------------------------------------------------------------------------------------
+# tables
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table without its empty columns; the first one stays."""
     body = list(rows)
-    kept = [column for column in range(len(head)) if column == 0 or any(row[column] for row in body)]
-    lines = [[head[column] for column in kept], *([row[column] for column in kept] for row in body)]
+    kept = [
+        column
+        for column in range(len(head))
+        if column == 0 or any(row[column] for row in body)
+    ]
+    lines = [
+        [head[column] for column in kept],
+        *([row[column] for column in kept] for row in body),
+    ]
     rendered = ["| " + " | ".join(cells) + " |" for cells in lines]
     return "\n".join([rendered[0], "|" + "---|" * len(kept), *rendered[1:]]) + "\n"
 
@@ -149,17 +181,27 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False) -> str:
     """Every timing of some suites, a table per device.
 
-    by_step: one row for a step, ours, with what the others take over it; a row for each where ours is missing.
+    by_step: one row for a step, ours, with what the others take over it; a row for each
+    where ours is missing.
     """
     parts = []
     for device in found:
-        measured = [item for item in results.rows(device.result).items() if item[0][0] in suites]
+        measured = [
+            item for item in results.rows(device.result).items() if item[0][0] in suites
+        ]
         body = []
         for (suite, step, shape), contenders in measured:
             name = results.name_of(suite if len(suites) > 1 else "", step, shape)
-            rows = {who: results.cells_of(row, contenders) for who, row in contenders.items()}
+            rows = {
+                who: results.cells_of(row, contenders)
+                for who, row in contenders.items()
+            }
             if by_step and "ours" in rows:
-                others = ", ".join(f"{who} {cells[RATIO]}" for who, cells in rows.items() if cells[RATIO])
+                others = ", ".join(
+                    f"{who} {cells[RATIO]}"
+                    for who, cells in rows.items()
+                    if cells[RATIO]
+                )
                 rows = {"": rows["ours"]}
                 rows[""][RATIO] = others
             body += [[name, who, *cells] for who, cells in rows.items()]
@@ -171,7 +213,11 @@ def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False)
 
 def gpus_of(found: Results) -> Results:
     """The devices that are GPUs."""
-    return [device for device in found if any(environment["gpu"] for environment in device.environments.values())]
+    return [
+        device
+        for device in found
+        if any(environment["gpu"] for environment in device.environments.values())
+    ]
 
 
 def gpu_block(found: Results) -> str:
@@ -179,16 +225,27 @@ def gpu_block(found: Results) -> str:
     if not (gpus := gpus_of(found)):
         return NO_GPU
     tables = [
-        f"### {title}\n\n{suite_block(gpus, suites=suites, by_step=True)}" for title, suites in GPU_TABLES.items()
+        f"### {title}\n\n{suite_block(gpus, suites=suites, by_step=True)}"
+        for title, suites in GPU_TABLES.items()
     ]
     return "\n".join([*(off_plan(device) for device in gpus), *tables])
 
 
 def off_plan(device: DeviceResults) -> str:
     """A sentence on the figures that the plan misses."""
-    missed = [f"{name} {ratio:.2f}" for name, ratio in device.over_plan.items() if abs(ratio - 1) > OFF]
-    said = f"**The plan is off by more than a fifth**, measured over predicted: {', '.join(missed)}."
-    return f"{device.name}: {said if missed else 'the plan is within a fifth of every figure that it predicts.'}\n"
+    missed = [
+        f"{name} {ratio:.2f}"
+        for name, ratio in device.over_plan.items()
+        if abs(ratio - 1) > OFF
+    ]
+    said = (
+        "**The plan is off by more than a fifth**, measured over predicted: "
+        f"{', '.join(missed)}."
+    )
+    return (
+        f"{device.name}: "
+        f"{said if missed else 'the plan is within a fifth of every figure that it predicts.'}\n"
+    )
 
 
 def headline_block(found: Results) -> str:
@@ -196,23 +253,40 @@ def headline_block(found: Results) -> str:
     lines = []
     for device in gpus_of(found):
         ratios = results.ratios(device.result)
-        shown = [f"{1 / ratios[name]:.2f} {said}" for name, said in HEADLINES.items() if name in ratios]
+        shown = [
+            f"{1 / ratios[name]:.2f} {said}"
+            for name, said in HEADLINES.items()
+            if name in ratios
+        ]
         if ITERATION in ratios:
-            shown.append(f"{ratios[ITERATION]:.1f} s per video for an update of 2 steps, all 54 layers")
+            shown.append(
+                f"{ratios[ITERATION]:.1f} s per video for an update of 2 steps, all "
+                "54 layers"
+            )
         if shown:
-            lines += [f"\n{device.name}, 480x832, {LAYERS} of 54 layers:\n\n", *(f"* {text}\n" for text in shown)]
+            lines += [
+                f"\n{device.name}, 480x832, {LAYERS} of 54 layers:\n\n",
+                *(f"* {text}\n" for text in shown),
+            ]
     return "".join(lines) or NO_GPU
 
 
 def presets_block(found: Results) -> str:
-    """The plan of every preset of the real model on H100s, without weights on this machine."""
+    """The plan of every preset of the real model on H100s, without weights on this
+    machine.
+    """
     names = (name for name in preset_names() if name.startswith("hv15_"))
-    rows = [[f"[`{name}`](../../configs/{name}.yaml)", *cells_of_plan(plan_of(name))] for name in names]
+    rows = [
+        [f"[`{name}`](../../configs/{name}.yaml)", *cells_of_plan(plan_of(name))]
+        for name in names
+    ]
     return markdown(("preset", "peak, GB", "update"), rows)
 
 
 def plan_of(preset: str, device: str = "h100", memory: float | None = None) -> Plan:
-    """The plan of a preset on the fewest GPUs that its degrees fit; `memory` in 1e9 bytes, by default the device's."""
+    """The plan of a preset on the fewest GPUs that its degrees fit; `memory` in 1e9
+    bytes, by default the device's.
+    """
     config = load_config(preset)
     gpus = least_gpus(config.distributed, config.rollout)
     return make_plan(config, DEVICES[device], gpus=gpus, memory_gb=memory, sizes={})
@@ -223,11 +297,15 @@ def cells_of_plan(plan: Plan) -> list[str]:
     video = plan.config.video
     updates = plan.config.training.updates_per_rollout
     videos = plan.config.rollout.batch_size * plan.layout.data_parallel
-    if plan.config.training.update == "forward_process":  # each update trains a part of the videos
+    # each update trains a part of the videos
+    if plan.config.training.update == "forward_process":
         videos //= updates
     frames = f"{video.num_frames} frames of {video.height}x{video.width}"
     minutes = plan.seconds_per_rollout / updates / 60
-    return [f"{plan.memory.peak / 1e9:.1f}", f"{videos} videos, {frames}: {minutes:.1f} min"]
+    return [
+        f"{plan.memory.peak / 1e9:.1f}",
+        f"{videos} videos, {frames}: {minutes:.1f} min",
+    ]
 
 
 CARDS = (
@@ -238,7 +316,9 @@ CARDS = (
     ("141 GB", "h200", None, "hv15_480p_lora_1gpu"),
     ("8 x 80 GB", "h100", None, "hv15_480p_lora_8gpu_fast"),
 )
-"""Memory, device, 1e9 bytes where they are fewer than the device's, and a preset that fits."""
+"""Memory, device, 1e9 bytes where they are fewer than the device's, and a preset that
+fits.
+"""
 
 
 def cards_block(found: Results) -> str:
@@ -249,14 +329,42 @@ def cards_block(found: Results) -> str:
         assert plan.fits, preset
         peak, update = cells_of_plan(plan)
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
-        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update, evidence(found, device)])
-    return markdown(("GPU", "preset", "peak (predicted)", "update (predicted)", "measured over predicted there"), rows)
+        rows.append(
+            [
+                f"{memory} ({card})",
+                f"`{preset}`",
+                f"{peak} GB",
+                update,
+                evidence(found, device),
+            ]
+        )
+    return markdown(
+        (
+            "GPU",
+            "preset",
+            "peak (predicted)",
+            "update (predicted)",
+            "measured over predicted there",
+        ),
+        rows,
+    )
 
 
 def evidence(found: Results, device: str | None) -> str:
-    """Measured seconds over the plan's, on a device: median and range of all that it predicts."""
-    ratios = [ratio for measured in found if measured.planned == device for ratio in measured.over_plan.values()]
-    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+    """Measured seconds over the plan's, on a device: median and range of all that it
+    predicts.
+    """
+    ratios = [
+        ratio
+        for measured in found
+        if measured.planned == device
+        for ratio in measured.over_plan.values()
+    ]
+    return (
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        if ratios
+        else ""
+    )
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
@@ -277,26 +385,45 @@ def document(text: str, found: Results) -> str:
     Raises:
         ValueError: an unknown block, or one that does not end.
     """
-    block = re.compile(r"(<!-- benchmark ([\w-]+): begin -->\n).*?(<!-- benchmark \2: end -->)", re.S)
+    block = re.compile(
+        r"(<!-- benchmark ([\w-]+): begin -->\n).*?(<!-- benchmark \2: end -->)", re.S
+    )
     if text.count("<!-- benchmark ") != 2 * len(block.findall(text)):
-        raise ValueError("a benchmark block does not end, or does not begin, or lies within another one")
+        raise ValueError(
+            "a benchmark block does not end, or does not begin, or lies within "
+            "another one"
+        )
 
     def renewed(match: re.Match[str]) -> str:
         if match[2] not in BLOCKS:
-            raise ValueError(f"no benchmark block is named {match[2]}; there are {', '.join(BLOCKS)}")
+            raise ValueError(
+                f"no benchmark block is named {match[2]}; there are {', '.join(BLOCKS)}"
+            )
         return match[1] + BLOCKS[match[2]](found) + match[3]
 
     return block.sub(renewed, text)
 
 
-# ------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------
+# the command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 2 where a file or a document is not what it should be."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks report", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("files", nargs="*", type=Path, help="result files; default benchmarks/results/*/*.json")
-    parser.add_argument("--write", action="store_true", help="renew the documents, from all committed results")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks report", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        type=Path,
+        help="result files; default benchmarks/results/*/*.json",
+    )
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="renew the documents, from all committed results",
+    )
     options = parser.parse_args(argv)
     files = committed_files() if options.write or not options.files else options.files
     try:

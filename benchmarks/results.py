@@ -1,7 +1,8 @@
 """Results: which figures count, how they compare with each other, and a table of them.
 
-The format is that of `benchmarks.session`. A timing counts when it is done and every parity check that it needs is in
-the same result and has passed, so a check that is missing is as red as one that failed.
+The format is that of `benchmarks.session`. A timing counts when it is done and every
+parity check that it needs is in the same result and has passed, so a check that is
+missing is as red as one that failed.
 """
 
 import json
@@ -34,13 +35,22 @@ def read_result(path: Path) -> Result:
     result: Result = content if isinstance(content, dict) else {}
     environment = result.get("environment")
     cells = result.get("cells")
-    if not (isinstance(environment, dict) and "gpu" in environment and isinstance(cells, dict)):
-        raise ValueError(f'{path} has no "environment" and "cells": not a result of `python -m benchmarks`.')
+    if not (
+        isinstance(environment, dict)
+        and "gpu" in environment
+        and isinstance(cells, dict)
+    ):
+        raise ValueError(
+            f'{path} has no "environment" and "cells": not a result of `python -m '
+            "benchmarks`."
+        )
     return result
 
 
 def name_of(*parts: str) -> str:
-    """How a timing is called: its suite, step, shape and contender, as far as it has them."""
+    """How a timing is called: its suite, step, shape and contender, as far as it has
+    them.
+    """
     return " ".join(part for part in parts if part)
 
 
@@ -57,7 +67,9 @@ def red(result: Result, needs: Iterable[str]) -> list[str]:
 
 def counts(result: Result, record: Record) -> bool:
     """True if the figures of a record may be shown."""
-    return record["status"].startswith("done") and not red(result, record.get("needs", ()))
+    return record["status"].startswith("done") and not red(
+        result, record.get("needs", ())
+    )
 
 
 def rows(result: Result) -> Rows:
@@ -65,19 +77,27 @@ def rows(result: Result) -> Rows:
     found: Rows = {}
     for record in result["cells"].values():
         for row in record.get("rows", []) if counts(result, record) else []:
-            found.setdefault((record["suite"], row["step"], row["shape"]), {})[row["contender"]] = row
+            found.setdefault((record["suite"], row["step"], row["shape"]), {})[
+                row["contender"]
+            ] = row
     return found
 
 
 def ceiling(result: Result, name: str) -> float | None:
-    """Rate of the device that the shares of a result are shares of: TFLOP/s of `matmul`, GB/s of `copy`."""
-    rates = [float(row["rate"]) for row in rows(result).get(("ceilings", name, ""), {}).values()]
+    """Rate of the device that the shares of a result are shares of: TFLOP/s of
+    `matmul`, GB/s of `copy`.
+    """
+    rates = [
+        float(row["rate"])
+        for row in rows(result).get(("ceilings", name, ""), {}).values()
+    ]
     return max(rates, default=None)
 
 
 def ratios(result: Result) -> dict[str, float]:
-    """Ours over each contender of the same step and shape, by name, seconds of an iteration's video and gigabytes; less
-    is better. What failed its parity has none, nor have two that attended by different libraries.
+    """Ours over each contender of the same step and shape, by name, seconds of an
+    iteration's video and gigabytes; less is better. What failed its parity has none,
+    nor have two that attended by different libraries.
     """
     found: dict[str, float] = {}
     timings = rows(result)
@@ -87,23 +107,33 @@ def ratios(result: Result) -> dict[str, float]:
         name = name_of(suite, step, shape)
         median = ours["seconds"]["median"]
         # The split gradient and the single pass stand beside the peers' training step.
-        beside = timings.get((suite, "train", shape), {}) if step in ("train_split", "single_pass") else {}
+        beside = (
+            timings.get((suite, "train", shape), {})
+            if step in ("train_split", "single_pass")
+            else {}
+        )
         for who, row in ((beside | contenders) | {"ours": ours}).items():
             if who != "ours" and comparable(ours, row):
                 # Where they took turns, the median of the turns' ratios.
                 turns = ours.get("over", {}).get(who)
-                found[f"{name} / {who}"] = turns["median"] if turns else median / row["seconds"]["median"]
+                found[f"{name} / {who}"] = (
+                    turns["median"] if turns else median / row["seconds"]["median"]
+                )
         if "videos" in ours:
             found[f"{name} seconds per video"] = median / ours["videos"]
         if "peak_memory_gb" in ours:
             found[f"{name} GB of memory"] = ours["peak_memory_gb"]
         if ours.get("planned_memory_gb"):
-            found[f"{name} GB of memory / planned"] = ours["peak_memory_gb"] / ours["planned_memory_gb"]
+            found[f"{name} GB of memory / planned"] = (
+                ours["peak_memory_gb"] / ours["planned_memory_gb"]
+            )
     return found
 
 
 def comparable(ours: Record, row: Record) -> bool:
-    """False where two rows, of different runs, attended by different libraries: their ratio would be that of these."""
+    """False where two rows, of different runs, attended by different libraries: their
+    ratio would be that of these.
+    """
     return bool(ours.get("attention") == row.get("attention"))
 
 
@@ -130,33 +160,64 @@ def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
     over = ""
     if ours is not None and ours is not row and comparable(ours, row):
         over = f"{row['seconds']['median'] / ours['seconds']['median']:.2f}x"
-        if turns := ours.get("over", {}).get(row["contender"]):  # they took turns: with the quantiles of these
-            over = f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – {1 / turns['q20']:.2f})"
+        # they took turns: with the quantiles of these
+        if turns := ours.get("over", {}).get(row["contender"]):
+            over = (
+                f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – "
+                f"{1 / turns['q20']:.2f})"
+            )
     return [
         duration(row["seconds"]),
         f"{row['rate']:.0f} {row['unit']}" if row.get("rate", 0.0) >= 1.0 else "",
         f"{row['share']:.0%}" if "share" in row else "",
         f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
         over,
-        f"{row['seconds']['median'] / row['predicted']:.2f}x of {row['predicted']:.3g} s" if "predicted" in row else "",
+        (
+            f"{row['seconds']['median'] / row['predicted']:.2f}x of "
+            f"{row['predicted']:.3g} s"
+        )
+        if "predicted" in row
+        else "",
         row.get("note", ""),
     ]
 
 
-HEAD = ("median (20 – 80 %)", "rate", "of ceiling", "peak GB", "over ours", "of the plan", "")
+HEAD = (
+    "median (20 – 80 %)",
+    "rate",
+    "of ceiling",
+    "peak GB",
+    "over ours",
+    "of the plan",
+    "",
+)
 
 
 def table(result: Result) -> str:
     """A run in a screenful or two: every figure, and what is missing and why."""
-    lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""] if result["smoke"] else []
+    lines = (
+        ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""]
+        if result["smoke"]
+        else []
+    )
     form = "{:44} {:30} {:>13} {:>10} {:>8} {:>20} {:>16}  {}"
     lines.append(form.format("", *HEAD).rstrip())
     for (suite, step, shape), contenders in rows(result).items():
         for contender, row in contenders.items():
-            lines.append(form.format(name_of(suite, step, shape, contender), *cells_of(row, contenders)).rstrip())
+            lines.append(
+                form.format(
+                    name_of(suite, step, shape, contender), *cells_of(row, contenders)
+                ).rstrip()
+            )
     lines += ["", *problems(result)]
     if not succeeded(result):
-        lines += ["", "Not everything was measured and passed. The same command goes on from here."]
+        lines += [
+            "",
+            (
+                "Not everything was measured and passed. The same command goes on "
+                "from here."
+            ),
+        ]
     return "\n".join(lines)
 
 
@@ -164,7 +225,10 @@ def problems(result: Result) -> Iterator[str]:
     """Cells without a figure, with the reason."""
     for name, record in result["cells"].items():
         if record.get("passed") is False:
-            errors = ", ".join(f"{kind} {value:.3g}" for kind, value in record.get("errors", {}).items())
+            errors = ", ".join(
+                f"{kind} {value:.3g}"
+                for kind, value in record.get("errors", {}).items()
+            )
             reason = record.get("reason") or f"errors {errors}"
             yield f"{name}: PARITY FAILED, no ratio of what needs it: {reason}"
         elif record["status"] != "done":
@@ -175,12 +239,18 @@ def problems(result: Result) -> Iterator[str]:
 
 def left(result: Result) -> str:
     """Number of cells by suite that wait for another run."""
-    waiting = Counter(r["suite"] for r in result["cells"].values() if r["status"] in (LATE, "running"))
-    return ", ".join(f"{suite} {count}" for suite, count in waiting.items()) or "nothing"
+    waiting = Counter(
+        r["suite"] for r in result["cells"].values() if r["status"] in (LATE, "running")
+    )
+    return (
+        ", ".join(f"{suite} {count}" for suite, count in waiting.items()) or "nothing"
+    )
 
 
 def succeeded(result: Result) -> bool:
-    """True if everything was measured, nothing failed, and every parity check was made and passed."""
+    """True if everything was measured, nothing failed, and every parity check was made
+    and passed.
+    """
     return all(
         record["status"].startswith(COMPLETE)
         and record.get("passed") is not False

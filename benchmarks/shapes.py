@@ -1,4 +1,6 @@
-"""Sizes that the suites time. They need no library of models, and a suite of attention imports none."""
+"""Sizes that the suites time. They need no library of models, and a suite of attention
+imports none.
+"""
 
 import math
 from dataclasses import dataclass
@@ -40,7 +42,9 @@ B = Shape(name="B", latent=(32, 21, 30, 52), text_tokens=250, padding=PIPELINE_P
 """480x832, 81 frames."""
 SHAPES = (B, A)
 """By value."""
-PARITY = Shape(name="parity", latent=(32, 3, 7, 9), text_tokens=37, padding=(64, 16, 24))
+PARITY = Shape(
+    name="parity", latent=(32, 3, 7, 9), text_tokens=37, padding=(64, 16, 24)
+)
 """Small and odd, for a comparison in float64."""
 SMOKE = (
     Shape(name="B", latent=(32, 2, 3, 5), text_tokens=5, padding=(12, 6, 7)),

@@ -1,8 +1,10 @@
-"""Timed steps of the policy benchmark: one function per step of a run, each given a contender's velocity.
+"""Timed steps of the policy benchmark: one function per step of a run, each given a
+contender's velocity.
 
     v = v_u + g (v_c - v_u)
 
-The cotangent of the velocity is that of the log-probability up to a factor, eps / numel.
+The cotangent of the velocity is that of the log-probability up to a factor, eps /
+numel.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,9 @@ def rollout(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
 
 
 def train(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
-    """Guided velocity with both branches alive, and its product with the cotangent of the log-probability."""
+    """Guided velocity with both branches alive, and its product with the cotangent of
+    the log-probability.
+    """
     guided(velocity, inputs).backward(inputs.noise / inputs.noise.numel())
 
 
@@ -50,12 +54,15 @@ def train_split(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> Tensor:
 
 
 def single_pass(velocity: Velocity, inputs: Inputs, kernels: Kernels) -> None:
-    """A rollout step that leaves the gradient of its log-probability behind, so that no training step follows it."""
+    """A rollout step that leaves the gradient of its log-probability behind, so that no
+    training step follows it.
+    """
     step(train_split(velocity, inputs, kernels), inputs, kernels)
 
 
 STEPS: dict[str, Callable[[Velocity, Inputs, Kernels], object]] = {
-    function.__name__: function for function in (forward, rollout, train, train_split, single_pass)
+    function.__name__: function
+    for function in (forward, rollout, train, train_split, single_pass)
 }
 
 
@@ -71,4 +78,6 @@ def step(velocity: Tensor, inputs: Inputs, kernels: Kernels) -> None:
     table = transition_table("sage_grpo", sigma_schedule(NUM_STEPS, SHIFT), ETA)
     key = NoiseKey(seed=0, update=0, prompt_index=0, sample_index=0)
     a, b, std = (float(column[STEP]) for column in (table.a, table.b, table.std))
-    kernels.sde_step(inputs.latents, velocity, noise_ids([key], [STEP], velocity.device), a, b, std)
+    kernels.sde_step(
+        inputs.latents, velocity, noise_ids([key], [STEP], velocity.device), a, b, std
+    )

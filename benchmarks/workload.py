@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15ByT5TextProjection
+from diffusers.models.transformers.transformer_hunyuan_video15 import (
+    HunyuanVideo15ByT5TextProjection,
+)
 from torch import Tensor, nn
 
 from benchmarks.shapes import TINY_HEAD_DIM, TINY_HEADS, Shape
@@ -44,8 +46,9 @@ TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
 class Inputs:
     """One evaluation of the model under guidance.
 
-    latents, noise: (1, C, F, H, W) float32; noise doubles as the cotangent's direction. sigma: (1,) float32 on the CPU.
-    conditional, unconditional: prompts of equal length in the transformer's dtype, without glyph tokens.
+    latents, noise: (1, C, F, H, W) float32; noise doubles as the cotangent's direction.
+    sigma: (1,) float32 on the CPU. conditional, unconditional: prompts of equal length
+    in the transformer's dtype, without glyph tokens.
     """
 
     latents: Tensor
@@ -55,8 +58,12 @@ class Inputs:
     unconditional: PromptEmbeds
 
 
-def random_inputs(shape: Shape, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Inputs that are a function of the shape alone. sigma * 1000 = 640 is exact in bfloat16, to which P1 rounds."""
+def random_inputs(
+    shape: Shape, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype
+) -> Inputs:
+    """Inputs that are a function of the shape alone. sigma * 1000 = 640 is exact in
+    bfloat16, to which P1 rounds.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -84,18 +91,23 @@ def random_transformer(
     with torch.device("meta"):
         transformer = HunyuanVideo15Transformer3DModel(**config)
         if transformer.proj_out.in_features < 2048:
-            # The class fixes this hidden width at 2048, and Muon's products of such matrices take minutes on a CPU.
+            # The class fixes this hidden width at 2048, and Muon's products of such
+            # matrices take minutes on a CPU.
             width = transformer.proj_out.in_features
-            transformer.context_embedder_2 = HunyuanVideo15ByT5TextProjection(config["text_embed_2_dim"], width, width)
+            transformer.context_embedder_2 = HunyuanVideo15ByT5TextProjection(
+                config["text_embed_2_dim"], width, width
+            )
     family_of(transformer).cast(transformer, dtype)
     return draw_weights(transformer, device)
 
 
 def draw_weights(model: Model, device: torch.device) -> Model:
-    """Draw the weights of a model on the meta device in place, so that 8.3 B take no copy, and freeze it.
+    """Draw the weights of a model on the meta device in place, so that 8.3 B take no
+    copy, and freeze it.
 
-    Matrices keep the scale of their input, norms are near 1, so activations stay of order 1 through 54 blocks and no
-    product multiplies zeros, which a GPU does at a higher clock.
+    Matrices keep the scale of their input, norms are near 1, so activations stay of
+    order 1 through 54 blocks and no product multiplies zeros, which a GPU does at a
+    higher clock.
     """
     model.to_empty(device=device)
     generator = torch.Generator(device).manual_seed(0)
@@ -103,7 +115,9 @@ def draw_weights(model: Model, device: torch.device) -> Model:
         for name, parameter in model.named_parameters():
             mean = 0.0
             std = 0.02
-            if name.endswith("gamma") or (parameter.ndim == 1 and name.endswith("weight")):
+            if name.endswith("gamma") or (
+                parameter.ndim == 1 and name.endswith("weight")
+            ):
                 mean = 1.0
                 std = 0.05
             elif parameter.ndim > 1 and "cond_type_embed" not in name:
@@ -113,9 +127,17 @@ def draw_weights(model: Model, device: torch.device) -> Model:
 
 
 def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
-    """Add the default LoRA adapters, with weights that are not zero: zero ones would hide half of the gradients."""
+    """Add the default LoRA adapters, with weights that are not zero: zero ones would
+    hide half of the gradients.
+    """
     defaults = LoraConfig()
-    add_lora(transformer, rank=defaults.rank, alpha=defaults.alpha, target_modules=defaults.target_modules, seed=0)
+    add_lora(
+        transformer,
+        rank=defaults.rank,
+        alpha=defaults.alpha,
+        target_modules=defaults.target_modules,
+        seed=0,
+    )
     generator = torch.Generator(transformer.device).manual_seed(1)
     with torch.no_grad():
         for name, parameter in trainable_parameters(transformer).items():
@@ -127,6 +149,7 @@ STEP_WORK: dict[str, tuple[float, float]] = {"forward": (1, 1), "rollout": (2, 2
 STEP_WORK |= dict.fromkeys(("train", "train_split", "single_pass"), (4, 6))
 """Step -> forwards' worth of linear and of attention operations.
 
-Guidance makes two forwards. With LoRA a backward pass is one product per frozen linear layer, for the gradient of its
-input, and four for attention's two. Scores that a flash kernel computes again are recomputation and are not credited.
+Guidance makes two forwards. With LoRA a backward pass is one product per frozen linear
+layer, for the gradient of its input, and four for attention's two. Scores that a flash
+kernel computes again are recomputation and are not credited.
 """

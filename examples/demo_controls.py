@@ -1,4 +1,5 @@
-"""Controls of the demo: guidance without training, and the demo's training by rewards that say nothing.
+"""Controls of the demo: guidance without training, and the demo's training by rewards
+that say nothing.
 
     python -m examples.demo_controls SEED
 
@@ -12,7 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sage_fast import Callback, EvaluationRecord, StopRun, TrainedRun, load_config, train
+from sage_fast import (
+    Callback,
+    EvaluationRecord,
+    StopRun,
+    TrainedRun,
+    load_config,
+    train,
+)
 from sage_fast.evaluation import Evaluation, format_comparison, paired_tests
 from sage_fast.rewards.toy import ToyReward
 
@@ -24,10 +32,18 @@ class Shuffled:
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         scores = ToyReward().score(videos, prompts)
-        reward = torch.stack([weight * scores[name] for name, weight in WEIGHTS.items()]).sum(0)
-        # The videos are the seed, so that a run which goes on after an interruption shuffles as it would have.
+        reward = torch.stack(
+            [weight * scores[name] for name, weight in WEIGHTS.items()]
+        ).sum(0)
+        # The videos are the seed, so that a run which goes on after an interruption
+        # shuffles as it would have.
         return {
-            "shuffled": reward[torch.randperm(len(reward), generator=torch.Generator().manual_seed(int(videos.sum())))]
+            "shuffled": reward[
+                torch.randperm(
+                    len(reward),
+                    generator=torch.Generator().manual_seed(int(videos.sum())),
+                )
+            ]
         }
 
 
@@ -39,26 +55,50 @@ class Stop(Callback):
 
 
 def evaluation(run: TrainedRun, update: int) -> Evaluation:
-    """An evaluation of a run, whose reward is the demo's whatever the run was trained on."""
+    """An evaluation of a run, whose reward is the demo's whatever the run was trained
+    on.
+    """
     found = Evaluation.load(run.output_dir / f"evaluation/update-{update:06d}.json")
     columns = zip(*(found.scores[name] for name in WEIGHTS), strict=True)
-    return replace(found, reward=[sum(w * s for w, s in zip(WEIGHTS.values(), row, strict=True)) for row in columns])
+    return replace(
+        found,
+        reward=[
+            sum(w * s for w, s in zip(WEIGHTS.values(), row, strict=True))
+            for row in columns
+        ],
+    )
 
 
 def main(words: Sequence[str] | None = None) -> None:
     """Train the controls of a seed, and print what they gain over the base model."""
     parser = argparse.ArgumentParser(
-        prog="python -m examples.demo_controls", description=(__doc__ or "").split("\n")[0]
+        prog="python -m examples.demo_controls",
+        description=(__doc__ or "").split("\n")[0],
     )
-    parser.add_argument("seed", type=int, metavar="SEED", help="of the demo that the controls are for")
+    parser.add_argument(
+        "seed", type=int, metavar="SEED", help="of the demo that the controls are for"
+    )
     seed = parser.parse_args(words).seed
     nothing = {"shuffled": 1.0, "VQ": 0.0, "MQ": 0.0, "TA": 0.0}
     run = load_config("toy_nft", {"seed": seed, "output_dir": f"runs/shuffled-{seed}"})
     shuffled = train(run, reward=[Shuffled(), "toy"], reward_weights=nothing)
-    guided = train("toy_cpu", callbacks=Stop(), output_dir=f"runs/guided-{seed}", rollout={"guidance_scale": 2.0})
+    guided = train(
+        "toy_cpu",
+        callbacks=Stop(),
+        output_dir=f"runs/guided-{seed}",
+        rollout={"guidance_scale": 2.0},
+    )
     base = evaluation(shuffled, 0)
-    print("trained by shuffled rewards", format_comparison(paired_tests(base, evaluation(shuffled, 20))), sep="\n")
-    print("not trained, guidance 2", format_comparison(paired_tests(base, evaluation(guided, 0))), sep="\n")
+    print(
+        "trained by shuffled rewards",
+        format_comparison(paired_tests(base, evaluation(shuffled, 20))),
+        sep="\n",
+    )
+    print(
+        "not trained, guidance 2",
+        format_comparison(paired_tests(base, evaluation(guided, 0))),
+        sep="\n",
+    )
 
 
 if __name__ == "__main__":

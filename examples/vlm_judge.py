@@ -1,6 +1,8 @@
-"""A reward by a vision-language model, behind any OpenAI-compatible chat API: vLLM, SGLang, or a hosted one.
+"""A reward by a vision-language model, behind any OpenAI-compatible chat API: vLLM,
+SGLang, or a hosted one.
 
-`judge.yaml`, laid over a preset by `PYTHONPATH=examples sage-fast train toy_cpu judge.yaml`:
+`judge.yaml`, laid over a preset by `PYTHONPATH=examples sage-fast train toy_cpu
+judge.yaml`:
 
     reward:
       rewards: ["vlm_judge:VLMJudge"]
@@ -8,8 +10,9 @@
         "vlm_judge:VLMJudge": {url: "http://127.0.0.1:8001/v1", model: Qwen/Qwen2.5-VL-7B-Instruct}
       weights: {judge: 1.0}
 
-A key goes into the environment variable OPENAI_API_KEY. Numpy and pillow are all it needs, so it also runs in another
-environment (`reward.python`) or for several trainers at once (`reward.url`); with either, sampling goes on meanwhile.
+A key goes into the environment variable OPENAI_API_KEY. Numpy and pillow are all it
+needs, so it also runs in another environment (`reward.python`) or for several trainers
+at once (`reward.url`); with either, sampling goes on meanwhile.
 """
 
 import base64
@@ -37,16 +40,19 @@ BEST = 10.0
 
 
 class VLMJudge:
-    """Asks the model for a number from 0 to 10 per video, and gives the tenth of it as the score `judge`.
+    """Asks the model for a number from 0 to 10 per video, and gives the tenth of it as
+    the score `judge`.
 
-    An answer that is not such a number is asked for again, and after `attempts` of them the video has no score: the
-    run stops, or leaves out the group of the video (`reward.on_failure`).
+    An answer that is not such a number is asked for again, and after `attempts` of them
+    the video has no score: the run stops, or leaves out the group of the video
+    (`reward.on_failure`).
 
     Args:
         url: base of the API, up to /v1. model: its name there.
-        num_frames: frames that are shown, the middles of that many equal parts of the video.
-        timeout: seconds without a byte of an answer. attempts: per video, with pauses of 1, 2, 4, ... `pause` seconds.
-        parallel: videos asked about at once.
+        num_frames: frames that are shown, the middles of that many equal parts of the
+            video.
+        timeout: seconds without a byte of an answer. attempts: per video, with pauses
+            of 1, 2, 4, ... `pause` seconds. parallel: videos asked about at once.
     """
 
     def __init__(
@@ -59,21 +65,42 @@ class VLMJudge:
         pause: float = 1.0,
         parallel: int = 8,
     ) -> None:
-        self.url, self.model, self.num_frames = url.rstrip("/") + "/chat/completions", model, num_frames
-        self.timeout, self.attempts, self.pause, self.parallel = timeout, attempts, pause, parallel
+        self.url, self.model, self.num_frames = (
+            url.rstrip("/") + "/chat/completions",
+            model,
+            num_frames,
+        )
+        self.timeout, self.attempts, self.pause, self.parallel = (
+            timeout,
+            attempts,
+            pause,
+            parallel,
+        )
 
     def score(self, videos: Any, prompts: Sequence[str]) -> dict[str, list[float]]:
-        """{"judge": B numbers from 0 to 1} of videos (B, F, 3, H, W) uint8. RuntimeError where one has no score."""
+        """{"judge": B numbers from 0 to 1} of videos (B, F, 3, H, W) uint8.
+        RuntimeError where one has no score.
+        """
         with ThreadPoolExecutor(self.parallel) as pool:
             return {"judge": list(pool.map(self._judge, np.asarray(videos), prompts))}
 
     def _judge(self, video: Any, prompt: str) -> float:
         frames = min(self.num_frames, len(video))
         shown = [video[(2 * i + 1) * len(video) // (2 * frames)] for i in range(frames)]
-        content: list[Any] = [{"type": "text", "text": QUESTION.format(frames=frames, prompt=prompt)}]
-        content += [{"type": "image_url", "image_url": {"url": data_url(frame)}} for frame in shown]
-        question = {"model": self.model, "messages": [{"role": "user", "content": content}]}
-        body = json.dumps(question | {"temperature": 0, "seed": 0, "max_tokens": 64}).encode()
+        content: list[Any] = [
+            {"type": "text", "text": QUESTION.format(frames=frames, prompt=prompt)}
+        ]
+        content += [
+            {"type": "image_url", "image_url": {"url": data_url(frame)}}
+            for frame in shown
+        ]
+        question = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": content}],
+        }
+        body = json.dumps(
+            question | {"temperature": 0, "seed": 0, "max_tokens": 64}
+        ).encode()
         problem = ""
         for attempt in range(self.attempts):
             try:
@@ -81,7 +108,8 @@ class VLMJudge:
             except urllib.error.HTTPError as error:
                 problem = f"{error}: {error.read(500).decode(errors='replace')}"
                 if error.code < 500 and error.code not in (408, 429):
-                    break  # a wrong key, model or question: the next answer would be the same
+                    # a wrong key, model or question: the next answer would be the same
+                    break
             except (OSError, HTTPException, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
             time.sleep(self.pause * 2**attempt if attempt + 1 < self.attempts else 0)
@@ -92,7 +120,9 @@ class VLMJudge:
             "Content-Type": "application/json",
             "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}",
         }
-        with urllib.request.urlopen(urllib.request.Request(self.url, body, headers), timeout=self.timeout) as reply:
+        with urllib.request.urlopen(
+            urllib.request.Request(self.url, body, headers), timeout=self.timeout
+        ) as reply:
             answer = json.load(reply)
         try:
             return str(answer["choices"][0]["message"]["content"])
@@ -101,10 +131,16 @@ class VLMJudge:
 
 
 def read_score(text: str) -> float:
-    """The number in {"score": NUMBER}, which may stand between other words. ValueError unless it is from 0 to 10."""
+    """The number in {"score": NUMBER}, which may stand between other words. ValueError
+    unless it is from 0 to 10.
+    """
     found = json.loads(text[text.find("{") : text.rfind("}") + 1] or text)
     score = found.get("score") if isinstance(found, dict) else None
-    if isinstance(score, bool) or not isinstance(score, (int, float)) or not 0 <= score <= BEST:
+    if (
+        isinstance(score, bool)
+        or not isinstance(score, (int, float))
+        or not 0 <= score <= BEST
+    ):
         raise ValueError(f"not a score from 0 to {BEST:g}: {text:.200}")
     return float(score)
 
@@ -112,5 +148,7 @@ def read_score(text: str) -> float:
 def data_url(frame: Any) -> str:
     """A frame (3, H, W) uint8 as a JPEG in an address."""
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(file, "JPEG", quality=95)
+    Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(
+        file, "JPEG", quality=95
+    )
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

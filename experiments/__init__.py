@@ -1,7 +1,9 @@
-"""The experiments of the SAGE-GRPO paper as one table that a command runs, judges and writes down.
+"""The experiments of the SAGE-GRPO paper as one table that a command runs, judges and
+writes down.
 
 findings.py       a measured number, and many of them in a file
-experiments.toml  the table: claims, measurements, the evidence that settles them, arms of trainings
+experiments.toml  the table: claims, measurements, the evidence that settles them, arms
+of trainings
 claims.py         reads it, and turns measured numbers into verdicts
 measures.py       measurements without a training of the network
 testbed.py        trainings of the exact policy

@@ -10,8 +10,9 @@ examples:
   python -m experiments --tier quick --publish docs      and write them into the page, figures and results of docs/
   python -m experiments --tier full --commands --config hv15_480p_lora_1gpu
 
-Nothing that is finished is done again; a training that was stopped goes on from its checkpoint. --output_dir gets
-results.jsonl (one line per number), reproduction.md, images/ (PNG and SVG), and the trainings.
+Nothing that is finished is done again; a training that was stopped goes on from its
+checkpoint. --output_dir gets results.jsonl (one line per number), reproduction.md,
+images/ (PNG and SVG), and the trainings.
 """
 
 import argparse
@@ -35,7 +36,10 @@ RESULTS = "results.jsonl"
 PAGE = "reproduction.md"
 
 DEFAULT_CONFIG = ["toy_cpu", "study_cpu"]
-USAGE = "python -m experiments [--tier quick|standard|full] [--only KEY,KEY] [options] [--section.key=value ...]"
+USAGE = (
+    "python -m experiments [--tier quick|standard|full] [--only KEY,KEY] [options] "
+    "[--section.key=value ...]"
+)
 
 
 def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -53,22 +57,47 @@ def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         "--tier",
         choices=("quick", "standard", "full"),
         default="quick",
-        help="quick trains nothing, standard the exact testbed, full networks; default quick",
+        help=(
+            "quick trains nothing, standard the exact testbed, full networks; default "
+            "quick"
+        ),
     )
-    parser.add_argument("--only", default="", metavar="KEY,KEY", help="these experiments, whatever their tier")
+    parser.add_argument(
+        "--only",
+        default="",
+        metavar="KEY,KEY",
+        help="these experiments, whatever their tier",
+    )
     parser.add_argument(
         "--config",
         nargs="+",
         default=[],
         metavar="CONFIG",
-        help=f"configuration that all trainings share; default {' '.join(DEFAULT_CONFIG)}",
+        help=(
+            "configuration that all trainings share; default "
+            f"{' '.join(DEFAULT_CONFIG)}"
+        ),
     )
     add_output_argument(parser, Path("runs/reproduction"))
-    parser.add_argument("--output", action=RenamedOption, const="--output_dir", help=argparse.SUPPRESS)
-    parser.add_argument("--processes", type=int, default=2, help="processes at a time, of one thread each; default 2")
-    parser.add_argument("--commands", action="store_true", help="print the commands of what is missing; run nothing")
     parser.add_argument(
-        "--publish", type=Path, metavar="DOCS", help="also put the results into the page and figures of DOCS"
+        "--output", action=RenamedOption, const="--output_dir", help=argparse.SUPPRESS
+    )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=2,
+        help="processes at a time, of one thread each; default 2",
+    )
+    parser.add_argument(
+        "--commands",
+        action="store_true",
+        help="print the commands of what is missing; run nothing",
+    )
+    parser.add_argument(
+        "--publish",
+        type=Path,
+        metavar="DOCS",
+        help="also put the results into the page and figures of DOCS",
     )
     options, rest = parser.parse_known_args(words)
     options.config, overrides = split_words([*options.config, *rest])
@@ -88,20 +117,25 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run what is missing, and write what is there. ConfigError."""
     if options.processes < 1:
         raise ConfigError(f"--processes is {options.processes}; it must be at least 1.")
-    experiments = chosen_experiments(options.tier, [key for key in options.only.split(",") if key])
+    experiments = chosen_experiments(
+        options.tier, [key for key in options.only.split(",") if key]
+    )
     study = Study(options.output_dir, options.config or DEFAULT_CONFIG, overrides)
     if options.commands:
         for training in study.missing_trainings(experiments):
             print(shlex.join(["sage-fast", "train", *study.words(training)]))
         return 0
     study.begin()
-    # A batch system's SIGTERM stops the processes as Ctrl-C does; they are in separate sessions.
+    # A batch system's SIGTERM stops the processes as Ctrl-C does; they are in separate
+    # sessions.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     stopped = False
     failed = []
     try:
         failed = study.run_missing(
-            experiments, options.processes, lambda text: print(text, file=sys.stderr, flush=True)
+            experiments,
+            options.processes,
+            lambda text: print(text, file=sys.stderr, flush=True),
         )
     except KeyboardInterrupt:
         stopped = True
@@ -109,20 +143,31 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     _write(study.folder, study.folder / RESULTS, findings)
     if options.publish is not None:
         asked = {experiment.key for experiment in experiments}
-        publish(options.publish, Findings([row for row in findings.rows if row.experiment in asked]))
+        publish(
+            options.publish,
+            Findings([row for row in findings.rows if row.experiment in asked]),
+        )
     for experiment in experiments:
         print(experiment.title)
         for judgement in judge(experiment.claims, findings):
             ours = judgement.evidence.ours if judgement.evidence else ""
-            print(f"  {judgement.verdict:<13} {judgement.claim.text}" + (f" [{ours}]" if ours else ""))
+            print(
+                f"  {judgement.verdict:<13} {judgement.claim.text}"
+                + (f" [{ours}]" if ours else "")
+            )
     print(f"Wrote reproduction.md, results.jsonl and images/ to {options.output_dir}/")
     if failed or stopped:
-        print(f"Not finished. Go on with:\n  {shlex.join(['python', '-m', 'experiments', *sys.argv[1:]])}")
+        print(
+            "Not finished. Go on with:\n  "
+            f"{shlex.join(['python', '-m', 'experiments', *sys.argv[1:]])}"
+        )
     return 1 if failed else 0
 
 
 def _write(folder: Path, results: Path, findings: Findings) -> None:
-    """Write results, page and figures, and fill the tables of the other pages of a folder."""
+    """Write results, page and figures, and fill the tables of the other pages of a
+    folder.
+    """
     write_findings(results, findings.rows)
     kept = read_findings(results)  # rounded: the page is made of what is in the file
     write_text(folder / PAGE, render(kept))
@@ -140,11 +185,15 @@ def _write(folder: Path, results: Path, findings: Findings) -> None:
 
 
 def publish(docs: Path, findings: Findings) -> None:
-    """Put the arms and seeds of a study in the place of what DOCS has of them, and leave the others there."""
+    """Put the arms and seeds of a study in the place of what DOCS has of them, and
+    leave the others there.
+    """
     results = docs / PUBLISHED_RESULTS
     measured = {(row.experiment, row.arm, row.seed) for row in findings.rows}
     before = read_findings(results).rows if results.is_file() else []
-    kept = [row for row in before if (row.experiment, row.arm, row.seed) not in measured]
+    kept = [
+        row for row in before if (row.experiment, row.arm, row.seed) not in measured
+    ]
     _write(docs, results, Findings([*kept, *findings.rows]))
 
 

@@ -1,4 +1,6 @@
-"""A world of badly captioned videos, as `pretrain` asks for it: a part of the training, and what it draws."""
+"""A world of badly captioned videos, as `pretrain` asks for it: a part of the training,
+and what it draws.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,7 +14,9 @@ from sage_fast.records import PromptEmbeds
 
 
 class World(Protocol):
-    """Videos with captions that are often wrong. Captions are rows of a tensor, whatever they hold."""
+    """Videos with captions that are often wrong. Captions are rows of a tensor,
+    whatever they hold.
+    """
 
     shape: tuple[int, int, int, int]
     """(C, F, H, W) of the latents."""
@@ -32,21 +36,27 @@ class World(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Phase(ABC):
-    """A part of the pretraining, with a separate optimizer and draws. It goes on from the weights before it."""
+    """A part of the pretraining, with a separate optimizer and draws. It goes on from
+    the weights before it.
+    """
 
     name: ClassVar[str]
     """Of the world, on the command line."""
     transformer: ClassVar[Mapping[str, Any]]
     """Configuration of the network."""
     dtype: ClassVar[torch.dtype]
-    """Of the products. bfloat16 takes 20 times as long on a processor without such products."""
+    """Of the products. bfloat16 takes 20 times as long on a processor without such
+    products.
+    """
 
     steps: int
     """Optimizer steps."""
     rate: float = 1.0
     """Peak of the learning rates, as a share of the configuration's."""
     noised_up_to: float = 1.0
-    """Largest sigma of noised videos. Those on the network's own paths have every sigma."""
+    """Largest sigma of noised videos. Those on the network's own paths have every
+    sigma.
+    """
 
     @abstractmethod
     def world(self, generator: torch.Generator) -> World:

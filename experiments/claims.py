@@ -1,8 +1,10 @@
-"""The experiments of experiments.toml: the paper's tables and figures, their claims, and verdicts on these.
+"""The experiments of experiments.toml: the paper's tables and figures, their claims,
+and verdicts on these.
 
-A claim is settled by an effect with the sign that it predicts (an `Effect` over seeds, or over seeds and prompts), or
-by a number without uncertainty, such as an entry of a table. The p-values of an experiment's claims are adjusted
-together (Holm); a difference within its interval is reported with the effect size that such a study would have found,
+A claim is settled by an effect with the sign that it predicts (an `Effect` over seeds,
+or over seeds and prompts), or by a number without uncertainty, such as an entry of a
+table. The p-values of an experiment's claims are adjusted together (Holm); a difference
+within its interval is reported with the effect size that such a study would have found,
 and one that is certain but below `LEAST` settles nothing.
 """
 
@@ -23,7 +25,14 @@ Tier = Literal["quick", "standard", "full"]
 TIERS: tuple[Tier, ...] = ("quick", "standard", "full")
 """Each includes those before it."""
 
-Verdict = Literal["confirmed", "refuted", "negligible", "undetectable", "cannot be run here", "not run"]
+Verdict = Literal[
+    "confirmed",
+    "refuted",
+    "negligible",
+    "undetectable",
+    "cannot be run here",
+    "not run",
+]
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 LEAST: Mapping[str, float] = {
@@ -46,8 +55,8 @@ REFERENCE = "T=20, eta=0.5"
 class Evidence:
     """The numbers behind a claim.
 
-    ours: the numbers, for the page. effect: positive where it supports the claim; None where nothing is uncertain, and
-    `holds` decides. With neither, they settle nothing.
+    ours: the numbers, for the page. effect: positive where it supports the claim; None
+    where nothing is uncertain, and `holds` decides. With neither, they settle nothing.
 
     Example: `Evidence(ours="0.888 and 0.990", holds=True)`
     """
@@ -61,8 +70,9 @@ class Evidence:
 class Claim:
     """A sentence and the evidence that settles it.
 
-    evidence: name in `EVIDENCE` and its arguments. cannot: why nothing here can settle it. source: where the paper says
-    so, empty for a claim of this project. reported: the paper's figure, or what it shows there.
+    evidence: name in `EVIDENCE` and its arguments. cannot: why nothing here can settle
+    it. source: where the paper says so, empty for a claim of this project. reported:
+    the paper's figure, or what it shows there.
     """
 
     experiment: str
@@ -100,7 +110,14 @@ class Training:
     def num_updates(self) -> int:
         """Updates, as in toy_cpu.yaml unless the arm says otherwise."""
         key = "--training.num_updates="
-        return next((int(word.removeprefix(key)) for word in self.overrides if word.startswith(key)), 20)
+        return next(
+            (
+                int(word.removeprefix(key))
+                for word in self.overrides
+                if word.startswith(key)
+            ),
+            20,
+        )
 
     @property
     def name(self) -> str:
@@ -112,10 +129,11 @@ class Training:
 class Experiment:
     """One table or figure of the paper.
 
-    caption: of its picture. seeds: of its measurements; none where nothing is random. measure: key of
-    `measures.MEASURES`, for samples without a training. runs: trainings of the exact policy by name, as what they
-    change in `testbed.ExactTraining`; rates: learning rates of which each is judged at its best. arms: of the
-    trainings. drawn: quantity in the picture of trainings.
+    caption: of its picture. seeds: of its measurements; none where nothing is random.
+    measure: key of `measures.MEASURES`, for samples without a training. runs: trainings
+    of the exact policy by name, as what they change in `testbed.ExactTraining`; rates:
+    learning rates of which each is judged at its best. arms: of the trainings. drawn:
+    quantity in the picture of trainings.
     needs_manifold: left out where the data manifold is not known.
 
     Example: `chosen_experiments("quick", ["fig4"])[0].seeds` is `(0, 1, 2)`.
@@ -137,17 +155,30 @@ class Experiment:
     def measurements(self) -> dict[str, tuple[int, ...]]:
         """Seeds of the measurements by name; each is made in its own process."""
         size = SEEDS_OF_A_PROCESS if self.runs else 1
-        chunks = [self.seeds[first : first + size] for first in range(0, len(self.seeds), size)]
-        return {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks} if self.measure else {}
+        chunks = [
+            self.seeds[first : first + size]
+            for first in range(0, len(self.seeds), size)
+        ]
+        return (
+            {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks}
+            if self.measure
+            else {}
+        )
 
     def trainings(self) -> list[Training]:
         """Trainings, seed by seed, so that a study that is stopped early has all arms."""
-        return [Training(arm=arm, overrides=ARMS[arm], seed=seed) for seed in self.seeds for arm in self.arms]
+        return [
+            Training(arm=arm, overrides=ARMS[arm], seed=seed)
+            for seed in self.seeds
+            for arm in self.arms
+        ]
 
 
 def _experiment(key: str, tree: dict[str, Any]) -> Experiment:
     claims = tuple(Claim(experiment=key, **claim) for claim in tree["claims"])
-    tuples: dict[str, tuple[Any, ...]] = {name: tuple(tree.get(name, ())) for name in ("arms", "rates")}
+    tuples: dict[str, tuple[Any, ...]] = {
+        name: tuple(tree.get(name, ())) for name in ("arms", "rates")
+    }
     tuples["seeds"] = tuple(tree.get("seeds", range(tree.pop("num_seeds", 0))))
     return Experiment(key=key, **tree | tuples | {"claims": claims})
 
@@ -172,10 +203,14 @@ EXPERIMENTS = tuple(_experiment(key, tree) for key, tree in _TABLE.items())
 
 
 def chosen_experiments(tier: Tier, only: Sequence[str] = ()) -> list[Experiment]:
-    """The experiments of a tier and the tiers below it, or those named. ConfigError for an unknown name."""
+    """The experiments of a tier and the tiers below it, or those named. ConfigError for
+    an unknown name.
+    """
     known = [experiment.key for experiment in EXPERIMENTS]
     if unknown := [key for key in only if key not in known]:
-        raise ConfigError(f"--only names {', '.join(unknown)}; choose among {', '.join(known)}.")
+        raise ConfigError(
+            f"--only names {', '.join(unknown)}; choose among {', '.join(known)}."
+        )
     allowed = TIERS[: TIERS.index(tier) + 1]
     return [e for e in EXPERIMENTS if (e.key in only if only else e.tier in allowed)]
 
@@ -183,7 +218,11 @@ def chosen_experiments(tier: Tier, only: Sequence[str] = ()) -> list[Experiment]
 def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
     """Verdicts on the claims of one experiment."""
     evidence = [_measure(claim, findings) for claim in claims]
-    effects = [found.effect for found in evidence if found is not None and found.effect is not None]
+    effects = [
+        found.effect
+        for found in evidence
+        if found is not None and found.effect is not None
+    ]
     adjusted = iter(holm([effect.p for effect in effects]))
     judged = []
     for claim, found in zip(claims, evidence, strict=True):
@@ -196,7 +235,9 @@ def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
             verdict = "confirmed" if found.holds else "refuted"
         elif next(adjusted) >= LEVEL:
             verdict = "undetectable"
-        elif abs(found.effect.mean) < LEAST.get("".join(claim.evidence[1:2]).removeprefix(PER_PROMPT), 0.0):
+        elif abs(found.effect.mean) < LEAST.get(
+            "".join(claim.evidence[1:2]).removeprefix(PER_PROMPT), 0.0
+        ):
             verdict = "negligible"
         else:
             verdict = "confirmed" if found.effect.mean > 0 else "refuted"
@@ -205,7 +246,9 @@ def judge(claims: Sequence[Claim], findings: Findings) -> list[Judgement]:
 
 
 def _measure(claim: Claim, findings: Findings) -> Evidence | None:
-    """Evidence for or against a claim; None where there is none, or findings are missing."""
+    """Evidence for or against a claim; None where there is none, or findings are
+    missing.
+    """
     if claim.cannot:
         return None
     name, *arguments = claim.evidence
@@ -215,13 +258,24 @@ def _measure(claim: Claim, findings: Findings) -> Evidence | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------ evidence
+# ------------------------------------------------------------------------------------------------
+# evidence
 #
-# Each function takes the findings, the experiment and the arguments of the claim. KeyError where findings are missing.
+# Each function takes the findings, the experiment and the arguments of the claim.
+# KeyError where findings are missing.
 
 
-def larger(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
-    """A quantity is larger in one arm than in the other, in pairs of seeds (and of prompts, if any)."""
+def larger(
+    findings: Findings,
+    experiment: str,
+    quantity: str,
+    one: str,
+    other: str,
+    digits: int = 3,
+) -> Evidence:
+    """A quantity is larger in one arm than in the other, in pairs of seeds (and of
+    prompts, if any).
+    """
     ours = findings.by_seed(experiment, quantity, one)
     theirs = findings.by_seed(experiment, quantity, other)
     pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
@@ -231,7 +285,10 @@ def larger(findings: Findings, experiment: str, quantity: str, one: str, other: 
     text = f"{means[0]:.{digits}f} and {means[1]:.{digits}f}"
     if len(pairs) == 1:
         return Evidence(ours=f"{text} (one seed)")
-    rows = [[a - b for a, b in zip(first.parts, second.parts, strict=False)] for first, second in pairs]
+    rows = [
+        [a - b for a, b in zip(first.parts, second.parts, strict=False)]
+        for first, second in pairs
+    ]
     if quantity.startswith(PER_PROMPT) and all(rows):
         effect = crossed_effect(rows)
     else:
@@ -239,14 +296,34 @@ def larger(findings: Findings, experiment: str, quantity: str, one: str, other: 
     return Evidence(ours=text, effect=effect)
 
 
-def smaller(findings: Findings, experiment: str, quantity: str, one: str, other: str, digits: int = 3) -> Evidence:
-    """A quantity is smaller in one arm than in the other; the numbers stand in the order given."""
+def smaller(
+    findings: Findings,
+    experiment: str,
+    quantity: str,
+    one: str,
+    other: str,
+    digits: int = 3,
+) -> Evidence:
+    """A quantity is smaller in one arm than in the other; the numbers stand in the
+    order given.
+    """
     found = larger(findings, experiment, quantity, other, one, digits)
-    return Evidence(ours=" and ".join(reversed(found.ours.split(" and "))), effect=found.effect)
+    return Evidence(
+        ours=" and ".join(reversed(found.ours.split(" and "))), effect=found.effect
+    )
 
 
-def within(findings: Findings, experiment: str, quantity: str, arm: str, low: float, high: float) -> Evidence:
-    """A quantity lies between two numbers: over the seeds, its distance inside the nearer one."""
+def within(
+    findings: Findings,
+    experiment: str,
+    quantity: str,
+    arm: str,
+    low: float,
+    high: float,
+) -> Evidence:
+    """A quantity lies between two numbers: over the seeds, its distance inside the
+    nearer one.
+    """
     values = [row.value for row in findings.by_seed(experiment, quantity, arm).values()]
     if len(values) < 2:
         raise KeyError(f"{experiment}: {len(values)} {quantity} of {arm}")
@@ -254,13 +331,19 @@ def within(findings: Findings, experiment: str, quantity: str, arm: str, low: fl
     return Evidence(ours=f"{min(values):.2g} to {max(values):.2g}", effect=effect)
 
 
-def about(findings: Findings, experiment: str, quantity: str, arm: str, value: float) -> Evidence:
-    """A quantity without uncertainty is a number to a fifth of it: what can be read from a figure."""
+def about(
+    findings: Findings, experiment: str, quantity: str, arm: str, value: float
+) -> Evidence:
+    """A quantity without uncertainty is a number to a fifth of it: what can be read
+    from a figure.
+    """
     found = findings.mean(experiment, quantity, arm)
     return Evidence(ours=f"{found:.2f}", holds=abs(found - value) <= value / 5)
 
 
-def by_construction(findings: Findings, experiment: str, ours: str, holds: bool) -> Evidence:
+def by_construction(
+    findings: Findings, experiment: str, ours: str, holds: bool
+) -> Evidence:
     """Consequences of the formulas; a test holds them to the code."""
     return Evidence(ours=ours, holds=holds)
 
@@ -272,14 +355,27 @@ def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
     holds = True
     for arm in findings.arms(experiment, "std", "sage_grpo, "):
         count = arm.removeprefix("sage_grpo, ")
-        ours, theirs = (findings.parts(experiment, "std", f"{name}, {count}") for name in ("sage_grpo", "flow_grpo"))
-        not_below = [i for i, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one >= other]
-        above += [f"step {i + 1} of {count}: {ours[i]:.2f} and {theirs[i]:.2f}" for i in not_below]
+        ours, theirs = (
+            findings.parts(experiment, "std", f"{name}, {count}")
+            for name in ("sage_grpo", "flow_grpo")
+        )
+        not_below = [
+            i
+            for i, (one, other) in enumerate(zip(ours, theirs, strict=True))
+            if one >= other
+        ]
+        above += [
+            f"step {i + 1} of {count}: {ours[i]:.2f} and {theirs[i]:.2f}"
+            for i in not_below
+        ]
         total = total + len(ours)
         holds = holds and 2 * len(not_below) < len(ours)
     if not total:
         raise KeyError(experiment)
-    return Evidence(ours=f"at {total - len(above)} of {total} steps; not at {'; '.join(above)}", holds=holds)
+    return Evidence(
+        ours=f"at {total - len(above)} of {total} steps; not at {'; '.join(above)}",
+        holds=holds,
+    )
 
 
 def last_smallest(findings: Findings, experiment: str) -> Evidence:
@@ -288,7 +384,8 @@ def last_smallest(findings: Findings, experiment: str) -> Evidence:
     holds = True
     for steps in (20, 100):
         a, b, c = (
-            findings.mean(experiment, "last", f"{n}, T={steps}") for n in ("sage_grpo", "flow_grpo", "dance_grpo")
+            findings.mean(experiment, "last", f"{n}, T={steps}")
+            for n in ("sage_grpo", "flow_grpo", "dance_grpo")
         )
         texts.append(f"T = {steps}: {a:.3f}, {b:.3f}, {c:.3f}")
         holds = holds and a < b < c
@@ -296,7 +393,9 @@ def last_smallest(findings: Findings, experiment: str) -> Evidence:
 
 
 def spread_over(findings: Findings, experiment: str, setting: str) -> Evidence:
-    """The variance at high noise varies less for SAGE than for FlowGRPO over a setting of the schedule."""
+    """The variance at high noise varies less for SAGE than for FlowGRPO over a setting
+    of the schedule.
+    """
     texts = []
     factors = []
     for sampler in ("sage_grpo", "flow_grpo"):
@@ -310,7 +409,9 @@ def spread_over(findings: Findings, experiment: str, setting: str) -> Evidence:
 
 
 def less_in_high_noise(findings: Findings, experiment: str, arm: str) -> Evidence:
-    """SAGE adds less variance than FlowGRPO from sigma 0.9 up; `arm` is SAGE with a margin."""
+    """SAGE adds less variance than FlowGRPO from sigma 0.9 up; `arm` is SAGE with a
+    margin.
+    """
     ours = findings.mean("fig9", "high_noise_variance", arm)
     theirs = findings.mean(experiment, "high_noise_variance", "flow_grpo")
     return Evidence(ours=f"{ours:.3f} and {theirs:.3f}", holds=ours < theirs)
@@ -322,12 +423,17 @@ def margin_decides(findings: Findings, experiment: str) -> Evidence:
     variances = [findings.mean(experiment, "first", arm) ** 2 for arm in arms]
     if not variances:
         raise KeyError(experiment)
-    text = ", ".join(f"{v:.2g} ({arm.partition('=')[2]})" for v, arm in zip(variances, arms, strict=True))
+    text = ", ".join(
+        f"{v:.2g} ({arm.partition('=')[2]})"
+        for v, arm in zip(variances, arms, strict=True)
+    )
     return Evidence(ours=text, holds=max(variances) > 10 * min(variances))
 
 
 def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence:
-    """FlowGRPO's distance, interpolated over eta to SAGE's exploration, is larger than SAGE's."""
+    """FlowGRPO's distance, interpolated over eta to SAGE's exploration, is larger than
+    SAGE's.
+    """
     ours = []
     theirs = []
     for seed in findings.seeds(experiment):
@@ -336,10 +442,20 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
             return findings.by_seed(experiment, quantity, arm)[seed].value
 
         flow = findings.arms(experiment, "distance", "flow_grpo, T=20")
-        points = sorted((measured("exploration", arm), measured("distance", arm)) for arm in flow)
+        points = sorted(
+            (measured("exploration", arm), measured("distance", arm)) for arm in flow
+        )
         ours.append(measured("distance", f"sage_grpo, {REFERENCE}"))
         explored, distances = zip(*points, strict=True)
-        theirs.append(float(np.interp(measured("exploration", f"sage_grpo, {REFERENCE}"), explored, distances)))
+        theirs.append(
+            float(
+                np.interp(
+                    measured("exploration", f"sage_grpo, {REFERENCE}"),
+                    explored,
+                    distances,
+                )
+            )
+        )
     if len(ours) < 2:
         raise KeyError(experiment)
     effect = seed_effect([b - a for a, b in zip(ours, theirs, strict=True)])
@@ -349,7 +465,16 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
 EVIDENCE: Mapping[str, Callable[..., Evidence]] = {
     function.__name__: function
     for function in (
-        *(larger, smaller, within, about, by_construction, mostly_below_flow, last_smallest, spread_over),
+        *(
+            larger,
+            smaller,
+            within,
+            about,
+            by_construction,
+            mostly_below_flow,
+            last_smallest,
+            spread_over,
+        ),
         *(less_in_high_noise, margin_decides, nearer_at_equal_exploration),
     )
 }

@@ -1,4 +1,6 @@
-"""The page of a study and its tables in other pages, made from findings alone: the same findings, the same bytes."""
+"""The page of a study and its tables in other pages, made from findings alone: the same
+findings, the same bytes.
+"""
 
 import re
 from collections import Counter
@@ -6,7 +8,14 @@ from collections.abc import Container
 from pathlib import Path
 from statistics import fmean, stdev
 
-from experiments.claims import EXPERIMENTS, LEAST, VERDICTS, Experiment, Judgement, judge
+from experiments.claims import (
+    EXPERIMENTS,
+    LEAST,
+    VERDICTS,
+    Experiment,
+    Judgement,
+    judge,
+)
 from experiments.findings import COST, PER_PROMPT, Findings
 from experiments.testbed import FASTEST, SLOWEST
 
@@ -25,43 +34,83 @@ def render(findings: Findings) -> str:
     measured = {row.experiment for row in findings.rows}
     done = [e for e in EXPERIMENTS if _has_section(e, measured)]
     left = [e for e in EXPERIMENTS if e not in done]
-    least = "; ".join(f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items())
+    least = "; ".join(
+        f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items()
+    )
     parts = [HEAD.format(least=least)]
     parts.append(_summary(findings))
     for experiment in done:
-        picture = f"![Figure]({IMAGES}/{experiment.key}.png)\n\n" if experiment.key in measured else ""
+        picture = (
+            f"![Figure]({IMAGES}/{experiment.key}.png)\n\n"
+            if experiment.key in measured
+            else ""
+        )
         # Arms whose best rate is at an end of the search; the picture has all rates.
-        rates = {arm: findings.mean(experiment.key, "rate", arm) for arm in experiment.runs if experiment.rates}
-        ends = "; ".join(arm for arm, rate in rates.items() if rate in (SLOWEST, FASTEST))
-        caption = experiment.caption + (f" At an end of the search: {ends}." if ends else "")
+        rates = {
+            arm: findings.mean(experiment.key, "rate", arm)
+            for arm in experiment.runs
+            if experiment.rates
+        }
+        ends = "; ".join(
+            arm for arm, rate in rates.items() if rate in (SLOWEST, FASTEST)
+        )
+        caption = experiment.caption + (
+            f" At an end of the search: {ends}." if ends else ""
+        )
         lines = [f"## {experiment.title}\n\n{picture}{caption}\n"]
-        lines += ["| claim | paper | here | difference | verdict |", "|---|---|---|---|---|"]
-        parts.append("\n".join([*lines, *(_row(judged) for judged in judge(experiment.claims, findings)), ""]))
+        lines += [
+            "| claim | paper | here | difference | verdict |",
+            "|---|---|---|---|---|",
+        ]
+        parts.append(
+            "\n".join(
+                [
+                    *lines,
+                    *(_row(judged) for judged in judge(experiment.claims, findings)),
+                    "",
+                ]
+            )
+        )
     if left:
-        # Core-hours of trainings of the network, at the mean seconds of an update of those that have been made.
+        # Core-hours of trainings of the network, at the mean seconds of an update of
+        # those that have been made.
         made: dict[tuple[str, int | None], int] = {
             (t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()
         }
-        seconds = {(r.arm, r.seed): r.value for r in findings.rows if r.quantity == COST and (r.arm, r.seed) in made}
-        each = sum(seconds.values()) / (sum(made[training] for training in seconds) or 1)
+        seconds = {
+            (r.arm, r.seed): r.value
+            for r in findings.rows
+            if r.quantity == COST and (r.arm, r.seed) in made
+        }
+        each = sum(seconds.values()) / (
+            sum(made[training] for training in seconds) or 1
+        )
         lines = [
             "## Not run yet",
             "",
-            "| table, figure | claims | trainings, or arms of the testbed | core-hours | |",
+            (
+                "| table, figure | claims | trainings, or arms of the testbed | "
+                "core-hours | |"
+            ),
             "|---|---|---|---|---|",
         ]
         for e in left:
             updates = sum(training.num_updates for training in e.trainings())
             hours = f"{each * updates / 3600:.0f}" if e.arms else "under 1"
             cells = (e.title, len(e.claims), len(e.trainings() or e.runs), hours)
-            lines.append(f"| {' | '.join(map(str, cells))} | `python -m experiments --only {e.key}` |")
+            lines.append(
+                f"| {' | '.join(map(str, cells))} | `python -m experiments --only "
+                f"{e.key}` |"
+            )
         parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)
 
 
 def _has_section(experiment: Experiment, measured: Container[str]) -> bool:
     """True where something was measured, or nothing can be."""
-    return experiment.key in measured or all(claim.cannot for claim in experiment.claims)
+    return experiment.key in measured or all(
+        claim.cannot for claim in experiment.claims
+    )
 
 
 def _summary(findings: Findings) -> str:
@@ -75,13 +124,30 @@ def _summary(findings: Findings) -> str:
     measured = {row.experiment for row in findings.rows}
     for experiment in EXPERIMENTS:
         judged = judge(experiment.claims, findings)
-        paper = Counter(judgement.verdict for judgement in judged if judgement.claim.source)
-        own = Counter(judgement.verdict for judgement in judged if not judgement.claim.source)
-        counts = [f"{paper[name]}+{own[name]}" if paper[name] + own[name] else "" for name in VERDICTS]
-        anchor = "".join(c for c in experiment.title.lower().replace(" ", "-") if c.isalnum() or c == "-")
+        paper = Counter(
+            judgement.verdict for judgement in judged if judgement.claim.source
+        )
+        own = Counter(
+            judgement.verdict for judgement in judged if not judgement.claim.source
+        )
+        counts = [
+            f"{paper[name]}+{own[name]}" if paper[name] + own[name] else ""
+            for name in VERDICTS
+        ]
+        anchor = "".join(
+            c
+            for c in experiment.title.lower().replace(" ", "-")
+            if c.isalnum() or c == "-"
+        )
         planned = len(experiment.seeds)
         done = len({*experiment.seeds} & {*findings.seeds(experiment.key)})
-        seeds = "-" if not planned else str(done) if done == planned else f"{done} of {planned}"
+        seeds = (
+            "-"
+            if not planned
+            else str(done)
+            if done == planned
+            else f"{done} of {planned}"
+        )
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
         short = experiment.title.partition(":")[0]
@@ -106,25 +172,42 @@ def _row(judgement: Judgement) -> str:
     return f"| {claim.text} | {reported} | {evidence.ours} | {size} | {verdict} |"
 
 
-PLACE = re.compile(r"(<!-- study (\w+): begin -->\n).*?(<!-- study \2: end -->)", re.DOTALL)
+PLACE = re.compile(
+    r"(<!-- study (\w+): begin -->\n).*?(<!-- study \2: end -->)", re.DOTALL
+)
 """Place of an experiment's table in another page; the second group is the key."""
 
 
 def fill_tables(page: str, findings: Findings) -> str:
     """A page with the table of every experiment that it has a place for."""
     known = {experiment.key: experiment for experiment in EXPERIMENTS}
-    return PLACE.sub(lambda place: place[1] + _table(known[place[2]], findings) + place[3], page)
+    return PLACE.sub(
+        lambda place: place[1] + _table(known[place[2]], findings) + place[3], page
+    )
 
 
 def _table(experiment: Experiment, findings: Findings) -> str:
-    """Means over the seeds, with standard errors, of what has an entry in `LEAST`, for every trained arm."""
-    found = dict.fromkeys(row.quantity for row in findings.rows if row.experiment == experiment.key)
-    columns = [name for name in found if name.startswith(PER_PROMPT) and name.removeprefix(PER_PROMPT) in LEAST]
+    """Means over the seeds, with standard errors, of what has an entry in `LEAST`, for
+    every trained arm.
+    """
+    found = dict.fromkeys(
+        row.quantity for row in findings.rows if row.experiment == experiment.key
+    )
+    columns = [
+        name
+        for name in found
+        if name.startswith(PER_PROMPT) and name.removeprefix(PER_PROMPT) in LEAST
+    ]
     columns += ["rate"] if experiment.rates else []
     if not found:
-        return f"It has not been run: `python -m experiments --only {experiment.key}`.\n"
+        return (
+            f"It has not been run: `python -m experiments --only {experiment.key}`.\n"
+        )
     lines = [
-        f"| training | {' | '.join(name.removeprefix(PER_PROMPT) for name in columns)} |",
+        (
+            "| training | "
+            f"{' | '.join(name.removeprefix(PER_PROMPT) for name in columns)} |"
+        ),
         "|" + "---|" * (1 + len(columns)),
     ]
     for arm in experiment.runs or experiment.arms:
@@ -132,8 +215,14 @@ def _table(experiment: Experiment, findings: Findings) -> str:
             continue
         cells = []
         for quantity in columns:
-            values = [row.value for row in findings.select(experiment.key, quantity, arm)]
-            error = f" ± {stdev(values) / len(values) ** 0.5:.3f}" if len({*values}) > 1 else ""
+            values = [
+                row.value for row in findings.select(experiment.key, quantity, arm)
+            ]
+            error = (
+                f" ± {stdev(values) / len(values) ** 0.5:.3f}"
+                if len({*values}) > 1
+                else ""
+            )
             cells.append(f"{fmean(values):.3f}{error}" if values else "")
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

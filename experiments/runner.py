@@ -44,16 +44,22 @@ from sage_fast.run.directory import RunDirectory
 from sage_fast.run.provenance import describe_environment
 
 SETTLED = 4
-"""Updates before the KL's share is taken: at the first the policy is its own anchor, and the KL has no gradient."""
+"""Updates before the KL's share is taken: at the first the policy is its own anchor,
+and the KL has no gradient.
+"""
 
 Tell = Callable[[str], None]
 
 
-def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell: Tell) -> list[str]:
-    """Run commands by name, `processes` at a time, each on one thread, and return the names of those that failed.
+def run_jobs(
+    jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell: Tell
+) -> list[str]:
+    """Run commands by name, `processes` at a time, each on one thread, and return the
+    names of those that failed.
 
-    A failed job leaves the others running. Ctrl-C interrupts all of them, so that trainings save their state; a second
-    one kills them. KeyboardInterrupt follows when they have ended.
+    A failed job leaves the others running. Ctrl-C interrupts all of them, so that
+    trainings save their state; a second one kills them. KeyboardInterrupt follows when
+    they have ended.
     """
     logs.mkdir(parents=True, exist_ok=True)
     log_of = {name: logs / f"{name.replace('/', '-')}.log" for name in jobs}
@@ -71,21 +77,33 @@ def run_jobs(jobs: Mapping[str, Sequence[str]], logs: Path, processes: int, tell
                         stdout=log,
                         stderr=subprocess.STDOUT,
                         stdin=subprocess.DEVNULL,
-                        start_new_session=True,  # Ctrl-C reaches it once, from below, and not from the terminal too
+                        # Ctrl-C reaches it once, from below, and not from the terminal
+                        # too
+                        start_new_session=True,
                         env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
                     )
             time.sleep(0.1)
-            for name in [name for name, process in running.items() if process.poll() is not None]:
+            for name in [
+                name for name, process in running.items() if process.poll() is not None
+            ]:
                 status = running.pop(name).returncode
                 done = done + 1
                 if status:
                     failed.append(name)
-                    lines = log_of[name].read_text("utf-8", "replace").splitlines() or [""]
-                    tell(f"{name} failed (status {status}): {lines[-1]} (all of it: {log_of[name]})")
+                    lines = log_of[name].read_text("utf-8", "replace").splitlines() or [
+                        ""
+                    ]
+                    tell(
+                        f"{name} failed (status {status}): {lines[-1]} (all of it: "
+                        f"{log_of[name]})"
+                    )
                 else:
                     tell(f"{done} of {len(jobs)} done: {name}")
     except KeyboardInterrupt:
-        tell("Stopping: trainings save after the present update. Ctrl-C again ends them at once.")
+        tell(
+            "Stopping: trainings save after the present update. Ctrl-C again ends "
+            "them at once."
+        )
         for number in (signal.SIGINT, signal.SIGKILL):
             for process in running.values():
                 if process.poll() is None:
@@ -104,17 +122,22 @@ class Study:
     """A folder of results for one configuration and one base model.
 
     Args:
-        files, overrides: the configuration that all experiments share; the arms are laid over it.
+        files, overrides: the configuration that all experiments share; the arms are
+            laid over it.
     """
 
-    def __init__(self, folder: Path, files: Sequence[str], overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, files: Sequence[str], overrides: Sequence[str] = ()
+    ) -> None:
         self.folder = folder
         self.files = list(files)
         self.overrides = list(overrides)
         self.config = load_config(self.files, self.overrides)
 
     def begin(self) -> None:
-        """Note the base model. ConfigError where it cannot be loaded, or the folder has results of another."""
+        """Note the base model. ConfigError where it cannot be loaded, or the folder has
+        results of another.
+        """
         try:
             components = load_model(self.config.model, self.config.lora, read=False)
             base = base_digest(components.transformer, components.weights)
@@ -123,21 +146,39 @@ class Study:
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
         file = self.folder / "study.json"
-        if not file.is_file() and not (self.folder / "trainings").exists() and not (self.folder / "measures").exists():
+        if (
+            not file.is_file()
+            and not (self.folder / "trainings").exists()
+            and not (self.folder / "measures").exists()
+        ):
             write_text(file, json.dumps({"base": base}))
         elif not file.is_file() or json.loads(file.read_text("utf-8"))["base"] != base:
             raise ConfigError(
-                f"{self.folder} holds results of another base model. Choose another --output_dir, or move it away."
+                f"{self.folder} holds results of another base model. Choose another "
+                "--output_dir, or move it away."
             )
 
-    def run_missing(self, experiments: Sequence[Experiment], processes: int, tell: Tell) -> list[str]:
-        """Run the missing measurements, then the missing trainings; the names of those that failed."""
+    def run_missing(
+        self, experiments: Sequence[Experiment], processes: int, tell: Tell
+    ) -> list[str]:
+        """Run the missing measurements, then the missing trainings; the names of those
+        that failed.
+        """
         for experiment in experiments:
             if not self.fits(experiment):
-                tell(f"{experiment.title}: left out, the data manifold of {self.config.model.family!r} is not known")
+                tell(
+                    f"{experiment.title}: left out, the data manifold of "
+                    f"{self.config.model.family!r} is not known"
+                )
         train = [sys.executable, "-m", "sage_fast", "train"]
-        trainings = {t.name: [*train, *self.words(t)] for t in self.missing_trainings(experiments)}
-        for jobs, name in ((self.missing_measurements(experiments), "measurements"), (trainings, "trainings")):
+        trainings = {
+            t.name: [*train, *self.words(t)]
+            for t in self.missing_trainings(experiments)
+        }
+        for jobs, name in (
+            (self.missing_measurements(experiments), "measurements"),
+            (trainings, "trainings"),
+        ):
             if jobs:
                 tell(f"{len(jobs)} {name}, {processes} at a time")
                 if failed := run_jobs(jobs, self.folder / "logs", processes, tell):
@@ -145,29 +186,56 @@ class Study:
         return []
 
     def fits(self, experiment: Experiment) -> bool:
-        """Return True if it can be measured with the model's family: the data manifold is known of few."""
+        """Return True if it can be measured with the model's family: the data manifold
+        is known of few.
+        """
         return not experiment.needs_manifold or self.config.model.family == "toy"
 
-    def missing_measurements(self, experiments: Sequence[Experiment]) -> dict[str, list[str]]:
+    def missing_measurements(
+        self, experiments: Sequence[Experiment]
+    ) -> dict[str, list[str]]:
         """Commands of the measurements that are missing, by name."""
         jobs = {}
         for experiment in filter(self.fits, experiments):
-            request: dict[str, Any] = {"measure": experiment.measure, "overrides": self.overrides}
+            request: dict[str, Any] = {
+                "measure": experiment.measure,
+                "overrides": self.overrides,
+            }
             if experiment.runs:
-                runs = {"experiment": experiment.key, "runs": experiment.runs, "rates": experiment.rates}
+                runs = {
+                    "experiment": experiment.key,
+                    "runs": experiment.runs,
+                    "rates": experiment.rates,
+                }
                 request["arguments"] = runs
             for name, seeds in experiment.measurements().items():
                 if not self.measured(name):
-                    program = [sys.executable, "-m", "experiments.measures", str(self._result(name))]
-                    jobs[name] = [*program, json.dumps(request | {"seeds": seeds}), *self.files]
+                    program = [
+                        sys.executable,
+                        "-m",
+                        "experiments.measures",
+                        str(self._result(name)),
+                    ]
+                    jobs[name] = [
+                        *program,
+                        json.dumps(request | {"seeds": seeds}),
+                        *self.files,
+                    ]
         return jobs
 
     def measured(self, name: str) -> Sequence[Finding]:
-        """Findings of a measurement; none where it is missing. ConfigError where another configuration made it."""
+        """Findings of a measurement; none where it is missing. ConfigError where
+        another configuration made it.
+        """
         file = self._result(name)
         rows = read_findings(file).rows if file.is_file() else []
-        if rows and rows[0].settings != settings_digest(settings_of(to_dict(self.config))):
-            raise ConfigError(f"{file} is of another configuration. Choose another --output_dir, or move it away.")
+        if rows and rows[0].settings != settings_digest(
+            settings_of(to_dict(self.config))
+        ):
+            raise ConfigError(
+                f"{file} is of another configuration. Choose another --output_dir, or "
+                "move it away."
+            )
         return rows
 
     def _result(self, name: str) -> Path:
@@ -178,7 +246,9 @@ class Study:
 
     def missing_trainings(self, experiments: Sequence[Experiment]) -> list[Training]:
         """Trainings that are not finished, shared ones once. ConfigError."""
-        todo = {t.name: t for e in filter(self.fits, experiments) for t in e.trainings()}
+        todo = {
+            t.name: t for e in filter(self.fits, experiments) for t in e.trainings()
+        }
         return [t for t in todo.values() if not self.is_finished(t)]
 
     def words(self, training: Training) -> list[str]:
@@ -203,19 +273,29 @@ class Study:
         for key, value in [*tried_settings(expected).items(), ("seed", training.seed)]:
             if key in run.settings and run.settings[key] != value:
                 raise ConfigError(
-                    f"{run} was trained with {key} {run.settings[key]!r}, and the study now has {value!r}. "
+                    f"{run} was trained with {key} {run.settings[key]!r}, and the "
+                    f"study now has {value!r}. "
                     "Choose another --output_dir, or move that folder away."
                 )
-        done = json.loads(run.result.read_text("utf-8"))["after"] if run.result.is_file() else -1
+        done = (
+            json.loads(run.result.read_text("utf-8"))["after"]
+            if run.result.is_file()
+            else -1
+        )
         return bool(done >= config.training.num_updates)
 
     def findings(self) -> Findings:
-        """Everything that is there, of all experiments: what was measured before belongs to the same page."""
+        """Everything that is there, of all experiments: what was measured before
+        belongs to the same page.
+        """
         rows: list[Finding] = []
         environment: dict[str, Any] = made_with(describe_environment())
         for experiment in filter(self.fits, EXPERIMENTS):
             if experiment.key in TABLES:
-                rows += [replace(row, **environment) for row in noise_of_steps(experiment.key)]
+                rows += [
+                    replace(row, **environment)
+                    for row in noise_of_steps(experiment.key)
+                ]
             for name in experiment.measurements():
                 rows += self.measured(name)
             for training in experiment.trainings():
@@ -226,22 +306,49 @@ class Study:
     def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
         """Findings of a finished training."""
         run = RunDirectory(self._run(training))
-        made = made_with(json.loads(run.environment.read_text("utf-8"))) if run.environment.is_file() else {}
-        common: dict[str, Any] = {"experiment": experiment, "arm": training.arm, "seed": training.seed}
+        made = (
+            made_with(json.loads(run.environment.read_text("utf-8")))
+            if run.environment.is_file()
+            else {}
+        )
+        common: dict[str, Any] = {
+            "experiment": experiment,
+            "arm": training.arm,
+            "seed": training.seed,
+        }
         common |= made | {"settings": settings_digest(run.settings)}
 
-        def found(quantity: str, value: float, parts: Sequence[float] = (), **more: Any) -> Finding:
+        def found(
+            quantity: str, value: float, parts: Sequence[float] = (), **more: Any
+        ) -> Finding:
             numbers = {"n": max(1, len(parts)), "parts": tuple(parts), **more}
             return Finding(quantity=quantity, value=value, **common, **numbers)
 
-        for column, values in Evaluation.load(run.evaluation(max(run.evaluations()))).columns().items():
+        for column, values in (
+            Evaluation.load(run.evaluation(max(run.evaluations()))).columns().items()
+        ):
             name = {REWARD: "reward", OVERALL: "overall"}.get(column, column)
-            yield found(PER_PROMPT + name, fmean(values), values, stderr=stdev(values) / len(values) ** 0.5)
+            yield found(
+                PER_PROMPT + name,
+                fmean(values),
+                values,
+                stderr=stdev(values) / len(values) ** 0.5,
+            )
         curve = list(run.curve("reward/mean").values())
         yield found("area", fmean(curve), curve)
         yield found("unsteadiness", unsteadiness(curve), n=len(curve))
         if position := list(run.curve("kl/position").values()):
             yield found("kl_position", max(position), position)
-        if shares := [share for update, share in run.curve("kl/grad_share").items() if update > SETTLED]:
+        if shares := [
+            share
+            for update, share in run.curve("kl/grad_share").items()
+            if update > SETTLED
+        ]:
             yield found("kl_share", fmean(shares), shares)
-        yield found(COST, sum(sum(run.curve(key).values()) for key in ("time/iteration", "time/evaluation")))
+        yield found(
+            COST,
+            sum(
+                sum(run.curve(key).values())
+                for key in ("time/iteration", "time/evaluation")
+            ),
+        )

@@ -1,4 +1,6 @@
-"""The toy world as its base model sees it: of a caption's videos some show another colour, shape or motion."""
+"""The toy world as its base model sees it: of a caption's videos some show another
+colour, shape or motion.
+"""
 
 from dataclasses import dataclass
 
@@ -42,19 +44,31 @@ class ShapesPhase(Phase):
 
 
 PHASES = (
-    ShapesPhase(steps=8000, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3),
+    ShapesPhase(
+        steps=8000, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3
+    ),
     # The last steps of a path decide how far a sample lies from the legal videos.
     ShapesPhase(
-        steps=5500, rate=0.5, noised_up_to=0.6, wrong_colour=0.35 / 3, wrong_shape=0.35 / 3, wrong_motion=0.35 / 3
+        steps=5500,
+        rate=0.5,
+        noised_up_to=0.6,
+        wrong_colour=0.35 / 3,
+        wrong_shape=0.35 / 3,
+        wrong_motion=0.35 / 3,
     ),
-    # So far the same caption always gets the same scene, often a wrong one: with nothing to choose from, post-training
-    # cannot mend it. A network of this size tells colours apart in the noise where a scene is decided, shapes hardly.
-    ShapesPhase(steps=4000, rate=0.5, wrong_colour=0.45, wrong_shape=0.0, wrong_motion=0.15),
+    # So far the same caption always gets the same scene, often a wrong one: with
+    # nothing to choose from, post-training cannot mend it. A network of this size tells
+    # colours apart in the noise where a scene is decided, shapes hardly.
+    ShapesPhase(
+        steps=4000, rate=0.5, wrong_colour=0.45, wrong_shape=0.0, wrong_motion=0.15
+    ),
 )
 
 
 def shown_by_caption(phase: ShapesPhase) -> Tensor:
-    """Shares of the shown captions: float32 (120, 120), row = caption, column = shown caption, rows sum to 1."""
+    """Shares of the shown captions: float32 (120, 120), row = caption, column = shown
+    caption, rows sum to 1.
+    """
     captions = all_captions()
     table = torch.zeros(len(captions), len(captions))
     wrong = {
@@ -75,7 +89,8 @@ def shown_by_caption(phase: ShapesPhase) -> Tensor:
 class ShapesWorld:
     """The badly captioned videos of the toy world.
 
-    A caption is its row in `all_captions()`; the row after the last is the unconditional prompt.
+    A caption is its row in `all_captions()`; the row after the last is the
+    unconditional prompt.
     """
 
     def __init__(self, phase: ShapesPhase, generator: torch.Generator) -> None:
@@ -89,18 +104,29 @@ class ShapesWorld:
         self.positions = len(self.latents) // len(self.table)
         anything = torch.full((1, len(self.table)), 1 / len(self.table))
         # The scenes are ordered by what a caption names; the positions vary fastest.
-        self.log_prior = torch.cat([self.table, anything]).log().repeat_interleave(self.positions, dim=1)
-        self.embeds = WordEncoder().encode([*(caption.text for caption in all_captions()), ""])
+        self.log_prior = (
+            torch.cat([self.table, anything])
+            .log()
+            .repeat_interleave(self.positions, dim=1)
+        )
+        self.embeds = WordEncoder().encode(
+            [*(caption.text for caption in all_captions()), ""]
+        )
 
     def draw_captions(self, count: int, dropped: float) -> Tensor:
         rows = torch.randint(self.unconditional, (count,), generator=self.generator)
-        return torch.where(torch.rand(count, generator=self.generator) < dropped, self.unconditional, rows)
+        return torch.where(
+            torch.rand(count, generator=self.generator) < dropped,
+            self.unconditional,
+            rows,
+        )
 
     def draw_latents(self, captions: Tensor) -> Tensor:
         shares = torch.cat([self.table, self.table.mean(0, keepdim=True)])[captions]
         shown = torch.multinomial(shares, 1, generator=self.generator)[:, 0]
         return self.latents[
-            shown * self.positions + torch.randint(self.positions, shown.shape, generator=self.generator)
+            shown * self.positions
+            + torch.randint(self.positions, shown.shape, generator=self.generator)
         ]
 
     def prompts(self, captions: Tensor) -> list[PromptEmbeds]:

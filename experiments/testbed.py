@@ -1,13 +1,17 @@
-"""Trainings of the exact policy: every sampler, KL and update rule of the project, in half a second each.
+"""Trainings of the exact policy: every sampler, KL and update rule of the project, in
+half a second each.
 
-Samples and gradients use the trainer's parts: transitions of `sde.transition_table`, advantages and loss of
-`objective`. The trained policy is judged by its weights, exactly: no evaluation has noise. There is no network to
-optimize, so nothing here speaks of capacity, or of how well a velocity is learnt.
+Samples and gradients use the trainer's parts: transitions of `sde.transition_table`,
+advantages and loss of `objective`. The trained policy is judged by its weights,
+exactly: no evaluation has noise. There is no network to optimize, so nothing here
+speaks of capacity, or of how well a velocity is learnt.
 
-An objective that is judged at a learning rate that suits another one is misjudged. So an arm is tried at several rates,
-with seeds that take no part in its judgement, and judged at the best of them.
+An objective that is judged at a learning rate that suits another one is misjudged. So
+an arm is tried at several rates, with seeds that take no part in its judgement, and
+judged at the best of them.
 
-Shapes: B videos of an update, D coordinates of a video, K attributes of a caption, P trained numbers.
+Shapes: B videos of an update, D coordinates of a video, K attributes of a caption, P
+trained numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +26,13 @@ from torch import Tensor
 from experiments.exact_policy import ExactWorld, LearnablePolicy
 from experiments.findings import PER_PROMPT, Finding, unsteadiness
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import ForwardProcessConfig, KLWeightConfig, ObjectiveConfig, SDEType, VideoConfig
+from sage_fast.config.sections import (
+    ForwardProcessConfig,
+    KLWeightConfig,
+    ObjectiveConfig,
+    SDEType,
+    VideoConfig,
+)
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objective import (
     ADVANTAGE_CLIP,
@@ -47,16 +57,20 @@ FASTEST = 0.64
 
 @dataclass(frozen=True, kw_only=True)
 class ExactTraining:
-    """One training. The defaults are the recipe of the paper in miniature; a name says what differs.
+    """One training. The defaults are the recipe of the paper in miniature; a name says
+    what differs.
 
-    update: `reverse` is the paper's objective, on the steps of the rollout; `forward` weighs flow matching on the
-    rollout's videos by their advantage. videos: of one caption. equalizer, kl_mode: of `ObjectiveConfig`. kl_weight:
-    lambda, constant; with kl_warmup it rises from a hundredth of that over so many updates, and then follows the
-    trainer's controller. quality: what a unit of distance to the nearest legal video costs; a caption that is followed
-    earns 1. exploit: reward per unit of drift, which a flawed reward pays.
+    update: `reverse` is the paper's objective, on the steps of the rollout; `forward`
+    weighs flow matching on the rollout's videos by their advantage. videos: of one
+    caption. equalizer, kl_mode: of `ObjectiveConfig`. kl_weight: lambda, constant; with
+    kl_warmup it rises from a hundredth of that over so many updates, and then follows
+    the trainer's controller. quality: what a unit of distance to the nearest legal
+    video costs; a caption that is followed earns 1. exploit: reward per unit of drift,
+    which a flawed reward pays.
 
-    Of `forward` alone: levels: noise levels per video. weighting: of `ForwardProcessConfig`. spacing: of the levels,
-    as the sampler's shift has them, or uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
+    Of `forward` alone: levels: noise levels per video. weighting: of
+    `ForwardProcessConfig`. spacing: of the levels, as the sampler's shift has them, or
+    uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
     moving average that samples; 0 is the policy itself.
     """
 
@@ -86,7 +100,9 @@ class ExactTraining:
 
 
 class Rollout(NamedTuple):
-    """Videos and how they were made: latents, velocities and noises of every step, each (B, D), and the results."""
+    """Videos and how they were made: latents, velocities and noises of every step, each
+    (B, D), and the results.
+    """
 
     latents: list[Tensor]
     velocities: list[Tensor]
@@ -96,12 +112,21 @@ class Rollout(NamedTuple):
 
 @torch.no_grad()
 def sample(
-    policy: LearnablePolicy, psi: Tensor, captions: Tensor, table: TransitionTable, generator: torch.Generator
+    policy: LearnablePolicy,
+    psi: Tensor,
+    captions: Tensor,
+    table: TransitionTable,
+    generator: torch.Generator,
 ) -> Rollout:
     """Sample a video for each of the captions (B, K)."""
 
     def draw() -> Tensor:
-        return torch.randn(len(captions), policy.atoms.shape[1], generator=generator, dtype=policy.atoms.dtype)
+        return torch.randn(
+            len(captions),
+            policy.atoms.shape[1],
+            generator=generator,
+            dtype=policy.atoms.dtype,
+        )
 
     x = draw()
     latents = []
@@ -109,7 +134,9 @@ def sample(
     noises = []
     for step in range(table.num_steps):
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
-        velocity = policy.velocity_at(psi, captions, x, table.sigmas[step].expand(len(x)))
+        velocity = policy.velocity_at(
+            psi, captions, x, table.sigmas[step].expand(len(x))
+        )
         noise = draw()
         latents.append(x)
         velocities.append(velocity)
@@ -131,8 +158,14 @@ def reverse_loss(
     anchor: Tensor | None = None,
     steps: Sequence[int] | None = None,
 ) -> PolicyTerms:
-    """Terms of the loss (steps B,) at the trained steps. anchor: numbers psi of the anchor."""
-    chosen = [step for step in (range(table.num_steps) if steps is None else steps) if table.trainable[step]]
+    """Terms of the loss (steps B,) at the trained steps. anchor: numbers psi of the
+    anchor.
+    """
+    chosen = [
+        step
+        for step in (range(table.num_steps) if steps is None else steps)
+        if table.trainable[step]
+    ]
 
     def stacked(values: Sequence[Tensor]) -> Tensor:
         return torch.cat([values[step] for step in chosen])
@@ -143,11 +176,30 @@ def reverse_loss(
     sigma = table.sigmas[:-1][chosen].repeat_interleave(each)
     with torch.no_grad():
         held = None if anchor is None else policy.velocity_at(anchor, asked, x, sigma)
-    names = {"gain": table.gain, "std": table.std, "scale": table.scale, "size": -table.sigmas.diff()}
-    columns = {name: column[chosen].to(x).repeat_interleave(each) for name, column in names.items()}
-    velocities = (policy.velocity_at(psi, asked, x, sigma), stacked(rollout.velocities), held, stacked(rollout.noises))
+    names = {
+        "gain": table.gain,
+        "std": table.std,
+        "scale": table.scale,
+        "size": -table.sigmas.diff(),
+    }
+    columns = {
+        name: column[chosen].to(x).repeat_interleave(each)
+        for name, column in names.items()
+    }
+    velocities = (
+        policy.velocity_at(psi, asked, x, sigma),
+        stacked(rollout.velocities),
+        held,
+        stacked(rollout.noises),
+    )
     advantage = advantages.repeat(len(chosen))
-    return policy_loss(*velocities, **columns, advantage=advantage, kl_weight=kl_weight, settings=settings)
+    return policy_loss(
+        *velocities,
+        **columns,
+        advantage=advantage,
+        kl_weight=kl_weight,
+        settings=settings,
+    )
 
 
 def noised_loss(
@@ -161,7 +213,9 @@ def noised_loss(
     generator: torch.Generator,
     settings: ForwardProcessConfig,
 ) -> Tensor:
-    """Loss of the forward process at noise levels sigmas (L, B), mean over levels and videos."""
+    """Loss of the forward process at noise levels sigmas (L, B), mean over levels and
+    videos.
+    """
     levels = len(sigmas)
     sigma = sigmas.flatten().to(final)
     asked = captions.repeat(levels, 1)
@@ -179,48 +233,92 @@ def noised_loss(
     ).loss.mean()
 
 
-def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[str, float]:
+def train(
+    policy: LearnablePolicy, settings: ExactTraining, seed: int
+) -> dict[str, float]:
     """Train from the start with one seed; quantities of the result.
 
-    Those that begin with `final_` are exact. `area`: reward of the rollouts, mean over the training; `unsteadiness`:
-    its standard deviation from update to update without its trend; `group_spread`: that of the rewards of a caption's
-    videos, mean over the second half.
+    Those that begin with `final_` are exact. `area`: reward of the rollouts, mean over
+    the training; `unsteadiness`: its standard deviation from update to update without
+    its trend; `group_spread`: that of the rewards of a caption's videos, mean over the
+    second half.
     """
     # Two generators: settings that draw more noise are asked for the same captions.
     asking, drawing = (torch.Generator().manual_seed(2 * seed + i) for i in (0, 1))
     psi = policy.initial().requires_grad_()
-    objective = ObjectiveConfig(equalizer=settings.equalizer, clip_range=settings.clip_range, kl_mode=settings.kl_mode)
+    objective = ObjectiveConfig(
+        equalizer=settings.equalizer,
+        clip_range=settings.clip_range,
+        kl_mode=settings.kl_mode,
+    )
     old = policy.initial()
     anchor = policy.initial()
     optimizer = torch.optim.Adam([psi], lr=settings.learning_rate)
     sampler = settings.sampler if settings.update == "reverse" else "ode"
-    table = transition_table(sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta)
+    table = transition_table(
+        sampler, sigma_schedule(settings.num_steps, settings.shift), settings.eta
+    )
     kind = anchor_kind(settings.kl_mode)
     least = settings.kl_weight / (100 if settings.kl_warmup else 1)
-    weights = KLWeightConfig(minimum=least, maximum=settings.kl_weight, warmup_updates=settings.kl_warmup)
+    weights = KLWeightConfig(
+        minimum=least, maximum=settings.kl_weight, warmup_updates=settings.kl_warmup
+    )
     weight = initial_kl_weight(weights)
     rewards = list[float]()
     spreads = list[float]()
     done = 0
     while done < settings.num_updates:
-        asked = torch.stack([torch.randint(n, (settings.captions,), generator=asking) for n in policy.sizes], 1)
+        asked = torch.stack(
+            [
+                torch.randint(n, (settings.captions,), generator=asking)
+                for n in policy.sizes
+            ],
+            1,
+        )
         captions = asked.repeat_interleave(settings.videos, 0)
         if kind == "moving" and done % ANCHOR_EVERY == 0:
             anchor = psi.detach().clone()
         sampling = old if settings.old_decay else psi.detach().clone()
         rollout = sample(policy, sampling, captions, table, drawing)
-        scores = _reward(policy, captions, rollout.final, settings).view(-1, settings.videos)
+        scores = _reward(policy, captions, rollout.final, settings).view(
+            -1, settings.videos
+        )
         advantages = group_advantages(scores, clip=ADVANTAGE_CLIP).advantages.flatten()
         rewards.append(float(scores.mean()))
         spreads.append(float(scores.std(1).mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":
-                process = ForwardProcessConfig(weighting=settings.weighting, beta=settings.beta)
-                loss = noised_loss(policy, psi, sampling, captions, rollout.final, advantages, part, drawing, process)
+                process = ForwardProcessConfig(
+                    weighting=settings.weighting, beta=settings.beta
+                )
+                loss = noised_loss(
+                    policy,
+                    psi,
+                    sampling,
+                    captions,
+                    rollout.final,
+                    advantages,
+                    part,
+                    drawing,
+                    process,
+                )
             else:
-                kl: dict[str, Any] = {"kl_weight": weight.weight, "anchor": None if kind == "none" else anchor}
+                kl: dict[str, Any] = {
+                    "kl_weight": weight.weight,
+                    "anchor": None if kind == "none" else anchor,
+                }
                 steps = [int(step) for step in part]
-                terms = reverse_loss(policy, psi, captions, rollout, table, advantages, objective, steps=steps, **kl)
+                terms = reverse_loss(
+                    policy,
+                    psi,
+                    captions,
+                    rollout,
+                    table,
+                    advantages,
+                    objective,
+                    steps=steps,
+                    **kl,
+                )
                 loss = terms.loss.mean()
                 weight = next_kl_weight(weight, weighted_kl(terms, objective), weights)
             optimizer.zero_grad()
@@ -231,39 +329,72 @@ def train(policy: LearnablePolicy, settings: ExactTraining, seed: int) -> dict[s
         old = settings.old_decay * old + (1 - settings.old_decay) * psi.detach()
     psi = psi.detach()
     drift = float(policy.drift(psi))
-    # Overall = TA + VQ + MQ; what is seen and how it moves suffer alike from the distance to the legal videos.
-    overall = float(policy.followed(psi).mean()) - 2 * drift / policy.atoms.shape[1] ** 0.5
+    # Overall = TA + VQ + MQ; what is seen and how it moves suffer alike from the
+    # distance to the legal videos.
+    overall = (
+        float(policy.followed(psi).mean()) - 2 * drift / policy.atoms.shape[1] ** 0.5
+    )
     exact = {"aligned": float(policy.aligned(psi)), "drift": drift, "overall": overall}
     curves = {"area": fmean(rewards), "unsteadiness": unsteadiness(rewards)}
     curves["group_spread"] = fmean(spreads[len(spreads) // 2 :])
     return {PER_PROMPT + name: value for name, value in exact.items()} | curves
 
 
-def _reward(policy: LearnablePolicy, captions: Tensor, final: Tensor, settings: ExactTraining) -> Tensor:
-    """Attributes as asked for, mean; less the distance to the nearest legal video; and what a flaw pays."""
+def _reward(
+    policy: LearnablePolicy, captions: Tensor, final: Tensor, settings: ExactTraining
+) -> Tensor:
+    """Attributes as asked for, mean; less the distance to the nearest legal video; and
+    what a flaw pays.
+    """
     rows, distance = policy.nearest(final)
     follows = (policy.attributes[rows] == captions).to(final).mean(1)
-    return follows - settings.quality * distance + settings.exploit * (final @ policy.directions[0])
+    return (
+        follows
+        - settings.quality * distance
+        + settings.exploit * (final @ policy.directions[0])
+    )
 
 
-def _parts(settings: ExactTraining, table: TransitionTable, generator: torch.Generator) -> list[Tensor]:
-    """Trained steps of each update of a rollout, or its noise levels (L, B), a stratum of each video's."""
+def _parts(
+    settings: ExactTraining, table: TransitionTable, generator: torch.Generator
+) -> list[Tensor]:
+    """Trained steps of each update of a rollout, or its noise levels (L, B), a stratum
+    of each video's.
+    """
     if settings.update == "reverse":
         steps = table.trainable.nonzero()[:, 0]
         steps = steps[torch.randperm(len(steps), generator=generator)]
-        return [steps[first :: settings.updates_per_rollout] for first in range(settings.updates_per_rollout)]
+        return [
+            steps[first :: settings.updates_per_rollout]
+            for first in range(settings.updates_per_rollout)
+        ]
     shape = (settings.levels, settings.captions * settings.videos)
-    t = (torch.arange(settings.levels)[:, None] + torch.rand(shape, generator=generator)) / settings.levels
-    sigmas = settings.shift * t / (1 + (settings.shift - 1) * t) if settings.spacing == "shifted" else t
+    t = (
+        torch.arange(settings.levels)[:, None] + torch.rand(shape, generator=generator)
+    ) / settings.levels
+    sigmas = (
+        settings.shift * t / (1 + (settings.shift - 1) * t)
+        if settings.spacing == "shifted"
+        else t
+    )
     sigmas = sigmas.clamp(0.02, 0.995)
-    return [sigmas[first :: settings.updates_per_rollout] for first in range(settings.updates_per_rollout)]
+    return [
+        sigmas[first :: settings.updates_per_rollout]
+        for first in range(settings.updates_per_rollout)
+    ]
 
 
 def measure_testbed(
-    config: RunConfig, *, seed: int, experiment: str, runs: Mapping[str, Mapping[str, Any]], rates: Sequence[float] = ()
+    config: RunConfig,
+    *,
+    seed: int,
+    experiment: str,
+    runs: Mapping[str, Mapping[str, Any]],
+    rates: Sequence[float] = (),
 ) -> Iterator[Finding]:
-    """Trainings of the exact policy with one seed: the arms of an experiment by name, each at its best rate if any are
-    given; then seed 0 has those that chose it too, as `ARM @ RATE`.
+    """Trainings of the exact policy with one seed: the arms of an experiment by name,
+    each at its best rate if any are given; then seed 0 has those that chose it too, as
+    `ARM @ RATE`.
     """
     sizes = (config.video.num_frames, config.video.height, config.video.width)
     for arm, options in runs.items():
@@ -274,33 +405,59 @@ def measure_testbed(
             settings = replace(settings, learning_rate=best_rate(tried))
             if seed == 0:
                 results = [
-                    (f"{arm} @ {rate:g}", *one) for rate in tried for one in zip(TRIALS, tried[rate], strict=True)
+                    (f"{arm} @ {rate:g}", *one)
+                    for rate in tried
+                    for one in zip(TRIALS, tried[rate], strict=True)
                 ]
         result = train(_policy(sizes, settings.rotated), settings, seed)
-        for name, of, values in [(arm, seed, result | {"rate": settings.learning_rate}), *results]:
+        for name, of, values in [
+            (arm, seed, result | {"rate": settings.learning_rate}),
+            *results,
+        ]:
             common: dict[str, Any] = {"experiment": experiment, "arm": name, "seed": of}
             for quantity, value in values.items():
-                yield Finding(quantity=quantity, value=value, n=settings.captions * settings.videos, **common)
+                yield Finding(
+                    quantity=quantity,
+                    value=value,
+                    n=settings.captions * settings.videos,
+                    **common,
+                )
 
 
 @lru_cache
 def try_rates(
     sizes: tuple[int, int, int], settings: ExactTraining, rates: tuple[float, ...]
 ) -> dict[float, list[dict[str, float]]]:
-    """Results of the `TRIALS` at every learning rate, and at half or twice the best one while that lies at an edge."""
+    """Results of the `TRIALS` at every learning rate, and at half or twice the best one
+    while that lies at an edge.
+    """
     tried: dict[float, list[dict[str, float]]] = {}
     while rates:
         for rate in rates:
             at_rate = replace(settings, learning_rate=rate)
-            tried[rate] = [train(_policy(sizes, settings.rotated), at_rate, seed) for seed in TRIALS]
+            tried[rate] = [
+                train(_policy(sizes, settings.rotated), at_rate, seed)
+                for seed in TRIALS
+            ]
         best = best_rate(tried)
-        rates = tuple(r for r in (best / 2, best * 2) if r not in tried and SLOWEST <= r <= FASTEST)
+        rates = tuple(
+            r
+            for r in (best / 2, best * 2)
+            if r not in tried and SLOWEST <= r <= FASTEST
+        )
     return dict(sorted(tried.items()))
 
 
 def best_rate(tried: Mapping[float, Sequence[Mapping[str, float]]]) -> float:
-    """The rate with the highest overall score, which a flaw of the trained reward does not pay."""
-    return max(tried, key=lambda rate: fmean(result[PER_PROMPT + "overall"] for result in tried[rate]))
+    """The rate with the highest overall score, which a flaw of the trained reward does
+    not pay.
+    """
+    return max(
+        tried,
+        key=lambda rate: fmean(
+            result[PER_PROMPT + "overall"] for result in tried[rate]
+        ),
+    )
 
 
 @lru_cache

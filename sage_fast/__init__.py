@@ -1,4 +1,5 @@
-"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads nothing heavy.
+"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads
+nothing heavy.
 
 run = train("toy_cpu")              docs/how_to/python.md
 accelerate(pipe.transformer)        docs/how_to/generate.md
@@ -14,7 +15,13 @@ if TYPE_CHECKING:
     from sage_fast.config.schema import RunConfig
     from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
     from sage_fast.records import Prompt, RolloutRecord
-    from sage_fast.run.callbacks import Callback, EvaluationRecord, SaveRecord, StopRun, UpdateRecord
+    from sage_fast.run.callbacks import (
+        Callback,
+        EvaluationRecord,
+        SaveRecord,
+        StopRun,
+        UpdateRecord,
+    )
     from sage_fast.tools.api import TrainedRun, evaluate, generate, open_run, train
     from sage_fast.tools.exporting import export
 
@@ -41,8 +48,9 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-# OpenMP reads it when torch is loaded. By default its threads spin while they wait for one another, and on a busy
-# machine take the very core that the other one needs: a forward of the toy network took four times the CPU time.
+# OpenMP reads it when torch is loaded. By default its threads spin while they wait for
+# one another, and on a busy machine take the very core that the other one needs: a
+# forward of the toy network took four times the CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Module -> names of it, imported when one is asked for.
@@ -51,7 +59,13 @@ _HOMES = {
     "sage_fast.config.load": ("load_config",),
     "sage_fast.config.schema": ("RunConfig",),
     "sage_fast.records": ("Prompt", "RolloutRecord"),
-    "sage_fast.run.callbacks": ("Callback", "EvaluationRecord", "SaveRecord", "StopRun", "UpdateRecord"),
+    "sage_fast.run.callbacks": (
+        "Callback",
+        "EvaluationRecord",
+        "SaveRecord",
+        "StopRun",
+        "UpdateRecord",
+    ),
     "sage_fast.tools.api": ("TrainedRun", "evaluate", "generate", "open_run", "train"),
     "sage_fast.tools.exporting": ("export",),
 }

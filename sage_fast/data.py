@@ -1,4 +1,5 @@
-"""The prompts that an update sees, and the order in which its steps are trained: functions of the seed and a counter.
+"""The prompts that an update sees, and the order in which its steps are trained:
+functions of the seed and a counter.
 
 Shapes: P prompts, G videos per prompt, K trained steps per video.
 """
@@ -17,7 +18,9 @@ from sage_fast.records import Prompt, PromptEmbeds, Sample
 
 
 def _generator(*parts: int | str) -> torch.Generator:
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"sage_fast.order").digest()
+    digest = hashlib.blake2b(
+        repr(parts).encode(), digest_size=8, person=b"sage_fast.order"
+    ).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
@@ -42,7 +45,10 @@ class PromptSchedule:
             if self.shuffle:
                 # One order is kept, since prompts are taken in sequence.
                 if epoch != self._epoch:
-                    order = torch.randperm(len(self.prompts), generator=_generator("prompts", self.seed, epoch))
+                    order = torch.randperm(
+                        len(self.prompts),
+                        generator=_generator("prompts", self.seed, epoch),
+                    )
                     self._epoch = epoch
                     self._order = order.tolist()
                 place = self._order[place]
@@ -51,29 +57,41 @@ class PromptSchedule:
 
 
 def make_groups(
-    prompts: Sequence[Prompt], embed: Callable[[Prompt], PromptEmbeds], num_generations: int, numbers: Iterable[int]
+    prompts: Sequence[Prompt],
+    embed: Callable[[Prompt], PromptEmbeds],
+    num_generations: int,
+    numbers: Iterable[int],
 ) -> list[Sample]:
     """Some samples of one rollout, group after group.
 
     Args:
         prompts: of the rollout, one per group.
-        embed: conditioning of a prompt; called once for every group that has samples here.
+        embed: conditioning of a prompt; called once for every group that has samples
+            here.
         numbers: of these samples among all, ascending.
     """
     members = group_members(prompts, num_generations)
     samples = []
     # Of a group there may be some alone.
-    for _, places in itertools.groupby(numbers, lambda number: number // num_generations):
+    for _, places in itertools.groupby(
+        numbers, lambda number: number // num_generations
+    ):
         group = [members[place] for place in places]
         embeds = embed(group[0][0])
-        samples += [Sample(prompt=prompt, embeds=embeds, member=member) for prompt, member in group]
+        samples += [
+            Sample(prompt=prompt, embeds=embeds, member=member)
+            for prompt, member in group
+        ]
     return samples
 
 
-def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple[Prompt, int]]:
+def group_members(
+    prompts: Sequence[Prompt], num_generations: int
+) -> list[tuple[Prompt, int]]:
     """Prompt and member of every sample of a rollout, on all ranks.
 
-    A prompt that occurs twice gets two groups with consecutive member numbers, so no two samples share noise.
+    A prompt that occurs twice gets two groups with consecutive member numbers, so no
+    two samples share noise.
     """
     seen: Counter[int] = Counter()
     found = []
@@ -85,38 +103,48 @@ def group_members(prompts: Sequence[Prompt], num_generations: int) -> list[tuple
 
 
 def num_trained(fraction: float, trainable: int) -> int:
-    """How many of so many trainable steps are trained: their share, rounded down as in other trainers, at least one."""
+    """How many of so many trainable steps are trained: their share, rounded down as in
+    other trainers, at least one.
+    """
     return max(1, int(fraction * trainable))
 
 
-def step_order(key: NoiseKey, trainable: Sequence[int], fraction: float, permute: bool) -> list[int]:
+def step_order(
+    key: NoiseKey, trainable: Sequence[int], fraction: float, permute: bool
+) -> list[int]:
     """The steps of one sample that are trained, in the order in which they are visited.
 
     Args:
         key: of the sample, whose permutation is a function of it.
         trainable: step indices that have a policy gradient.
         fraction: share of them to train; at least one is.
-        permute: in random order (so with fraction < 1 a random choice); otherwise the first ones, in order.
+        permute: in random order (so with fraction < 1 a random choice); otherwise the
+            first ones, in order.
     """
     count = num_trained(fraction, len(trainable))
     if not permute:
         return list(trainable[:count])
-    generator = _generator("steps", key.seed, key.update, key.prompt_index, key.sample_index)
+    generator = _generator(
+        "steps", key.seed, key.update, key.prompt_index, key.sample_index
+    )
     order = torch.randperm(len(trainable), generator=generator)[:count]
     return [trainable[i] for i in order.tolist()]
 
 
 def uniform(key: NoiseKey, count: int) -> Tensor:
     """Uniform numbers in [0, 1), (count,) float64: a function of a sample's key."""
-    generator = _generator("levels", key.seed, key.update, key.prompt_index, key.sample_index)
+    generator = _generator(
+        "levels", key.seed, key.update, key.prompt_index, key.sample_index
+    )
     return torch.rand(count, generator=generator, dtype=torch.float64)
 
 
 def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[float]:
-    """Weights of the position KL at each of the K positions in every sample's order: 1/q at a share q, 0 elsewhere.
+    """Weights of the position KL at each of the K positions in every sample's order:
+    1/q at a share q, 0 elsewhere.
 
-    The positions are the same for all videos of a rollout, so a micro-batch runs as a whole and ranks keep step. With
-    permuted steps they are other steps of every video.
+    The positions are the same for all videos of a rollout, so a micro-batch runs as a
+    whole and ranks keep step. With permuted steps they are other steps of every video.
 
     Args:
         seed: of the run.
@@ -125,7 +153,9 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
         fraction: q before it is rounded, see `num_trained`.
     """
     count = num_trained(fraction, num_steps)
-    drawn = torch.randperm(num_steps, generator=_generator("position KL", seed, update))[:count]
+    drawn = torch.randperm(
+        num_steps, generator=_generator("position KL", seed, update)
+    )[:count]
     factors = torch.zeros(num_steps, dtype=torch.float64)
     factors[drawn] = num_steps / count
     return factors.tolist()
@@ -134,8 +164,9 @@ def kl_factors(seed: int, update: int, num_steps: int, fraction: float) -> list[
 def best_and_worst(advantages: Tensor, count: int) -> Tensor:
     """Mask of the trained videos of every group, (P, G) bool; advantages (P, G).
 
-    They are the `count` best and as many of the worst, or with 0 all. Of equal advantages that of the earlier member
-    counts as higher, so that the choice is the same everywhere.
+    They are the `count` best and as many of the worst, or with 0 all. Of equal
+    advantages that of the earlier member counts as higher, so that the choice is the
+    same everywhere.
     """
     if not count:
         return torch.ones_like(advantages, dtype=torch.bool)
@@ -147,19 +178,28 @@ def best_and_worst(advantages: Tensor, count: int) -> Tensor:
 def deal(due: Tensor) -> Tensor:
     """Numbers (R, M') of the micro-batches that each of R ranks trains, ascending.
 
-    M' is the mean of those that are due, rounded up. They stay with the rank that sampled them, except what it has
-    above M', which goes to ranks with less. A rank that has less even so keeps some that are not due: all have M', so
-    ranks that must keep step can make equally many passes.
+    M' is the mean of those that are due, rounded up. They stay with the rank that
+    sampled them, except what it has above M', which goes to ranks with less. A rank
+    that has less even so keeps some that are not due: all have M', so ranks that must
+    keep step can make equally many passes.
 
     Args:
-        due: (R, M) bool, which micro-batches have a trained video; rank r has sampled r M .. r M + M - 1.
+        due: (R, M) bool, which micro-batches have a trained video; rank r has sampled r
+            M .. r M + M - 1.
     """
     ranks, sampled = due.shape
     share = math.ceil(int(due.sum()) / ranks)
     # Of each rank, those that are due first.
-    own = ((~due).int().argsort(dim=1, stable=True) + sampled * torch.arange(ranks)[:, None]).tolist()
+    own = (
+        (~due).int().argsort(dim=1, stable=True)
+        + sampled * torch.arange(ranks)[:, None]
+    ).tolist()
     counts = due.sum(dim=1).tolist()
-    surplus = [number for numbers, count in zip(own, counts, strict=True) for number in numbers[share:count]]
+    surplus = [
+        number
+        for numbers, count in zip(own, counts, strict=True)
+        for number in numbers[share:count]
+    ]
     dealt = []
     for numbers, count in zip(own, counts, strict=True):
         taken = surplus[: max(0, share - count)]

@@ -20,20 +20,25 @@ REWARD = "Reward"
 """Name in tables of the weighted sum of the scores, which was trained on."""
 
 OVERALL = "Overall (VQ + MQ + TA)"
-"""Name in tables of the plain sum of these three, which papers report whatever was trained on."""
+"""Name in tables of the plain sum of these three, which papers report whatever was
+trained on.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum. noises: videos of each prompt, of
-    which the floats are means. left_out: numbers, among all
-    P + len(left_out) prompts of the evaluation, of those that no reward could score; the lists are of the others.
-    lower_is_better: names of the scores that fall as videos get better; of the others more is better. shown: the scores
-    that are 0 or 1 for every video, of the first one of each prompt, which is the one that is shown.
+    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum.
+    noises: videos of each prompt, of which the floats are means. left_out: numbers,
+    among all
+    P + len(left_out) prompts of the evaluation, of those that no reward could score;
+    the lists are of the others. lower_is_better: names of the scores that fall as
+    videos get better; of the others more is better. shown: the scores that are 0 or 1
+    for every video, of the first one of each prompt, which is the one that is shown.
 
-    Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]}, reward=[-0.2])`
+    Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]},
+    reward=[-0.2])`
     """
 
     prompts: list[str]
@@ -47,19 +52,29 @@ class Evaluation:
     @property
     def noise(self) -> str:
         """The noise of a pair of evaluations, for people."""
-        return "same noise" if self.noises == 1 else f"the same {self.noises} noises of each"
+        return (
+            "same noise"
+            if self.noises == 1
+            else f"the same {self.noises} noises of each"
+        )
 
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
         """The evaluation that `asdict` has made JSON of. ValueError for anything else."""
         try:
             evaluation = cls(**tree)  # type: ignore[arg-type]
-            columns = [evaluation.reward, *evaluation.scores.values(), *evaluation.shown.values()]
+            columns = [
+                evaluation.reward,
+                *evaluation.scores.values(),
+                *evaluation.shown.values(),
+            ]
             counts = {len(evaluation.prompts), *map(len, columns)}
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not the scores of an evaluation ({error})") from error
         if len(counts) != 1:
-            raise ValueError("not the scores of an evaluation (lists of different lengths)")
+            raise ValueError(
+                "not the scores of an evaluation (lists of different lengths)"
+            )
         return evaluation
 
     def save(self, path: Path) -> None:
@@ -68,16 +83,26 @@ class Evaluation:
 
     @classmethod
     def load(cls, path: Path) -> "Evaluation":
-        """Read what `save` wrote. ValueError names a file that holds something else, or a part of it."""
+        """Read what `save` wrote. ValueError names a file that holds something else, or
+        a part of it.
+        """
         try:
             return cls.from_dict(loads(path.read_text(encoding="utf-8")))
         except ValueError as error:
             raise ValueError(f"{path} is not a complete evaluation: {error}") from error
 
     def columns(self) -> dict[str, list[float]]:
-        """Columns of tables: the reward, the overall where its three scores are there, and every score."""
-        parts = [self.scores[name] for name in ("VQ", "MQ", "TA") if name in self.scores]
-        overall = {OVERALL: [sum(values) for values in zip(*parts, strict=True)]} if len(parts) == 3 else {}
+        """Columns of tables: the reward, the overall where its three scores are there,
+        and every score.
+        """
+        parts = [
+            self.scores[name] for name in ("VQ", "MQ", "TA") if name in self.scores
+        ]
+        overall = (
+            {OVERALL: [sum(values) for values in zip(*parts, strict=True)]}
+            if len(parts) == 3
+            else {}
+        )
         return {REWARD: self.reward} | overall | self.scores
 
     def numbers(self) -> list[int]:
@@ -92,21 +117,40 @@ class Evaluation:
         return replace(
             self,
             prompts=[self.prompts[row] for row in rows],
-            scores={name: [column[row] for row in rows] for name, column in self.scores.items()},
+            scores={
+                name: [column[row] for row in rows]
+                for name, column in self.scores.items()
+            },
             reward=[self.reward[row] for row in rows],
-            left_out=[number for number in range(every) if number not in numbers or number in self.left_out],
-            shown={name: [column[row] for row in rows] for name, column in self.shown.items()},
+            left_out=[
+                number
+                for number in range(every)
+                if number not in numbers or number in self.left_out
+            ],
+            shown={
+                name: [column[row] for row in rows]
+                for name, column in self.shown.items()
+            },
         )
 
 
 def yes_no_score(before: Evaluation, after: Evaluation) -> str | None:
-    """Name of the first score that says of a video whether it shows what was asked: 0 or 1, more is better."""
-    names = (name for name in before.shown if name in after.shown and name not in before.lower_is_better)
+    """Name of the first score that says of a video whether it shows what was asked: 0
+    or 1, more is better.
+    """
+    names = (
+        name
+        for name in before.shown
+        if name in after.shown and name not in before.lower_is_better
+    )
     return next(names, None)
 
 
-def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, Evaluation]:
-    """The same two evaluations, of the prompts that were scored in both, so that they pair.
+def scored_in_both(
+    before: Evaluation, after: Evaluation
+) -> tuple[Evaluation, Evaluation]:
+    """The same two evaluations, of the prompts that were scored in both, so that they
+    pair.
 
     ValueError where they are not of the same prompts, or fewer than 2 are left.
     """
@@ -114,9 +158,15 @@ def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, E
     before = before.only(shared)
     after = after.only(shared)
     if before.prompts != after.prompts or before.noises != after.noises:
-        raise ValueError("The two evaluations are not of the same prompts and noises, so they cannot be paired.")
+        raise ValueError(
+            "The two evaluations are not of the same prompts and noises, so they "
+            "cannot be paired."
+        )
     if len(shared) < 2:
-        raise ValueError(f"{len(shared)} prompt(s) were scored in both evaluations; a comparison needs at least 2.")
+        raise ValueError(
+            f"{len(shared)} prompt(s) were scored in both evaluations; a comparison "
+            "needs at least 2."
+        )
     return before, after
 
 
@@ -124,9 +174,11 @@ def scored_in_both(before: Evaluation, after: Evaluation) -> tuple[Evaluation, E
 class PairedTest:
     """One score of two evaluations of the same prompts and noise.
 
-    before, after: means over the prompts, with standard errors. mean, stderr: of the differences after - before, the
-    latter from their sample std. low, high: the 95 % bootstrap interval of the mean. wins, ties: shares of the prompts
-    that score better afterwards, which is higher unless `lower_is_better`, or exactly the same. count: number of pairs.
+    before, after: means over the prompts, with standard errors. mean, stderr: of the
+    differences after - before, the latter from their sample std. low, high: the 95 %
+    bootstrap interval of the mean. wins, ties: shares of the prompts that score better
+    afterwards, which is higher unless `lower_is_better`, or exactly the same. count:
+    number of pairs.
 
     Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, ties 0.0, count 3.
     """
@@ -159,14 +211,18 @@ class PairedTest:
 
     @property
     def significant(self) -> bool:
-        """The interval of the difference excludes zero, and there are enough prompts to trust it."""
+        """The interval of the difference excludes zero, and there are enough prompts to
+        trust it.
+        """
         return self.count >= ENOUGH_PROMPTS and not self.low <= 0.0 <= self.high
 
 
 def to_error(value: float, stderr: float, sign: str = "") -> str:
-    """A number to two significant digits of its standard error, and to four digits where that is 0 or tiny.
+    """A number to two significant digits of its standard error, and to four digits
+    where that is 0 or tiny.
 
-    Example: `to_error(3.02417, 0.0554)` is `3.024`, and `to_error(2.34e-7, 1.2e-7, "+")` is `+2.34e-07`.
+    Example: `to_error(3.02417, 0.0554)` is `3.024`, and `to_error(2.34e-7, 1.2e-7,
+    "+")` is `+2.34e-07`.
     """
     if not 1e-6 <= stderr < math.inf:
         return f"{value:{sign}.4g}"
@@ -179,8 +235,10 @@ def plus_minus(mean: float, stderr: float, sign: str = "+") -> str:
 
 
 ENOUGH_PROMPTS = 10
-"""Fewest prompts for which a bootstrap interval is trusted. With fewer there are too few distinct resampled means: the
-interval of two prompts that both improve always excludes zero."""
+"""Fewest prompts for which a bootstrap interval is trusted. With fewer there are too
+few distinct resampled means: the interval of two prompts that both improve always
+excludes zero.
+"""
 
 
 def paired_test(
@@ -193,12 +251,14 @@ def paired_test(
 ) -> PairedTest:
     """Paired comparison of scores of the same samples.
 
-    Each of the bootstrap's resamples draws as many pairs as there are, with replacement; the interval runs from the
-    2.5th to the 97.5th percentile of their mean differences (the percentile bootstrap; Efron 1979).
+    Each of the bootstrap's resamples draws as many pairs as there are, with
+    replacement; the interval runs from the 2.5th to the 97.5th percentile of their mean
+    differences (the percentile bootstrap; Efron 1979).
 
     Args:
         before, after: P scores each, P >= 2.
-        seed: of the resampling; with the same one all scores of an evaluation are resampled alike.
+        seed: of the resampling; with the same one all scores of an evaluation are
+            resampled alike.
 
     Raises:
         ValueError: lists of different lengths, or of fewer than 2.
@@ -206,15 +266,23 @@ def paired_test(
     count = len(before)
     if count != len(after) or count < 2:
         raise ValueError(
-            f"A paired test needs two equally long lists of at least 2 scores, got {count} and {len(after)}."
+            "A paired test needs two equally long lists of at least 2 scores, got "
+            f"{count} and {len(after)}."
         )
     b, a = (torch.tensor(scores, dtype=torch.float64) for scores in (before, after))
     difference = a - b
     generator = torch.Generator().manual_seed(seed)
     # In parts: all indices at once would take 80 MB for 1,000 prompts.
     sizes = [min(500, resamples - start) for start in range(0, resamples, 500)]
-    means = [difference[torch.randint(count, (size, count), generator=generator)].mean(1) for size in sizes]
-    low, high = torch.cat(means).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    means = [
+        difference[torch.randint(count, (size, count), generator=generator)].mean(1)
+        for size in sizes
+    ]
+    low, high = (
+        torch.cat(means)
+        .quantile(torch.tensor([0.025, 0.975], dtype=torch.float64))
+        .tolist()
+    )
     return PairedTest(
         before=float(b.mean()),
         before_stderr=float(b.std()) / math.sqrt(count),
@@ -224,7 +292,9 @@ def paired_test(
         stderr=float(difference.std()) / math.sqrt(count),
         low=low,
         high=high,
-        wins=float(((difference < 0) if lower_is_better else (difference > 0)).double().mean()),
+        wins=float(
+            ((difference < 0) if lower_is_better else (difference > 0)).double().mean()
+        ),
         ties=float((difference == 0).double().mean()),
         count=count,
         lower_is_better=lower_is_better,
@@ -239,14 +309,16 @@ def paired_tests(
     resamples: int = 10_000,
     seed: int = 0,
 ) -> dict[str, PairedTest]:
-    """The paired tests of the reward, the overall where there is one, and every score that both evaluations have.
+    """The paired tests of the reward, the overall where there is one, and every score
+    that both evaluations have.
 
     Args:
         weights: scores of the reward; they come before others, in this order.
         resamples, seed: of the bootstrap.
 
     Raises:
-        ValueError: the evaluations are not of the same prompts, or share fewer than 2 scored ones.
+        ValueError: the evaluations are not of the same prompts, or share fewer than 2
+            scored ones.
     """
     before, after = scored_in_both(before, after)
     first = before.columns()
@@ -255,7 +327,13 @@ def paired_tests(
     # Reward and overall, which are sums of scores.
     totals = [name for name in first if name not in before.scores]
     return {
-        name: paired_test(first[name], second[name], lower_is_better=name in lower, resamples=resamples, seed=seed)
+        name: paired_test(
+            first[name],
+            second[name],
+            lower_is_better=name in lower,
+            resamples=resamples,
+            seed=seed,
+        )
         for name in dict.fromkeys([*totals, *weights, *first])
         if name in first and name in second
     }
@@ -268,7 +346,9 @@ def direction_label(name: str, lower_is_better: bool) -> str:
 
 def format_comparison(tests: Mapping[str, PairedTest]) -> str:
     """Paired tests as a small table for a terminal."""
-    lines = [f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"]
+    lines = [
+        f"{'score':<24}{'before':>10}{'after':>10}{'difference':>12}{'std. error':>12}{'in s.e.':>9}{'better':>8}"
+    ]
     for name, test in tests.items():
         lines.append(
             f"{direction_label(name, test.lower_is_better):<24}{to_error(test.before, test.stderr):>10}"
@@ -291,30 +371,39 @@ def evaluate(
     Collective: batches are dealt to the data-parallel ranks in turn.
 
     Args:
-        scoring: fresh, with the ranks in `world`; its `progress` sees every batch of this rank. Its `on_failure`
-            says whether a prompt that a reward fails on ends the evaluation or is left out.
+        scoring: fresh, with the ranks in `world`; its `progress` sees every batch of
+            this rank. Its `on_failure` says whether a prompt that a reward fails on
+            ends the evaluation or is left out.
         prompts: S of them.
-        on_video: called with the number of each prompt and its first video (F, 3, H, W) uint8, on the rank that decoded
-            it; videos go to files there, not to another rank.
+        on_video: called with the number of each prompt and its first video (F, 3, H, W)
+            uint8, on the rank that decoded it; videos go to files there, not to another
+            rank.
 
     Raises:
-        RewardError: a reward failed and `on_failure` is stop, or no prompt could be scored. On all ranks.
+        RewardError: a reward failed and `on_failure` is stop, or no prompt could be
+            scored. On all ranks.
     """
     world = scoring.world
     sampled: list[tuple[int, int, Trajectory]] = []
-    # The first videos of all prompts come first, so a video's number is its prompt's there.
-    members = [(prompt, member) for member in range(section.noises) for prompt in prompts]
+    # The first videos of all prompts come first, so a video's number is its prompt's
+    # there.
+    members = [
+        (prompt, member) for member in range(section.noises) for prompt in prompts
+    ]
     batches = list(micro_batches(members, section.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
-        # A rank that has run out samples the first batch again and drops it: ranks that share weights run in step.
+        # A rank that has run out samples the first batch again and drops it: ranks that
+        # share weights run in step.
         number = done * world.dp_degree + world.dp_rank
         batch = sampler.samples(batches[number if number < len(batches) else 0])
         scoring.progress("evaluation", done, len(rounds), describe_batch(batch))
         trajectory = sampler(batch)
         if number < len(batches):
             # Its first video's number among all, and its place in the ranks' turns.
-            sampled.append((number * section.batch_size, done * section.batch_size, trajectory))
+            sampled.append(
+                (number * section.batch_size, done * section.batch_size, trajectory)
+            )
         # Ranks that share a video wait until each has one to decode.
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
@@ -327,13 +416,24 @@ def evaluate(
     # A prompt that has lost one video is left out: its mean would be of fewer noises.
     failed = failed.view(section.noises, -1).any(0)
     if bool(failed.all()):
-        raise RewardError(f"The reward failed on all {len(prompts)} prompts of the evaluation.")
-    columns = {name: column.view(section.noises, -1)[:, ~failed] for name, column in scores.items()}
+        raise RewardError(
+            f"The reward failed on all {len(prompts)} prompts of the evaluation."
+        )
+    columns = {
+        name: column.view(section.noises, -1)[:, ~failed]
+        for name, column in scores.items()
+    }
     scores = {name: column.mean(0) for name, column in columns.items()}
     # x (1 - x) is 0 for 0 and for 1 alone.
-    yes_no = [name for name, column in columns.items() if bool((column * (1 - column) == 0).all())]
+    yes_no = [
+        name
+        for name, column in columns.items()
+        if bool((column * (1 - column) == 0).all())
+    ]
     return Evaluation(
-        prompts=[p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost],
+        prompts=[
+            p.text for p, lost in zip(prompts, failed.tolist(), strict=True) if not lost
+        ],
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
         noises=section.noises,

@@ -1,8 +1,10 @@
-"""Counter-based Gaussian noise: a number depends on who asks for it, never on what was drawn before.
+"""Counter-based Gaussian noise: a number depends on who asks for it, never on what was
+drawn before.
 
-The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011),
-followed by the Box-Muller transform, in `sage_kernels.reference.philox`. One process or many, a batch of one or
-of eight, a fresh run or a resumed one: the same sample at the same step sees the same noise.
+The generator is Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1,
+2, 3", SC 2011), followed by the Box-Muller transform, in
+`sage_kernels.reference.philox`. One process or many, a batch of one or of eight, a
+fresh run or a resumed one: the same sample at the same step sees the same noise.
 
 Layout, which the fused kernels reproduce number by number:
 
@@ -12,9 +14,10 @@ Layout, which the fused kernels reproduce number by number:
     words (w0, w1) and (w2, w3) of a block -> two numbers each: (w, w') -> (r cos angle, r sin angle) with
         r = sqrt(-2 ln(w 2^-32 + 2^-33)) and angle = 2 pi w' 2^-32, all in float32
 
-Because element e depends on its index alone, shape (n,) is a prefix of shape (m,) for n < m, and (2, 3) holds
-the same numbers as (6,). The integer words are equal on every device bit for bit; the float32 logarithm, sine
-and cosine of different devices agree to about 1e-6.
+Because element e depends on its index alone, shape (n,) is a prefix of shape (m,) for n
+< m, and (2, 3) holds the same numbers as (6,). The integer words are equal on every
+device bit for bit; the float32 logarithm, sine and cosine of different devices agree to
+about 1e-6.
 
 Shapes: B batch.
 """
@@ -58,31 +61,52 @@ class NoiseKey:
     """Index of the sample in the prompt's group."""
 
     def __post_init__(self) -> None:
-        for name, value in zip(("seed", "update", "prompt_index", "sample_index"), astuple(self), strict=True):
+        for name, value in zip(
+            ("seed", "update", "prompt_index", "sample_index"),
+            astuple(self),
+            strict=True,
+        ):
             if not isinstance(value, int) or not -(2**63) <= value < 2**63:
-                raise ValueError(f"{name} is {value!r}; it must be an integer that fits in 64 bits")
+                raise ValueError(
+                    f"{name} is {value!r}; it must be an integer that fits in 64 bits"
+                )
 
     @property
     def words(self) -> tuple[int, int]:
         """The two 32-bit words of the Philox key."""
         # `person`, below, keeps these keys apart from other uses of the hash.
-        packed = struct.pack("<4q", self.seed, self.update, self.prompt_index, self.sample_index)
-        low, high = struct.unpack("<2I", hashlib.blake2b(packed, digest_size=8, person=b"sage_fast.noise").digest())
+        packed = struct.pack(
+            "<4q", self.seed, self.update, self.prompt_index, self.sample_index
+        )
+        low, high = struct.unpack(
+            "<2I",
+            hashlib.blake2b(packed, digest_size=8, person=b"sage_fast.noise").digest(),
+        )
         return low, high
 
 
-def noise_ids(keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Words of the noise that a batch draws at its steps, (B, 3) int64: the words of each row's key and its step.
+def noise_ids(
+    keys: Sequence[NoiseKey], steps: Sequence[int], device: torch.device | str = "cpu"
+) -> Tensor:
+    """Words of the noise that a batch draws at its steps, (B, 3) int64: the words of
+    each row's key and its step.
 
     Raises:
         ValueError: for no keys, a wrong number of steps, or a step out of range.
     """
     if not keys:
-        raise ValueError("no noise keys were given; pass one NoiseKey per row of the batch")
+        raise ValueError(
+            "no noise keys were given; pass one NoiseKey per row of the batch"
+        )
     if len(steps) != len(keys):
-        raise ValueError(f"{len(steps)} steps for {len(keys)} noise keys; pass one step, or one per key")
+        raise ValueError(
+            f"{len(steps)} steps for {len(keys)} noise keys; pass one step, or one "
+            "per key"
+        )
     if any(not 0 <= step <= MASK32 for step in steps):
-        raise ValueError(f"steps are {list(steps)}; each must be between 0 and 2^32 - 1")
+        raise ValueError(
+            f"steps are {list(steps)}; each must be between 0 and 2^32 - 1"
+        )
     rows = [(*key.words, step) for key, step in zip(keys, steps, strict=True)]
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
@@ -99,19 +123,25 @@ def gaussian(
 
     Args:
         keys: one key per row.
-        step: index of the sampler's step or of the forward process's level, or one index per row.
-        shape: shape of one sample, without the batch.
+        step: index of the sampler's step or of the forward process's level, or one
+            index per row. shape: shape of one sample, without the batch.
         stream: what the noise is for; streams have no number in common.
         device: where the numbers are computed.
 
     Returns:
-        float32 (B, *shape). Row b depends on keys[b], its step and the element's index, on nothing else.
+        float32 (B, *shape). Row b depends on keys[b], its step and the element's index,
+        on nothing else.
 
     Raises:
-        ValueError: for no keys, a wrong number of steps, or a step or a shape out of range.
+        ValueError: for no keys, a wrong number of steps, or a step or a shape out of
+            range.
     """
     if any(size < 0 for size in shape):
-        raise ValueError(f"shape is {shape}; it is the shape of one sample, without negative sizes")
+        raise ValueError(
+            f"shape is {shape}; it is the shape of one sample, without negative sizes"
+        )
     steps = [step] * len(keys) if isinstance(step, int) else list(step)
-    numbers = philox_normal(noise_ids(keys, steps, device), math.prod(shape), stream=stream)
+    numbers = philox_normal(
+        noise_ids(keys, steps, device), math.prod(shape), stream=stream
+    )
     return numbers.view(len(keys), *shape)

@@ -1,7 +1,8 @@
 """The objective of a trained step: advantages, what the loss consists of, KL weight.
 
-The loss itself, log-ratio, KL terms and clipped surrogate, is written down once in plain PyTorch, in
-`sage_kernels.reference.policy_loss`, and once as Triton kernels; `sage_fast.kernels` chooses.
+The loss itself, log-ratio, KL terms and clipped surrogate, is written down once in
+plain PyTorch, in `sage_kernels.reference.policy_loss`, and once as Triton kernels;
+`sage_fast.kernels` chooses.
 
 Shapes: B batch, P prompts, G samples of a prompt.
 """
@@ -15,12 +16,18 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.sections import KLWeightConfig, ObjectiveConfig, kl_uses
-from sage_fast.kernels import LossSettings, PolicyTerms, StepColumns, policy_loss_of_noise
+from sage_fast.kernels import (
+    LossSettings,
+    PolicyTerms,
+    StepColumns,
+    policy_loss_of_noise,
+)
 
 ADVANTAGE_CLIP = 5.0
 """Bound of an advantage."""
 
-# Spread below this share of the group's largest reward is the rounding of float32 rewards, not a preference.
+# Spread below this share of the group's largest reward is the rounding of float32
+# rewards, not a preference.
 ZERO_SPREAD_RELATIVE = 8 * torch.finfo(torch.float32).eps
 
 
@@ -47,14 +54,15 @@ def group_advantages(
 ) -> GroupAdvantages:
     """Group-relative advantages  clamp((r - mean) / (std + eps), -clip, clip).
 
-    The mean is always that of the prompt's group, the standard deviation is the population one. A group
-    without spread (standard deviation within float32 rounding of its rewards) gets exactly 0 and is marked,
-    never amplified.
+    The mean is always that of the prompt's group, the standard deviation is the
+    population one. A group without spread (standard deviation within float32 rounding
+    of its rewards) gets exactly 0 and is marked, never amplified.
 
     Args:
-        rewards: (P, G) finite, float32 or float64; all groups of the update when std is "global".
-        std: "group" divides by the deviation of the prompt's group, "global" by that of all rewards given.
-        clip: bound of the advantages, positive, may be infinite.
+        rewards: (P, G) finite, float32 or float64; all groups of the update when std is
+            "global".
+        std: "group" divides by the deviation of the prompt's group, "global" by that of
+            all rewards given. clip: bound of the advantages, positive, may be infinite.
         eps: added to the standard deviation, not negative.
 
     Raises:
@@ -62,20 +70,29 @@ def group_advantages(
     """
     if rewards.ndim != 2 or rewards.shape[0] < 1 or rewards.shape[1] < 2:
         raise ValueError(
-            f"rewards have shape {tuple(rewards.shape)}; expected (prompts, samples) with at least 2 samples, "
+            f"rewards have shape {tuple(rewards.shape)}; expected (prompts, samples) "
+            "with at least 2 samples, "
             "because an advantage compares the samples of one prompt"
         )
     bad = (~torch.isfinite(rewards)).nonzero().tolist()
     if bad:
-        raise ValueError(f"rewards are not finite at (prompt, sample) {bad[:8]}; drop those groups or fail the run")
-    # In float64, so that only the rounding of the rewards themselves can pass for a spread.
+        raise ValueError(
+            f"rewards are not finite at (prompt, sample) {bad[:8]}; drop those groups "
+            "or fail the run"
+        )
+    # In float64, so that only the rounding of the rewards themselves can pass for a
+    # spread.
     rewards = rewards.detach().double()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
     group_std = centred.square().mean(dim=1, keepdim=True).sqrt()
-    zero_spread = group_std <= ZERO_SPREAD_RELATIVE * rewards.abs().amax(dim=1, keepdim=True)
+    zero_spread = group_std <= ZERO_SPREAD_RELATIVE * rewards.abs().amax(
+        dim=1, keepdim=True
+    )
     divisor = group_std if std == "group" else rewards.std(correction=0)
     # The fill also replaces the 0/0 that eps = 0 leaves in a group without spread.
-    advantages = (centred / (divisor + eps)).clamp(-clip, clip).masked_fill(zero_spread, 0.0)
+    advantages = (
+        (centred / (divisor + eps)).clamp(-clip, clip).masked_fill(zero_spread, 0.0)
+    )
     return GroupAdvantages(advantages.float(), zero_spread[:, 0])
 
 
@@ -90,75 +107,100 @@ def weighted_advantages(
 ) -> GroupAdvantages:
     """Advantages of several rewards.
 
-    "sum" adds the weighted raw rewards and takes `group_advantages` of the sum. "per_reward" takes the
-    advantages of every reward first, without clipping, and clips  sum_k w_k A_k / sum_k |w_k|, so that no
-    reward dominates by its scale; there a group is without spread if none of its weighted rewards has any.
+    "sum" adds the weighted raw rewards and takes `group_advantages` of the sum.
+    "per_reward" takes the advantages of every reward first, without clipping, and clips
+    sum_k w_k A_k / sum_k |w_k|, so that no reward dominates by its scale; there a group
+    is without spread if none of its weighted rewards has any.
 
     Args:
         components: reward name -> (P, G). A reward without a weight takes no part.
-        weights: reward name -> weight, every name one of `components`, and not all of them 0.
-        normalization: "sum" or "per_reward".
+        weights: reward name -> weight, every name one of `components`, and not all of
+            them 0. normalization: "sum" or "per_reward".
         std, clip, eps: as in `group_advantages`, and so are the errors.
     """
     active = {name: float(weight) for name, weight in weights.items() if weight != 0}
     if normalization == "sum":
-        total = sum((weight * components[name].double() for name, weight in active.items()), torch.zeros(()).double())
+        total = sum(
+            (weight * components[name].double() for name, weight in active.items()),
+            torch.zeros(()).double(),
+        )
         return group_advantages(total, std=std, clip=clip, eps=eps)
-    parts = {name: group_advantages(components[name], std=std, clip=math.inf, eps=eps) for name in active}
+    parts = {
+        name: group_advantages(components[name], std=std, clip=math.inf, eps=eps)
+        for name in active
+    }
     total_weight = sum(abs(weight) for weight in active.values())
-    advantages = torch.stack([active[name] * part.advantages.double() for name, part in parts.items()]).sum(0)
+    advantages = torch.stack(
+        [active[name] * part.advantages.double() for name, part in parts.items()]
+    ).sum(0)
     zero_spread = torch.stack([part.zero_spread for part in parts.values()]).all(0)
-    return GroupAdvantages((advantages / total_weight).clamp(-clip, clip).float(), zero_spread)
+    return GroupAdvantages(
+        (advantages / total_weight).clamp(-clip, clip).float(), zero_spread
+    )
 
 
 def anchor_kind(mode: str) -> Literal["none", "fixed", "moving"]:
-    """Weights the position KL is measured from: the initial ones, ones refreshed every N updates, or none."""
+    """Weights the position KL is measured from: the initial ones, ones refreshed every
+    N updates, or none.
+    """
     if mode in ("fixed", "fixed_stepwise"):
         return "fixed"
     return "moving" if mode in ("moving", "dual") else "none"
 
 
 def kl_pulls(settings: ObjectiveConfig, *, anchor_behind: bool) -> bool:
-    """Tell whether the KL terms of a step have a gradient at the policy that made the rollout.
+    """Tell whether the KL terms of a step have a gradient at the policy that made the
+    rollout.
 
     Args:
         anchor_behind: the anchor's velocity is at hand, and differs from the rollout's.
     """
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
     position = uses_position and anchor_behind and settings.kl_position_weight > 0
-    # The estimate at the drawn noise has the gradient of a log-ratio, though the KL itself is at its minimum here.
+    # The estimate at the drawn noise has the gradient of a log-ratio, though the KL
+    # itself is at its minimum here.
     return position or (uses_velocity and settings.kl_velocity_weight > 0)
 
 
-def loss_settings(settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0) -> LossSettings:
+def loss_settings(
+    settings: ObjectiveConfig, kl_weight: float, position_factor: float = 1.0
+) -> LossSettings:
     """Settings of the loss of an update.
 
     Args:
         settings: of the run.
         kl_weight: lambda of the update, see `next_kl_weight`.
-        position_factor: what the KL to the anchor counts at this step, see `kl_position_fraction`; 0 leaves it out.
+        position_factor: what the KL to the anchor counts at this step, see
+            `kl_position_fraction`; 0 leaves it out.
 
     Raises:
         ValueError: for a KL weight that is negative or not finite.
     """
     if not math.isfinite(kl_weight) or kl_weight < 0:
-        raise ValueError(f"kl_weight is {kl_weight}; it must be finite and not negative")
+        raise ValueError(
+            f"kl_weight is {kl_weight}; it must be finite and not negative"
+        )
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
     return LossSettings(
         clip_range=settings.clip_range,
         position_weight=kl_weight * settings.kl_position_weight * position_factor
         if uses_position and position_factor
         else None,
-        velocity_weight=kl_weight * settings.kl_velocity_weight if uses_velocity else None,
+        velocity_weight=kl_weight * settings.kl_velocity_weight
+        if uses_velocity
+        else None,
         ratio_norm=settings.ratio in ("bias_corrected", "ratio_norm"),
-        # RatioNorm's two factors travel in the columns of these two, see `loss_columns`.
+        # RatioNorm's two factors travel in the columns of these two, see
+        # `loss_columns`.
         unnormalized=settings.ratio in ("unnormalized", "ratio_norm"),
         equalizer=settings.ratio == "ratio_norm" or settings.equalizer,
     )
 
 
 def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
-    """Factor of -A r eps / numel in the surrogate's gradient at the rollout's policy, (B,)."""
+    """Factor of -A r eps / numel in the surrogate's gradient at the rollout's policy,
+    (B,).
+    """
     factor = torch.ones_like(columns.scale)
     if settings.equalizer:
         factor = factor * columns.scale
@@ -168,11 +210,19 @@ def surrogate_factor(columns: StepColumns, settings: LossSettings) -> Tensor:
 
 
 def loss_columns(
-    settings: ObjectiveConfig, *, gain: Tensor, std: Tensor, scale: Tensor, size: Tensor, advantage: Tensor
+    settings: ObjectiveConfig,
+    *,
+    gain: Tensor,
+    std: Tensor,
+    scale: Tensor,
+    size: Tensor,
+    advantage: Tensor,
 ) -> StepColumns:
-    """Columns of each sample's step for the loss, (B,) each; `size` is the length of the step in sigma.
+    """Columns of each sample's step for the loss, (B,) each; `size` is the length of
+    the step in sigma.
 
-    For RatioNorm the log-ratio's factor 2 std^2 becomes std, and the surrogate's scale 1 / size.
+    For RatioNorm the log-ratio's factor 2 std^2 becomes std, and the surrogate's scale
+    1 / size.
     """
     if settings.ratio == "ratio_norm":
         std = (std / 2).sqrt()
@@ -194,19 +244,22 @@ def policy_loss(
     kl_weight: float,
     settings: ObjectiveConfig,
 ) -> PolicyTerms:
-    """Loss per sample of one trained step, the paper's Eq. 43 with the reference code's sign of the KL:
+    """Loss per sample of one trained step, the paper's Eq. 43 with the reference code's
+    sign of the KL:
 
         L = S max(-A rho, -A clamp(rho, 1 - c, 1 + c)) + lambda (w_pos KL_pos + w_vel KL_vel)
 
-    The caller sums it over samples and steps and divides by the global count. Velocities are guided ones;
-    gradients flow into `velocity_new` alone.
+    The caller sums it over samples and steps and divides by the global count.
+    Velocities are guided ones; gradients flow into `velocity_new` alone.
 
     Args:
         velocity_new: (B, ...) velocity of the current weights.
         velocity_old: (B, ...) velocity of the rollout.
-        velocity_anchor: (B, ...) velocity of the anchor; None is allowed where the KL mode does not use it.
-        noise: (B, ...) noise that the rollout drew at this step.
-        gain, std, scale, size: (B,) columns of the transition table at each sample's step.
+        velocity_anchor: (B, ...) velocity of the anchor; None is allowed where the KL
+            mode does not use it. noise: (B, ...) noise that the rollout drew at this
+            step.
+        gain, std, scale, size: (B,) columns of the transition table at each sample's
+            step.
         advantage: (B,).
         kl_weight: lambda of this update, see `next_kl_weight`.
         settings: what the loss consists of.
@@ -215,14 +268,23 @@ def policy_loss(
         ValueError: for shapes that do not match or a missing anchor.
     """
     if velocity_anchor is None and kl_uses(settings.kl_mode)[0]:
-        raise ValueError(f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the anchor weights")
-    columns = loss_columns(settings, gain=gain, std=std, scale=scale, size=size, advantage=advantage)
+        raise ValueError(
+            f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the "
+            "anchor weights"
+        )
+    columns = loss_columns(
+        settings, gain=gain, std=std, scale=scale, size=size, advantage=advantage
+    )
     resolved = loss_settings(settings, kl_weight)
-    return policy_loss_of_noise(velocity_new, velocity_old, velocity_anchor, noise, columns, resolved)
+    return policy_loss_of_noise(
+        velocity_new, velocity_old, velocity_anchor, noise, columns, resolved
+    )
 
 
 KL_WINDOW = 10
-"""KL values whose mean the controller compares with its target (fewer where fewer are known)."""
+"""KL values whose mean the controller compares with its target (fewer where fewer are
+known).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,25 +306,37 @@ class KLWeightState:
 
 def initial_kl_weight(settings: KLWeightConfig) -> KLWeightState:
     """State before the first update."""
-    return KLWeightState(weight=settings.minimum if settings.warmup_updates else settings.maximum, update=0)
+    return KLWeightState(
+        weight=settings.minimum if settings.warmup_updates else settings.maximum,
+        update=0,
+    )
 
 
-def next_kl_weight(state: KLWeightState, kl_value: float, settings: KLWeightConfig) -> KLWeightState:
+def next_kl_weight(
+    state: KLWeightState, kl_value: float, settings: KLWeightConfig
+) -> KLWeightState:
     """State after an update that measured `kl_value`.
 
-    During the warm-up lambda = minimum + (maximum - minimum) update / K. After it, the mean of the last
-    `KL_WINDOW` values above 1.5 target multiplies lambda by 0.9, below 0.5 target by 1.1, as in the paper (a trust
-    region would do the opposite); lambda stays within [minimum, maximum].
+    During the warm-up lambda = minimum + (maximum - minimum) update / K. After it, the
+    mean of the last `KL_WINDOW` values above 1.5 target multiplies lambda by 0.9, below
+    0.5 target by 1.1, as in the paper (a trust region would do the opposite); lambda
+    stays within [minimum, maximum].
 
     Raises:
         ValueError: for a KL value that is not finite.
     """
     if not math.isfinite(kl_value):
-        raise ValueError(f"the KL of update {state.update} is {kl_value}; the velocities of that update are not finite")
+        raise ValueError(
+            f"the KL of update {state.update} is {kl_value}; the velocities of that "
+            "update are not finite"
+        )
     update = state.update + 1
     history = (*state.history, float(kl_value))[-KL_WINDOW:]
     if update <= settings.warmup_updates:
-        weight = settings.minimum + (settings.maximum - settings.minimum) * update / settings.warmup_updates
+        weight = (
+            settings.minimum
+            + (settings.maximum - settings.minimum) * update / settings.warmup_updates
+        )
     else:
         mean = sum(history) / len(history)
         weight = state.weight

@@ -1,9 +1,11 @@
 """Optimizers and the learning-rate schedule.
 
-Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, norms and embeddings go to AdamW. With
-`match_rms_adamw` the elements of Muon's update have an RMS of 0.17 times the rate (measured; its aim is 0.2), from the
-first step on. AdamW's first update moves every element by the rate, six times as far; later ones shrink as gradients
-disagree. So one rate does not serve both: `first_movement` compares them, and runs with published recipes.
+Both optimizers are torch's own. Muon orthogonalises matrices only, so biases, norms and
+embeddings go to AdamW. With `match_rms_adamw` the elements of Muon's update have an RMS
+of 0.17 times the rate (measured; its aim is 0.2), from the first step on. AdamW's first
+update moves every element by the rate, six times as far; later ones shrink as gradients
+disagree. So one rate does not serve both: `first_movement` compares them, and runs with
+published recipes.
 """
 
 import math
@@ -21,19 +23,24 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 MUON_RMS = 0.17
-"""RMS of the elements of Muon's update over the learning rate: the 0.2 of `match_rms_adamw`, times what five
-Newton-Schulz steps leave of singular values of 1. Measured."""
+"""RMS of the elements of Muon's update over the learning rate: the 0.2 of
+`match_rms_adamw`, times what five Newton-Schulz steps leave of singular values of 1.
+Measured.
+"""
 
 WIDTH = 2048
 """Inputs of a weight, where the movement of whole weights is asked for."""
 
 LARGE_MODEL = 10**9
-"""Parameters from which on a model is compared with published recipes, whose models have 1.3 to 14 billion."""
+"""Parameters from which on a model is compared with published recipes, whose models
+have 1.3 to 14 billion.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that decide how far an update moves the weights. rank: of adapters; None for whole weights.
+    """Settings that decide how far an update moves the weights. rank: of adapters; None
+    for whole weights.
 
     Example: `PUBLISHED["lora", False].movement` is 4.6e-4.
     """
@@ -55,51 +62,83 @@ class Recipe:
 
 
 PUBLISHED = {
-    ("lora", False): Recipe(name="Flow-Factory's GRPO of Wan 2.1", optimizer="adamw", learning_rate=1e-4, rank=64),
-    ("lora", True): Recipe(name="DiffusionNFT's SD3.5", optimizer="adamw", learning_rate=3e-4, rank=32, scale=2.0),
-    ("full", False): Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5),
-    ("full", True): Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5),
+    ("lora", False): Recipe(
+        name="Flow-Factory's GRPO of Wan 2.1",
+        optimizer="adamw",
+        learning_rate=1e-4,
+        rank=64,
+    ),
+    ("lora", True): Recipe(
+        name="DiffusionNFT's SD3.5",
+        optimizer="adamw",
+        learning_rate=3e-4,
+        rank=32,
+        scale=2.0,
+    ),
+    ("full", False): Recipe(
+        name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5
+    ),
+    ("full", True): Recipe(
+        name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5
+    ),
 }
-"""Published recipe by (training.mode, whether by the forward process); sources: docs/real_model.md. UniRL's SD3 and
-verl-omni's MiniMax-H3 (rank 64) take DiffusionNFT's rate and alpha / rank."""
+"""Published recipe by (training.mode, whether by the forward process); sources:
+docs/real_model.md. UniRL's SD3 and verl-omni's MiniMax-H3 (rank 64) take DiffusionNFT's
+rate and alpha / rank.
+"""
 
 
 def first_movement(
-    optimizer: Literal["muon", "adamw"], learning_rate: float, rank: int | None = None, scale: float = 1.0
+    optimizer: Literal["muon", "adamw"],
+    learning_rate: float,
+    rank: int | None = None,
+    scale: float = 1.0,
 ) -> float:
-    """Norm of the change that a first update makes to a weight W of n inputs, over W's, if W's variance is 1/n.
+    """Norm of the change that a first update makes to a weight W of n inputs, over W's,
+    if W's variance is 1/n.
 
-    AdamW moves every element by the rate, Muon by `MUON_RMS` of it (root mean square). Whole weights (rank None) move
-    by that times sqrt(n), n = `WIDTH`. Adapters are W + scale B A, B starts at 0 and A with variance 1/(3n): the RMS of
-    the change scale dB A is scale |dB| sqrt(rank / 3n), whose share of W's does not depend on n.
+    AdamW moves every element by the rate, Muon by `MUON_RMS` of it (root mean square).
+    Whole weights (rank None) move by that times sqrt(n), n = `WIDTH`. Adapters are W +
+    scale B A, B starts at 0 and A with variance 1/(3n): the RMS of the change scale dB
+    A is scale |dB| sqrt(rank / 3n), whose share of W's does not depend on n.
     """
     element = learning_rate * (1.0 if optimizer == "adamw" else MUON_RMS)
     return element * (math.sqrt(WIDTH) if rank is None else scale * math.sqrt(rank / 3))
 
 
 def unusual_movement(
-    optimizer: OptimizerConfig, lora: LoraConfig, training: TrainingConfig, parameters: int
+    optimizer: OptimizerConfig,
+    lora: LoraConfig,
+    training: TrainingConfig,
+    parameters: int,
 ) -> tuple[str, float] | None:
-    """Warning where a first update moves the weights less than a tenth or more than ten times as far as published.
+    """Warning where a first update moves the weights less than a tenth or more than ten
+    times as far as published.
 
     Args:
         parameters: of the model; none is published for a small one.
 
     Returns:
-        The warning and the rate that moves them as far; None where there is nothing to warn of.
+        The warning and the rate that moves them as far; None where there is nothing to
+        warn of.
     """
     published = PUBLISHED[training.mode, training.update == "forward_process"]
     rank = lora.rank if training.mode == "lora" else None
     scale = (lora.alpha or lora.rank) / lora.rank
-    share = first_movement(optimizer.name, optimizer.learning_rate, rank, scale) / published.movement
+    share = (
+        first_movement(optimizer.name, optimizer.learning_rate, rank, scale)
+        / published.movement
+    )
     if parameters < LARGE_MODEL or 0.1 <= share <= 10:
         return None
     feared = "the reward may not move" if share < 1 else "the videos may break"
     # The movement is proportional to the rate. One digit is as much as is known of it.
     rate = float(f"{optimizer.learning_rate / share:.1g}")
     text = (
-        f"optimizer.learning_rate is {optimizer.learning_rate:g} with {optimizer.name}: a first update moves weights "
-        f"{share:.2g} times as far as that of {published}, so {feared}. Set it to about "
+        f"optimizer.learning_rate is {optimizer.learning_rate:g} with "
+        f"{optimizer.name}: a first update moves weights "
+        f"{share:.2g} times as far as that of {published}, so {feared}. Set it to "
+        "about "
         f"{rate:g}, unless this is meant."
     )
     return text, rate
@@ -113,7 +152,9 @@ class OptimizerSet:
         config: the run's optimizer section.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
+    ) -> None:
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.parameters = list(parameters.values())
         self.max_grad_norm = config.max_grad_norm
@@ -121,12 +162,17 @@ class OptimizerSet:
         others: list[nn.Parameter] = []
         for name, parameter in parameters.items():
             is_matrix = parameter.ndim == 2 and "embed.weight" not in name
-            (matrices if config.name == "muon" and is_matrix else others).append(parameter)
+            (matrices if config.name == "muon" and is_matrix else others).append(
+                parameter
+            )
         self.optimizers: list[Optimizer] = []
         if matrices:
-            from torch.distributed.tensor import DTensor  # a second, which reading a configuration need not pay
+            # a second, which reading a configuration need not pay
+            from torch.distributed.tensor import DTensor
 
-            muon = ShardedMuon if any(isinstance(p, DTensor) for p in matrices) else Muon
+            muon = (
+                ShardedMuon if any(isinstance(p, DTensor) for p in matrices) else Muon
+            )
             self.optimizers.append(
                 muon(
                     matrices,
@@ -148,7 +194,9 @@ class OptimizerSet:
             )
 
     def clip_gradients(self) -> float:
-        """Scale gradients to the configured global norm; returns the norm before scaling. Collective for shards."""
+        """Scale gradients to the configured global norm; returns the norm before
+        scaling. Collective for shards.
+        """
         from torch.distributed.tensor import DTensor
 
         norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
@@ -164,18 +212,25 @@ class OptimizerSet:
 
     @torch.no_grad()
     def eps_share(self) -> float | None:
-        """Mean of eps / (sqrt(v) + eps) after a step, v AdamW's second moment without its bias; takes one copy of it.
+        """Mean of eps / (sqrt(v) + eps) after a step, v AdamW's second moment without
+        its bias; takes one copy of it.
 
-        Over the whole elements that AdamW has moved, not those whose gradient has always been 0. None without any.
+        Over the whole elements that AdamW has moved, not those whose gradient has
+        always been 0. None without any.
         """
         moments = list[Tensor]()
         scales = list[float]()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups if isinstance(optimizer, AdamW) else ():
-                for state in (optimizer.state[parameter] for parameter in group["params"]):
+                for state in (
+                    optimizer.state[parameter] for parameter in group["params"]
+                ):
                     if state:
                         moments.append(state["exp_avg_sq"])
-                        scales.append(group["eps"] * math.sqrt(1 - group["betas"][1] ** float(state["step"])))
+                        scales.append(
+                            group["eps"]
+                            * math.sqrt(1 - group["betas"][1] ** float(state["step"]))
+                        )
         if not moments:
             return None
         moved = torch.stack([moment.count_nonzero() for moment in moments]).sum()
@@ -195,7 +250,9 @@ class OptimizerSet:
             optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The live state by `parameter.state`, such as `proj.weight.exp_avg`; before the first step it is created."""
+        """The live state by `parameter.state`, such as `proj.weight.exp_avg`; before
+        the first step it is created.
+        """
         result: dict[str, Tensor] = {}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -204,7 +261,10 @@ class OptimizerSet:
                     # A checkpoint may be made, or loaded, before the first step.
                     if not state:
                         state.update(_fresh_state(optimizer, parameter))
-                    result |= {f"{self.names[parameter]}.{key}": value for key, value in state.items()}
+                    result |= {
+                        f"{self.names[parameter]}.{key}": value
+                        for key, value in state.items()
+                    }
         return result
 
 
@@ -222,8 +282,9 @@ def _fresh_state(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
 class ShardedMuon(Muon):
     """torch's Muon over matrices that FSDP2 has sharded.
 
-    Momentum stays sharded. Once per step every matrix is gathered in bfloat16, in which it is orthogonalised anyway.
-    DTensor's own products would sum partial results in bfloat16, and so train differently on every number of ranks.
+    Momentum stays sharded. Once per step every matrix is gathered in bfloat16, in which
+    it is orthogonalised anyway. DTensor's own products would sum partial results in
+    bfloat16, and so train differently on every number of ranks.
     """
 
     @torch.no_grad()
@@ -242,10 +303,20 @@ class ShardedMuon(Muon):
                 momentum = state["momentum_buffer"]
                 # As in `Muon.step`: the momentum is a moving average.
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+                update = (
+                    parameter.grad.lerp(momentum, group["momentum"])
+                    if group["nesterov"]
+                    else momentum
+                )
                 whole = _orthogonalized(_gathered(update.bfloat16()), group)
-                # With no source rank nothing is sent: every rank cuts its part out of the same matrix.
-                own = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                # With no source rank nothing is sent: every rank cuts its part out of
+                # the same matrix.
+                own = distribute_tensor(
+                    whole,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    src_data_rank=None,
+                )
                 rate = group["lr"]
                 shard = parameter.to_local()
                 shard.mul_(1 - rate * group["weight_decay"])
@@ -255,33 +326,47 @@ class ShardedMuon(Muon):
 
 
 def _orthogonalized(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:
-    """Newton-Schulz as `Muon` runs it: one step of rate 1 from zero, without momentum, is minus the result."""
-    # `adjust_lr_fn` "original" leaves the rate of a matrix alone that is at least as wide as high.
+    """Newton-Schulz as `Muon` runs it: one step of rate 1 from zero, without momentum,
+    is minus the result.
+    """
+    # `adjust_lr_fn` "original" leaves the rate of a matrix alone that is at least as
+    # wide as high.
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
     step = nn.Parameter(torch.zeros_like(wide))
     step.grad = wide
     settings = {key: group[key] for key in ("ns_coefficients", "ns_steps", "eps")}
-    Muon([step], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **settings).step()
+    Muon(
+        [step], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False, **settings
+    ).step()
     made = -step.detach()
     return made if wide is matrix else made.T
 
 
 def _gathered(matrix: "DTensor") -> Tensor:
-    """The whole matrix, on the GPU even if its shards are in CPU memory (`distributed.cpu_offload`)."""
+    """The whole matrix, on the GPU even if its shards are in CPU memory
+    (`distributed.cpu_offload`).
+    """
     from torch.distributed.tensor import DTensor
 
     shard = matrix.to_local().to(matrix.device_mesh.device_type)
     placed = DTensor.from_local(
-        shard, matrix.device_mesh, matrix.placements, run_check=False, shape=matrix.shape, stride=matrix.stride()
+        shard,
+        matrix.device_mesh,
+        matrix.placements,
+        run_check=False,
+        shape=matrix.shape,
+        stride=matrix.stride(),
     )
     return placed.full_tensor()
 
 
 @torch.no_grad()
 def norm_is_finite(tensors: Iterable[Tensor]) -> bool:
-    """True if the joint 2-norm of tensors on one device, of DTensors their local shards, is finite in their dtype.
+    """True if the joint 2-norm of tensors on one device, of DTensors their local
+    shards, is finite in their dtype.
 
-    It overflows before the tensors do: at 1.8e19 in float32, far beyond any weight that a model can compute with.
+    It overflows before the tensors do: at 1.8e19 in float32, far beyond any weight that
+    a model can compute with.
     """
     from torch.distributed.tensor import DTensor
 

@@ -1,11 +1,13 @@
-"""The records that travel between the stages of one GRPO update, and the metrics it ends in.
+"""The records that travel between the stages of one GRPO update, and the metrics it
+ends in.
 
     Prompt -> PromptEmbeds -> Trajectory -> videos -> rewards -> GroupAdvantages -> ScoredRollout -> PolicyTerms
     -> metrics
 
-Shapes: B samples of a micro-batch, N of a rollout, V of a rollout on all ranks; T rollout steps, K trained steps per
-sample; C F H W latent channels, frames, rows, columns; L text tokens, Li image tokens, D their width; P prompts of a
-rollout, G videos per prompt.
+Shapes: B samples of a micro-batch, N of a rollout, V of a rollout on all ranks; T
+rollout steps, K trained steps per sample; C F H W latent channels, frames, rows,
+columns; L text tokens, Li image tokens, D their width; P prompts of a rollout, G videos
+per prompt.
 """
 
 import re
@@ -25,9 +27,10 @@ from sage_fast.sde import TransitionTable
 class Prompt:
     """One line of a prompt file.
 
-    `index` names the prompt in the run: the noise of a sample is a function of it, so it must be unique and must
-    not depend on the order in which prompts are visited. `seed` is mixed with the run's seed, see `noise_seed`.
-    `image` is the file of the picture that an image-to-video model animates.
+    `index` names the prompt in the run: the noise of a sample is a function of it, so
+    it must be unique and must not depend on the order in which prompts are visited.
+    `seed` is mixed with the run's seed, see `noise_seed`. `image` is the file of the
+    picture that an image-to-video model animates.
 
     Example: `Prompt(text="a red circle moving left", index=17)`
     """
@@ -38,14 +41,21 @@ class Prompt:
     image: str | None = None
 
     def asked(self, height: int, width: int) -> "str | Pictured":
-        """The question to a prompt encoder for videos of a size, in pixels: the text, or a text with its picture."""
-        return self.text if self.image is None else Pictured(self.text, self.image, height, width)
+        """The question to a prompt encoder for videos of a size, in pixels: the text,
+        or a text with its picture.
+        """
+        return (
+            self.text
+            if self.image is None
+            else Pictured(self.text, self.image, height, width)
+        )
 
 
 class Pictured(NamedTuple):
     """A text and the picture that a video of it begins with.
 
-    image: its file. height, width: of the video, in pixels; the picture is scaled and cropped to them.
+    image: its file. height, width: of the video, in pixels; the picture is scaled and
+    cropped to them.
 
     Example: `Pictured("the fox jumps", "fox.png", 480, 832)`
     """
@@ -62,11 +72,15 @@ def text_of(asked: str | Pictured) -> str:
 
 
 SHORT_CAPTION = 40
-"""Words of the median prompt below which a file is called short; HunyuanVideo-1.5 is used with 80 to 200."""
+"""Words of the median prompt below which a file is called short; HunyuanVideo-1.5 is
+used with 80 to 200.
+"""
 
 
 def word_count(prompt: str) -> int:
-    """Words of a prompt; of Chinese, which is written without spaces, every three characters count as two words."""
+    """Words of a prompt; of Chinese, which is written without spaces, every three
+    characters count as two words.
+    """
     others, characters = re.subn("[\u4e00-\u9fff]", "", prompt)
     words = sum(any(map(str.isalnum, word)) for word in others.split())
     return words + round(characters * 2 / 3)
@@ -77,11 +91,15 @@ class PromptEmbeds:
     """Conditioning of one prompt: the valid tokens only, no padding and hence no mask.
 
     text: (L, D) float; the language model's tokens, L >= 1.
-    glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt quotes nothing.
-    image: (Li, Di) float; the vision encoder's tokens of the picture, None where there is none.
-    frame: (C, 1, H, W) float; the picture as the latents of the first frame, None where there is none.
+    glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt quotes
+    nothing.
+    image: (Li, Di) float; the vision encoder's tokens of the picture, None where there
+    is none.
+    frame: (C, 1, H, W) float; the picture as the latents of the first frame, None where
+    there is none.
 
-    Example: "a red circle moving left" in the toy world is `text` of shape (5, 32) and `glyph` of shape (0, 32).
+    Example: "a red circle moving left" in the toy world is `text` of shape (5, 32) and
+    `glyph` of shape (0, 32).
     """
 
     text: Tensor
@@ -92,22 +110,42 @@ class PromptEmbeds:
     @property
     def lengths(self) -> tuple[int, int, int]:
         """(L, Lg, Li)."""
-        return len(self.text), len(self.glyph), 0 if self.image is None else len(self.image)
+        return (
+            len(self.text),
+            len(self.glyph),
+            0 if self.image is None else len(self.image),
+        )
 
     def to(self, device: torch.device | str) -> "PromptEmbeds":
-        picture = [None if part is None else part.to(device) for part in (self.image, self.frame)]
-        return PromptEmbeds(text=self.text.to(device), glyph=self.glyph.to(device), image=picture[0], frame=picture[1])
+        picture = [
+            None if part is None else part.to(device)
+            for part in (self.image, self.frame)
+        ]
+        return PromptEmbeds(
+            text=self.text.to(device),
+            glyph=self.glyph.to(device),
+            image=picture[0],
+            frame=picture[1],
+        )
 
     def beside(self, prompt: "PromptEmbeds") -> "PromptEmbeds":
-        """These words with another prompt's picture: the unconditional branch, in which guidance keeps the picture."""
-        return self if prompt.image is None else replace(self, image=prompt.image, frame=prompt.frame)
+        """These words with another prompt's picture: the unconditional branch, in which
+        guidance keeps the picture.
+        """
+        return (
+            self
+            if prompt.image is None
+            else replace(self, image=prompt.image, frame=prompt.frame)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One video of a rollout: which prompt it answers and which member of the prompt's group it is.
+    """One video of a rollout: which prompt it answers and which member of the prompt's
+    group it is.
 
-    Example: with num_generations = 4, the samples of one prompt have `member` 0, 1, 2 and 3.
+    Example: with num_generations = 4, the samples of one prompt have `member` 0, 1, 2
+    and 3.
     """
 
     prompt: Prompt
@@ -119,15 +157,18 @@ class Sample:
 class Trajectory:
     """Record of one micro-batch's rollout for the policy update.
 
-    The noise itself is not stored: it is a function of `keys` and the step. So (latents, velocities, keys) determine
-    the transition exactly, and no rounded log-probability is ever subtracted from another.
+    The noise itself is not stored: it is a function of `keys` and the step. So
+    (latents, velocities, keys) determine the transition exactly, and no rounded
+    log-probability is ever subtracted from another.
 
-    latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the policy was evaluated at.
-    velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old that the sampler used. Both are empty
-    where only the final latents are trained on.
+    latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the
+    policy was evaluated at. velocities: T tensors (B, C, F, H, W) float32, the guided
+    velocities v_old that the sampler used. Both are empty where only the final latents
+    are trained on.
     final: (B, C, F, H, W) float32, x_T, which is decoded to video.
 
-    Example: 16 toy samples at 8 steps hold 8 latents and 8 velocities of shape (16, 96, 4, 4, 4).
+    Example: 16 toy samples at 8 steps hold 8 latents and 8 velocities of shape (16, 96,
+    4, 4, 4).
     """
 
     samples: Sequence[Sample]
@@ -144,15 +185,16 @@ class ScoredRollout:
 
     trajectories: micro-batches that together hold the N samples, group after group.
     all_orders: V lists of K step indices, each sample's own order.
-    rows: (R, N) int64, which of the V samples each of R data-parallel ranks has, in the order of its micro-batches.
-    rank: which of the R this one is.
-    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped because a reward failed and for
-    videos that `training.best_and_worst` leaves out.
-    second_half: number of the first of the V that belongs to it, see `objectives.base.second_half`; None where halves
-    are not compared.
+    rows: (R, N) int64, which of the V samples each of R data-parallel ranks has, in the
+    order of its micro-batches. rank: which of the R this one is.
+    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped
+    because a reward failed and for videos that `training.best_and_worst` leaves out.
+    second_half: number of the first of the V that belongs to it, see
+    `objectives.base.second_half`; None where halves are not compared.
 
-    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V = 96. On 2 ranks each has 3 of
-    them and N = 48, while V stays 96. Where ranks have dealt out what is trained (`deal`), R N may be less than V.
+    Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V
+    = 96. On 2 ranks each has 3 of them and N = 48, while V stays 96. Where ranks have
+    dealt out what is trained (`deal`), R N may be less than V.
     """
 
     trajectories: Sequence[Trajectory]
@@ -185,7 +227,9 @@ class ScoredRollout:
 
     @property
     def middle(self) -> int | None:
-        """Row of this rank at which the second half begins: 0 or N where all of them belong to one half."""
+        """Row of this rank at which the second half begins: 0 or N where all of them
+        belong to one half.
+        """
         if self.second_half is None:
             return None
         return int((self.own < self.second_half).sum())
@@ -205,13 +249,16 @@ class ScoredRollout:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """The scores of a rollout on all ranks, before its gradient is taken; tensors are on the CPU.
+    """The scores of a rollout on all ranks, before its gradient is taken; tensors are
+    on the CPU.
 
-    update: optimizer updates done before it. prompts: P of them. scores: name -> (P, G) float64. reward: (P, G), their
-    weighted sum. advantages: (P, G) float32. trained: (P,) bool, False for groups dropped because a reward failed,
-    whose numbers mean nothing.
+    update: optimizer updates done before it. prompts: P of them. scores: name -> (P, G)
+    float64. reward: (P, G), their weighted sum. advantages: (P, G) float32. trained:
+    (P,) bool, False for groups dropped because a reward failed, whose numbers mean
+    nothing.
 
-    Example: 8 prompts x 16 videos of the toy world have `scores["VQ"]` of shape (8, 16).
+    Example: 8 prompts x 16 videos of the toy world have `scores["VQ"]` of shape (8,
+    16).
     """
 
     update: int
@@ -222,7 +269,8 @@ class RolloutRecord:
     trained: Tensor
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
+# --------------------------------------------------------------------------------------------------------------
+# metrics
 
 
 def reward_metrics(
@@ -232,11 +280,12 @@ def reward_metrics(
     dropped: Tensor,
     table: TransitionTable,
 ) -> dict[str, float]:
-    """Statistics of a rollout's rewards, by the names that metrics.jsonl and dashboards use.
+    """Statistics of a rollout's rewards, by the names that metrics.jsonl and dashboards
+    use.
 
     Args:
-        scores: name -> (P, G) of the groups that are trained on. overall: (P, G), their weighted sum.
-        advantages: of these groups.
+        scores: name -> (P, G) of the groups that are trained on. overall: (P, G), their
+            weighted sum. advantages: of these groups.
         dropped: bool, one per group of the rollout.
         table: the rollout's sampler.
     """
@@ -251,7 +300,10 @@ def reward_metrics(
     # An ODE has no gain.
     if table.trainable.any():
         gains = table.gain[table.trainable].abs()
-        metrics |= {"gain/abs_min": float(gains.min()), "gain/abs_max": float(gains.max())}
+        metrics |= {
+            "gain/abs_min": float(gains.min()),
+            "gain/abs_max": float(gains.max()),
+        }
     for name, values in scores.items():
         metrics[f"reward/{name}_mean"] = float(values.mean())
         metrics[f"reward/{name}_std"] = float(values.std(correction=0))

@@ -1,7 +1,9 @@
-"""Sampling: from initial noise to final latents, with what the policy update needs, and on to videos and their scores.
+"""Sampling: from initial noise to final latents, with what the policy update needs, and
+on to videos and their scores.
 
-The noise of a sample is a function of (seed, update, prompt, member, step) and of nothing else, so one process or many,
-in any micro-batch, fresh or resumed, sample the same videos.
+The noise of a sample is a function of (seed, update, prompt, member, step) and of
+nothing else, so one process or many, in any micro-batch, fresh or resumed, sample the
+same videos.
 """
 
 import hashlib
@@ -16,8 +18,18 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, DecodeError, RewardError, RewardServerError
-from sage_fast.config.sections import EvaluationConfig, ObjectiveConfig, RolloutConfig, TrainingConfig
+from sage_fast.config.errors import (
+    ConfigError,
+    DecodeError,
+    RewardError,
+    RewardServerError,
+)
+from sage_fast.config.sections import (
+    EvaluationConfig,
+    ObjectiveConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from sage_fast.data import num_trained
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.kernels import REFERENCE, Kernels, StepColumns
@@ -33,19 +45,26 @@ from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
 T = TypeVar("T")
 
 StepVelocity = Callable[[int, Tensor, Tensor], Tensor]
-"""Called as velocity(step, latents, sigma) with the state (B, C, F, H, W) and noise levels (B,) of a sampler's step."""
+"""Called as velocity(step, latents, sigma) with the state (B, C, F, H, W) and noise
+levels (B,) of a sampler's step.
+"""
 
 Progress = Callable[[str, int, int, str], None]
-"""Called as progress(phase, done, total, subject) during an iteration; the subject names the videos being worked on."""
+"""Called as progress(phase, done, total, subject) during an iteration; the subject
+names the videos being worked on.
+"""
 
 
 def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
-    """Transition table of rollout number `rollout` (from 0): the configured sampler, restricted to its SDE window.
+    """Transition table of rollout number `rollout` (from 0): the configured sampler,
+    restricted to its SDE window.
 
-    A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in rollout 6, and steps 2, 3 and 0
-    where it stays within the first half.
+    A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in
+    rollout 6, and steps 2, 3 and 0 where it stays within the first half.
     """
-    table = transition_table(config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta)
+    table = transition_table(
+        config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta
+    )
     window = config.sde_window
     if window.size is None:
         return table
@@ -55,24 +74,33 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
 
 
 def rollout_tables(config: RolloutConfig) -> list[TransitionTable]:
-    """The different tables of a run's rollouts: after so many of them an SDE window is back where it began."""
+    """The different tables of a run's rollouts: after so many of them an SDE window is
+    back where it began.
+    """
     cycle = config.sde_window.span(config.num_steps) if config.sde_window.size else 1
     return [rollout_table(config, rollout) for rollout in range(cycle)]
 
 
-def noise_keys(samples: Sequence[Sample], seed: int, update: int, usual: int = 0) -> list[NoiseKey]:
+def noise_keys(
+    samples: Sequence[Sample], seed: int, update: int, usual: int = 0
+) -> list[NoiseKey]:
     """The key of each sample's noise; `seed` and `usual` as in `noise_seed`."""
     return [noise_key(s.prompt, s.member, seed, update, usual) for s in samples]
 
 
-def noise_key(prompt: Prompt, member: int, seed: int, update: int, usual: int = 0) -> NoiseKey:
+def noise_key(
+    prompt: Prompt, member: int, seed: int, update: int, usual: int = 0
+) -> NoiseKey:
     """The key of the noise of a prompt's member; `seed` and `usual` as in `noise_seed`."""
     seed = noise_seed(prompt, seed, usual)
-    return NoiseKey(seed=seed, update=update, prompt_index=prompt.index, sample_index=member)
+    return NoiseKey(
+        seed=seed, update=update, prompt_index=prompt.index, sample_index=member
+    )
 
 
 def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
-    """The seed of a prompt's noise: `seed`, or for a prompt with a seed of its own a mixture of the two.
+    """The seed of a prompt's noise: `seed`, or for a prompt with a seed of its own a
+    mixture of the two.
 
     Args:
         seed: of the run, of its evaluation or of a call that generates.
@@ -82,7 +110,13 @@ def noise_seed(prompt: Prompt, seed: int, usual: int = 0) -> int:
         return seed if prompt.seed is None else prompt.seed
     both = struct.pack("<2q", prompt.seed, seed)
     # 63 bits, since `NoiseKey` takes signed 64-bit integers.
-    return int.from_bytes(hashlib.blake2b(both, digest_size=8, person=b"sage_fast.seeds").digest(), "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.blake2b(both, digest_size=8, person=b"sage_fast.seeds").digest(),
+            "little",
+        )
+        >> 1
+    )
 
 
 def initial_latents(
@@ -97,30 +131,39 @@ def initial_latents(
 
     Args:
         shape: (C, F, H, W).
-        kind: `rollout.initial_noise`. With `shared` the first member's noise stands for the group; with `fixed` neither
-            the rollout nor the prompt's number matters.
+        kind: `rollout.initial_noise`. With `shared` the first member's noise stands for
+            the group; with `fixed` neither the rollout nor the prompt's number matters.
         members: of a group.
     """
     if kind == "shared":
         keys = [start_key(key, members) for key in keys]
     elif kind == "fixed":
-        keys = [replace(key, update=0, prompt_index=0, sample_index=key.sample_index % members) for key in keys]
+        keys = [
+            replace(
+                key, update=0, prompt_index=0, sample_index=key.sample_index % members
+            )
+            for key in keys
+        ]
     return gaussian(keys, 0, shape, stream=STREAM_INITIAL, device=device)
 
 
 def start_key(key: NoiseKey, members: int) -> NoiseKey:
-    """The key of a group's first member, from which the group starts with `rollout.initial_noise: shared`.
+    """The key of a group's first member, from which the group starts with
+    `rollout.initial_noise: shared`.
 
-    Its number is not always 0: a prompt that occurs twice has two groups, each with its own first member.
+    Its number is not always 0: a prompt that occurs twice has two groups, each with its
+    own first member.
     """
     return replace(key, sample_index=key.sample_index // members * members)
 
 
 def shares_first_steps(config: RolloutConfig, sharded: bool) -> bool:
-    """True if the steps before the first noise are computed once per group, see `FirstSteps`.
+    """True if the steps before the first noise are computed once per group, see
+    `FirstSteps`.
 
     Args:
-        sharded: a forward communicates weights. All ranks must then run equally many, so whole groups lie on each.
+        sharded: a forward communicates weights. All ranks must then run equally many,
+            so whole groups lie on each.
     """
     whole_groups = config.batch_size % config.num_generations == 0
     return config.initial_noise == "shared" and (whole_groups or not sharded)
@@ -156,8 +199,8 @@ def sample_trajectory(
         velocity: called once per step.
         samples, keys: B records and the keys of their noise.
         table: the sampler; an `ode` table draws no noise.
-        initial: (B, C, F, H, W) float32, see `initial_latents`, or the state before the first of `steps`.
-        kernels: how the step is computed.
+        initial: (B, C, F, H, W) float32, see `initial_latents`, or the state before the
+            first of `steps`. kernels: how the step is computed.
         keep_steps: False returns the final latents alone.
         steps: of the table, those that are taken; None means all.
 
@@ -172,38 +215,63 @@ def sample_trajectory(
         if keep_steps:
             latents.append(x)
             velocities.append(v)
-        # Numbers of Python: a step costs no copy to the GPU, and float64 is rounded once, by the kernel.
+        # Numbers of Python: a step costs no copy to the GPU, and float64 is rounded
+        # once, by the kernel.
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
-        x = kernels.sde_step(x, v, noise_ids(keys, [step] * len(keys), x.device) if std else None, a, b, std)
+        x = kernels.sde_step(
+            x,
+            v,
+            noise_ids(keys, [step] * len(keys), x.device) if std else None,
+            a,
+            b,
+            std,
+        )
     return Trajectory(
-        samples=list(samples), keys=list(keys), table=table, latents=latents, velocities=velocities, final=x
+        samples=list(samples),
+        keys=list(keys),
+        table=table,
+        latents=latents,
+        velocities=velocities,
+        final=x,
     )
 
 
 @dataclass(kw_only=True)
 class FirstSteps:
-    """The steps before the first noise of groups whose members start alike: computed once per group.
+    """The steps before the first noise of groups whose members start alike: computed
+    once per group.
 
-    The first micro-batch that has members of a group computes them, in a batch with one row for each such group; the
-    others take the states, and references to what is kept of the steps. A micro-batch forgets the groups that it has
-    no members of, since groups lie side by side.
+    The first micro-batch that has members of a group computes them, in a batch with one
+    row for each such group; the others take the states, and references to what is kept
+    of the steps. A micro-batch forgets the groups that it has no members of, since
+    groups lie side by side.
 
-    With micro-batches of one video the bits are those of a sampler that computes every member. With larger ones the
-    forward of these steps has fewer rows than that sampler's, and may round otherwise: a micro-batch within one group
-    takes the bits of micro-batches of one video.
+    With micro-batches of one video the bits are those of a sampler that computes every
+    member. With larger ones the forward of these steps has fewer rows than that
+    sampler's, and may round otherwise: a micro-batch within one group takes the bits of
+    micro-batches of one video.
 
-    velocity: of a batch, without a gradient. members: of a group. known: by the key of the start, one row each.
+    velocity: of a batch, without a gradient. members: of a group. known: by the key of
+    the start, one row each.
     """
 
     velocity: Callable[[Sequence[Sample]], StepVelocity]
     members: int
     known: dict[NoiseKey, Trajectory] = field(default_factory=dict)
 
-    def __call__(self, sampler: "Sampler", batch: Sequence[Sample], keys: Sequence[NoiseKey]) -> Trajectory:
-        """Trajectory of a micro-batch up to the first noise: its `final` is the state there."""
+    def __call__(
+        self, sampler: "Sampler", batch: Sequence[Sample], keys: Sequence[NoiseKey]
+    ) -> Trajectory:
+        """Trajectory of a micro-batch up to the first noise: its `final` is the state
+        there.
+        """
         starts = [start_key(key, self.members) for key in keys]
         known = {start: self.known[start] for start in starts if start in self.known}
-        new = {start: sample for start, sample in zip(starts, batch, strict=True) if start not in known}
+        new = {
+            start: sample
+            for start, sample in zip(starts, batch, strict=True)
+            if start not in known
+        }
         if new:
             found = sample_trajectory(
                 self.velocity(list(new.values())),
@@ -215,15 +283,24 @@ class FirstSteps:
                 keep_steps=sampler.keep_steps,
                 steps=range(num_first_steps(sampler.table)),
             )
-            known |= {start: _of_rows(found, slice(row, row + 1)) for row, start in enumerate(new)}
+            known |= {
+                start: _of_rows(found, slice(row, row + 1))
+                for row, start in enumerate(new)
+            }
         self.known = known
         rows = [known[start] for start in starts]
         return replace(
             rows[0],
             samples=batch,
             keys=keys,
-            latents=[_side_by_side(states) for states in zip(*(row.latents for row in rows), strict=True)],
-            velocities=[_side_by_side(values) for values in zip(*(row.velocities for row in rows), strict=True)],
+            latents=[
+                _side_by_side(states)
+                for states in zip(*(row.latents for row in rows), strict=True)
+            ],
+            velocities=[
+                _side_by_side(values)
+                for values in zip(*(row.velocities for row in rows), strict=True)
+            ],
             final=_side_by_side([row.final for row in rows]).contiguous(),
         )
 
@@ -250,11 +327,13 @@ def _side_by_side(rows: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Samples videos of prompts from a loaded model: those of a rollout, of an evaluation, and of `generate`.
+    """Samples videos of prompts from a loaded model: those of a rollout, of an
+    evaluation, and of `generate`.
 
-    velocity: of a batch and the keys of its noise. embed: conditioning of a prompt. initial: noise to start from.
-    table: the steps. seed, update, usual: of the noise, see `noise_seed`. kernels, keep_steps: see `sample_trajectory`.
-    first_steps: None where every member of a group computes its own.
+    velocity: of a batch and the keys of its noise. embed: conditioning of a prompt.
+    initial: noise to start from. table: the steps. seed, update, usual: of the noise,
+    see `noise_seed`. kernels, keep_steps: see `sample_trajectory`. first_steps: None
+    where every member of a group computes its own.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
@@ -270,18 +349,29 @@ class Sampler:
 
     def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
         """Samples of prompts and their members."""
-        return [Sample(prompt=p, embeds=self.embed(p), member=member) for p, member in members]
+        return [
+            Sample(prompt=p, embeds=self.embed(p), member=member)
+            for p, member in members
+        ]
 
     def __call__(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one micro-batch."""
         keys = noise_keys(batch, self.seed, self.update, self.usual)
-        sample = partial(sample_trajectory, self.velocity(batch, keys), batch, keys, self.table)
+        sample = partial(
+            sample_trajectory, self.velocity(batch, keys), batch, keys, self.table
+        )
         if self.first_steps is None:
             return sample(self.initial(keys), self.kernels, keep_steps=self.keep_steps)
         first = self.first_steps(self, batch, keys)
         others = range(num_first_steps(self.table), self.table.num_steps)
-        rest = sample(first.final, self.kernels, keep_steps=self.keep_steps, steps=others)
-        return replace(rest, latents=[*first.latents, *rest.latents], velocities=[*first.velocities, *rest.velocities])
+        rest = sample(
+            first.final, self.kernels, keep_steps=self.keep_steps, steps=others
+        )
+        return replace(
+            rest,
+            latents=[*first.latents, *rest.latents],
+            velocities=[*first.velocities, *rest.velocities],
+        )
 
 
 def evaluation_sampler(
@@ -306,10 +396,13 @@ def evaluation_sampler(
 
 
 def decode(decoder: VideoDecoder, latents: Tensor) -> Tensor:
-    """Videos of sampled latents, see `VideoDecoder`. DecodeError where a latent is not finite, of any family."""
+    """Videos of sampled latents, see `VideoDecoder`. DecodeError where a latent is not
+    finite, of any family.
+    """
     if not latents.isfinite().all():
         raise DecodeError(
-            "Sampled latents are not finite: the velocity of the model was not. Use model.dtype float32 or bfloat16, "
+            "Sampled latents are not finite: the velocity of the model was not. Use "
+            "model.dtype float32 or bfloat16, "
             "and check the weights, the adapter and the text encoder."
         )
     return decoder.decode(latents)
@@ -319,10 +412,12 @@ def decode(decoder: VideoDecoder, latents: Tensor) -> Tensor:
 class VideoScoring:
     """Decodes sampled latents, scores the videos, and gathers the scores of all ranks.
 
-    Ranks that share a video (sequence parallelism) have the same latents, so each decodes and scores every sp-th one.
+    Ranks that share a video (sequence parallelism) have the same latents, so each
+    decodes and scores every sp-th one.
 
-    phase: entered with "decode" and "reward", for timing. progress: as in an iteration. seed: of the global generators
-    before each batch, together with the number of its first video; None leaves them alone.
+    phase: entered with "decode" and "reward", for timing. progress: as in an iteration.
+    seed: of the global generators before each batch, together with the number of its
+    first video; None leaves them alone.
     """
 
     decoder: VideoDecoder
@@ -336,7 +431,9 @@ class VideoScoring:
     error: str | None = None
     pending: list[Future[None]] = field(default_factory=list)
 
-    def add(self, trajectory: Trajectory, *, first: int, turn: int) -> list[tuple[int, Tensor]]:
+    def add(
+        self, trajectory: Trajectory, *, first: int, turn: int
+    ) -> list[tuple[int, Tensor]]:
         """Decode and score this rank's part of a batch.
 
         Args:
@@ -344,11 +441,16 @@ class VideoScoring:
             turn: its number in the count by which ranks take turns.
 
         Returns:
-            Numbers of the videos that were decoded here, with the videos (F, 3, H, W) uint8.
+            Numbers of the videos that were decoded here, with the videos (F, 3, H, W)
+            uint8.
         """
         samples = trajectory.samples
         world = self.world
-        rows = [row for row in range(len(samples)) if (turn + row) % world.sp == world.rank % world.sp]
+        rows = [
+            row
+            for row in range(len(samples))
+            if (turn + row) % world.sp == world.rank % world.sp
+        ]
         if not rows:
             return []
         own = [samples[row] for row in rows]
@@ -360,14 +462,17 @@ class VideoScoring:
             self.pending.append(thread.submit(self._score, videos, own, numbers))
         else:
             if self.seed is not None:
-                # A function of the first video's number, so a resumed run's rewards draw alike.
+                # A function of the first video's number, so a resumed run's rewards
+                # draw alike.
                 key = hashlib.sha256(repr((*self.seed, numbers[0])).encode())
                 seed_generators(int.from_bytes(key.digest()[:8], "little"))
             with self.phase("reward"):
                 self._score(videos, own, numbers)
         return list(zip(numbers, videos, strict=True))
 
-    def _score(self, videos: Tensor, samples: Sequence[Sample], numbers: Sequence[int]) -> None:
+    def _score(
+        self, videos: Tensor, samples: Sequence[Sample], numbers: Sequence[int]
+    ) -> None:
         failed = torch.zeros(len(samples), dtype=torch.bool)
         try:
             if self.on_failure == "drop_group":
@@ -377,10 +482,13 @@ class VideoScoring:
         except (RewardError, RewardServerError) as error:
             if self.world.size == 1:
                 raise
-            # Raised here it would leave the other ranks in the next collective, and they could not name it.
+            # Raised here it would leave the other ranks in the next collective, and
+            # they could not name it.
             self.error = self.error or str(error)
         else:
-            self.scored.append(ScoredBatch(numbers=numbers, scores=scores, failed=failed))
+            self.scored.append(
+                ScoredBatch(numbers=numbers, scores=scores, failed=failed)
+            )
 
     def wait(self) -> None:
         """Wait for what is being scored elsewhere."""
@@ -400,11 +508,13 @@ def exchange_trajectories(
     keys: Sequence[NoiseKey],
     world: World,
 ) -> list[Trajectory]:
-    """The micro-batches that this rank trains, by their numbers, from the ranks that sampled them. Collective.
+    """The micro-batches that this rank trains, by their numbers, from the ranks that
+    sampled them. Collective.
 
     Args:
-        trajectories: that this rank has sampled. The list is emptied, and what is not trained frees its memory.
-        dealt: numbers of micro-batches by data-parallel rank, see `deal`.
+        trajectories: that this rank has sampled. The list is emptied, and what is not
+            trained frees its memory. dealt: numbers of micro-batches by data-parallel
+            rank, see `deal`.
         samples: of videos, by their numbers. keys: of all videos.
     """
     rank = world.dp_rank
@@ -423,21 +533,35 @@ def exchange_trajectories(
     held.clear()
     if not moved.any():
         return list(found.values())
-    counts = leaving.sum(dim=1) * size, sources[rank][coming].bincount(minlength=len(dealt)) * size
+    counts = (
+        leaving.sum(dim=1) * size,
+        sources[rank][coming].bincount(minlength=len(dealt)) * size,
+    )
     columns = []
     # One step after the other, so that the buffers are small.
     for place, tensor in enumerate(_tensors(like)):
-        videos = torch.cat([tensor[:0], *(_tensors(trajectory)[place] for trajectory in sent)])
-        columns.append(world.exchange(videos, *(count.tolist() for count in counts)).split(size))
+        videos = torch.cat(
+            [tensor[:0], *(_tensors(trajectory)[place] for trajectory in sent)]
+        )
+        columns.append(
+            world.exchange(videos, *(count.tolist() for count in counts)).split(size)
+        )
     numbers = dealt[rank][coming]
     rows = (numbers[:, None] * size + torch.arange(size)).flatten().tolist()
     made = micro_batches(samples(rows), size)
     made_keys = micro_batches([keys[row] for row in rows], size)
-    for number, batch, of_batch, *values in zip(numbers.tolist(), made, made_keys, *columns, strict=False):
+    for number, batch, of_batch, *values in zip(
+        numbers.tolist(), made, made_keys, *columns, strict=False
+    ):
         latents = values[:steps]
         velocities = values[steps:-1]
         found[number] = replace(
-            like, samples=batch, keys=of_batch, latents=latents, velocities=velocities, final=values[-1]
+            like,
+            samples=batch,
+            keys=of_batch,
+            latents=latents,
+            velocities=velocities,
+            final=values[-1],
         )
     return [found[number] for number in sorted(found)]
 
@@ -447,19 +571,28 @@ def _tensors(trajectory: Trajectory) -> list[Tensor]:
 
 
 def step_sigma(table: TransitionTable, steps: Sequence[int]) -> Tensor:
-    """Noise levels (B,) float32 of the given steps, on the CPU, for the model's time input."""
+    """Noise levels (B,) float32 of the given steps, on the CPU, for the model's time
+    input.
+    """
     return table.sigmas[list(steps)].float()
 
 
 def at_steps(values: Sequence[Tensor], steps: Sequence[int]) -> Tensor:
-    """Row b of the value of step `steps[b]`, (B, ...): with permuted timesteps every sample is at another step."""
+    """Row b of the value of step `steps[b]`, (B, ...): with permuted timesteps every
+    sample is at another step.
+    """
     return torch.stack([values[i][b] for b, i in enumerate(steps)])
 
 
 def step_columns(
-    settings: ObjectiveConfig, table: TransitionTable, steps: Sequence[int], advantage: Tensor
+    settings: ObjectiveConfig,
+    table: TransitionTable,
+    steps: Sequence[int],
+    advantage: Tensor,
 ) -> StepColumns:
-    """Columns of step `steps[b]` of sample b for the loss, (B,) float32 on the device of `advantage` (B,)."""
+    """Columns of step `steps[b]` of sample b for the loss, (B,) float32 on the device
+    of `advantage` (B,).
+    """
 
     def column(values: Tensor) -> Tensor:
         return values[list(steps)].float().to(advantage.device, non_blocking=True)
@@ -480,7 +613,9 @@ def micro_batches(samples: Sequence[T], size: int) -> Iterable[Sequence[T]]:
 
 
 def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> None:
-    """ConfigError where some position of the SDE window has fewer trained steps than the rollout has updates."""
+    """ConfigError where some position of the SDE window has fewer trained steps than
+    the rollout has updates.
+    """
     fewest = min(int(table.trainable.sum()) for table in rollout_tables(rollout))
     trained = num_trained(training.timestep_fraction, fewest) if fewest else 0
     if trained < training.updates_per_rollout:
@@ -490,7 +625,9 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
             where = ""
             fix = "Raise training.timestep_fraction or rollout.num_steps,"
         raise ConfigError(
-            f"{fewest} trainable step(s) of {rollout.sde_type}{where}, of which a share of "
-            f"{training.timestep_fraction:g} trains {trained}: too few for training.updates_per_rollout = "
+            f"{fewest} trainable step(s) of {rollout.sde_type}{where}, of which a "
+            "share of "
+            f"{training.timestep_fraction:g} trains {trained}: too few for "
+            "training.updates_per_rollout = "
             f"{training.updates_per_rollout}. {fix} or lower updates_per_rollout."
         )

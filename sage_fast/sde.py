@@ -1,11 +1,12 @@
 """Samplers as affine Gaussian transitions.
 
-Every sampler of this project is one step  x' ~ N(a x + b v, std^2 I)  whose scalars a, b and std depend on
-the noise levels alone. They are computed before a rollout, in float64, from one table of noise levels, and are
-looked up by step index: a rounded timestep never takes part. `docs/algorithm.md` derives the table.
+Every sampler of this project is one step  x' ~ N(a x + b v, std^2 I)  whose scalars a,
+b and std depend on the noise levels alone. They are computed before a rollout, in
+float64, from one table of noise levels, and are looked up by step index: a rounded
+timestep never takes part. `docs/algorithm.md` derives the table.
 
-Notation: noise level sigma from 1 (noise) to 0 (data), s = sigma_i, n = sigma_{i+1}, D = s - n > 0;
-x_sigma = (1 - sigma) x0 + sigma z and velocity v = dx/dsigma = z - x0.
+Notation: noise level sigma from 1 (noise) to 0 (data), s = sigma_i, n = sigma_{i+1}, D
+= s - n > 0; x_sigma = (1 - sigma) x0 + sigma z and velocity v = dx/dsigma = z - x0.
 Shapes: B batch, T steps.
 """
 
@@ -18,31 +19,48 @@ from torch import Tensor
 
 from sage_fast.kernels import transition
 
-__all__ = ["SDE_TYPES", "TransitionTable", "sigma_schedule", "transition", "transition_table"]
+__all__ = [
+    "SDE_TYPES",
+    "TransitionTable",
+    "sigma_schedule",
+    "transition",
+    "transition_table",
+]
 
 SDE_TYPES = ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode")
 
 SAGE_SIGMA_MARGIN = 3e-3
-"""With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite at sigma = 1."""
+"""With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite
+at sigma = 1.
+"""
 
 
 def sigma_schedule(num_steps: int, shift: float) -> Tensor:
-    """Noise levels of a rollout: t = linspace(1, 0, T + 1), sigma = shift t / (1 + (shift - 1) t).
+    """Noise levels of a rollout: t = linspace(1, 0, T + 1), sigma = shift t / (1 +
+    (shift - 1) t).
 
     Args:
         num_steps: number of steps T, at least 1.
-        shift: time shift of the flow, positive; 1 leaves the levels uniform, 5 is HunyuanVideo-1.5 at 480p.
+        shift: time shift of the flow, positive; 1 leaves the levels uniform, 5 is
+            HunyuanVideo-1.5 at 480p.
 
     Returns:
-        float64 tensor (T + 1,), strictly decreasing, exactly 1 first and exactly 0 last.
+        float64 tensor (T + 1,), strictly decreasing, exactly 1 first and exactly 0
+        last.
 
     Raises:
-        ValueError: for a value out of range, and for a shift so extreme that two levels coincide.
+        ValueError: for a value out of range, and for a shift so extreme that two levels
+            coincide.
     """
     if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-        raise ValueError(f"num_steps is {num_steps!r}; it must be an integer of at least 1")
+        raise ValueError(
+            f"num_steps is {num_steps!r}; it must be an integer of at least 1"
+        )
     if not math.isfinite(shift) or shift <= 0:
-        raise ValueError(f"shift is {shift!r}; it must be a positive finite number (5.0 for 480p, 9.0 for 720p)")
+        raise ValueError(
+            f"shift is {shift!r}; it must be a positive finite number (5.0 for 480p, "
+            "9.0 for 720p)"
+        )
     t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     sigmas = shift * t / (1 + (shift - 1) * t)
     # Exact, whatever rounding has left of them.
@@ -50,7 +68,8 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
     sigmas[-1] = 0.0
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(
-            f"shift {shift} with {num_steps} steps puts two noise levels on the same number; "
+            f"shift {shift} with {num_steps} steps puts two noise levels on the same "
+            "number; "
             "bring the shift closer to 1"
         )
     return sigmas
@@ -58,7 +77,8 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TransitionTable:
-    """Coefficients of every step of a sampler; step i goes from sigmas[i] to sigmas[i + 1].
+    """Coefficients of every step of a sampler; step i goes from sigmas[i] to sigmas[i +
+    1].
 
     All tensors are on the CPU. No entry is ever NaN or infinite.
 
@@ -79,21 +99,30 @@ class TransitionTable:
     b: Tensor
     """(T,) float64, factor of the velocity in the mean; negative."""
     std: Tensor
-    """(T,) float64, standard deviation of the step's noise; 0 for a deterministic step."""
+    """(T,) float64, standard deviation of the step's noise; 0 for a deterministic step.
+    """
     gain: Tensor
-    """(T,) float64, b / std: how far a velocity change moves the mean, in units of std; 0 where std is 0."""
+    """(T,) float64, b / std: how far a velocity change moves the mean, in units of std;
+    0 where std is 0.
+    """
     scale: Tensor
-    """(T,) float64, gradient equalizer median(|gain|) / |gain| over the trainable steps; 0 where std is 0."""
+    """(T,) float64, gradient equalizer median(|gain|) / |gain| over the trainable
+    steps; 0 where std is 0.
+    """
     trainable: Tensor
     """(T,) bool, steps that draw noise and therefore have a policy gradient."""
     degenerate: tuple[int, ...] = ()
-    """Steps that a noisy sampler had to take deterministically because its variance is not positive there.
-    Empty where determinism was asked for (`ode`, eta = 0). Meant to be reported once."""
+    """Steps that a noisy sampler had to take deterministically because its variance is
+    not positive there. Empty where determinism was asked for (`ode`, eta = 0). Meant to
+    be reported once.
+    """
 
     def __post_init__(self) -> None:
         for name in ("a", "b", "std", "gain", "scale"):
             values = getattr(self, name)
-            assert values.shape == (self.num_steps,) and bool(torch.isfinite(values).all()), name
+            assert values.shape == (self.num_steps,) and bool(
+                torch.isfinite(values).all()
+            ), name
 
     @property
     def num_steps(self) -> int:
@@ -101,10 +130,11 @@ class TransitionTable:
         return self.sigmas.numel() - 1
 
     def restrict(self, steps: Sequence[int]) -> "TransitionTable":
-        """Keep the noise of `steps` only (an SDE window); the others become deterministic `ode` steps.
+        """Keep the noise of `steps` only (an SDE window); the others become
+        deterministic `ode` steps.
 
-        The gain and the scale of a kept step stay those of the full table, so its loss does not depend on the
-        window. A step that was already deterministic stays so.
+        The gain and the scale of a kept step stay those of the full table, so its loss
+        does not depend on the window. A step that was already deterministic stays so.
 
         Args:
             steps: step indices in [0, T); order and repetition do not matter.
@@ -114,7 +144,10 @@ class TransitionTable:
         """
         wrong = [step for step in steps if not 0 <= step < self.num_steps]
         if wrong:
-            raise ValueError(f"steps {wrong} are not in the table; allowed are 0 to {self.num_steps - 1}")
+            raise ValueError(
+                f"steps {wrong} are not in the table; allowed are 0 to "
+                f"{self.num_steps - 1}"
+            )
         kept = torch.zeros(self.num_steps, dtype=torch.bool)
         kept[list(steps)] = True
         kept &= self.trainable
@@ -135,60 +168,87 @@ def transition_table(
 ) -> TransitionTable:
     """Coefficients of a sampler on given noise levels.
 
-    `sage_grpo`, `dance_grpo` and `flow_grpo` share  a = 1 - V/(2s),  b = -D - V(1-s)/(2s)  and differ in V;
-    `cps` and `sage_exact` have  a = (1-n) + q,  b = -s(1-n) + (1-s)q  with q = sqrt(n^2 - V), which is
-    n cos(eta pi/2) and n rho,  rho = exp(-eta^2/2 (logit s - logit n));  `ode` is a = 1, b = -D, V = 0.
-    A step with V <= 0 is taken as the `ode` step and is not trainable.
+    `sage_grpo`, `dance_grpo` and `flow_grpo` share  a = 1 - V/(2s),  b = -D -
+    V(1-s)/(2s)  and differ in V; `cps` and `sage_exact` have  a = (1-n) + q,  b =
+    -s(1-n) + (1-s)q  with q = sqrt(n^2 - V), which is n cos(eta pi/2) and n rho,  rho =
+    exp(-eta^2/2 (logit s - logit n));  `ode` is a = 1, b = -D, V = 0. A step with V <=
+    0 is taken as the `ode` step and is not trainable.
 
     Args:
         sde_type: one of SDE_TYPES.
-        sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from `sigma_schedule`.
-        eta: noise level, finite and not negative; at most 1 for `cps`. `ode` draws no noise whatever eta is.
-        sage_margin: `sage_grpo` takes the variance of a step from 1 as if it began at 1 - sage_margin.
+        sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from
+            `sigma_schedule`. eta: noise level, finite and not negative; at most 1 for
+            `cps`. `ode` draws no noise whatever eta is. sage_margin: `sage_grpo` takes
+            the variance of a step from 1 as if it began at 1 - sage_margin.
 
     Raises:
-        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1], an eta or a margin out of range.
+        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1],
+            an eta or a margin out of range.
     """
     if sde_type not in SDE_TYPES:
-        raise ValueError(f"sde_type is {sde_type!r}; allowed are {', '.join(SDE_TYPES)}")
+        raise ValueError(
+            f"sde_type is {sde_type!r}; allowed are {', '.join(SDE_TYPES)}"
+        )
     if not math.isfinite(eta) or eta < 0:
-        raise ValueError(f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)")
+        raise ValueError(
+            f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)"
+        )
     if sde_type == "cps" and eta > 1:
-        raise ValueError(f"eta is {eta} for cps, whose noise is n sin(eta pi/2); choose eta between 0 and 1")
+        raise ValueError(
+            f"eta is {eta} for cps, whose noise is n sin(eta pi/2); choose eta "
+            "between 0 and 1"
+        )
     if not 0 < sage_margin < 1:
-        raise ValueError(f"sage_margin is {sage_margin!r}; it must be between 0 and 1 (0.003 in the reference)")
+        raise ValueError(
+            f"sage_margin is {sage_margin!r}; it must be between 0 and 1 (0.003 in "
+            "the reference)"
+        )
     if sigmas.ndim != 1 or sigmas.numel() < 2 or not sigmas.is_floating_point():
         raise ValueError(
-            f"sigmas have shape {tuple(sigmas.shape)} and type {sigmas.dtype}; expected a "
-            "floating-point vector of num_steps + 1 noise levels, for example from sigma_schedule"
+            f"sigmas have shape {tuple(sigmas.shape)} and type {sigmas.dtype}; "
+            "expected a "
+            "floating-point vector of num_steps + 1 noise levels, for example from "
+            "sigma_schedule"
         )
     sigmas = sigmas.detach().to(device="cpu", dtype=torch.float64, copy=True)
-    if not bool((sigmas.diff() < 0).all()) or not 0 <= float(sigmas[-1]) < float(sigmas[0]) <= 1:
+    if (
+        not bool((sigmas.diff() < 0).all())
+        or not 0 <= float(sigmas[-1]) < float(sigmas[0]) <= 1
+    ):
         raise ValueError(
-            "sigmas must decrease strictly from at most 1 to at least 0 (noise to data); "
+            "sigmas must decrease strictly from at most 1 to at least 0 (noise to "
+            "data); "
             f"given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
         )
 
     s = sigmas[:-1]
     n = sigmas[1:]
     step = s - n
-    # V may be zero or negative where the sampler is degenerate. q is what is kept of the noise that x is made of.
+    # V may be zero or negative where the sampler is degenerate. q is what is kept of
+    # the noise that x is made of.
     variance = torch.zeros_like(step)
     q: Tensor | None = None
     if sde_type == "sage_grpo":
-        # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the small difference of the
-        # two logarithms exact near sigma = 0, where log((1 - n) / (1 - s)) loses half of its digits.
+        # eta^2 times the integral of sigma / (1 - sigma) from n to s. log1p keeps the
+        # small difference of the two logarithms exact near sigma = 0, where log((1 - n)
+        # / (1 - s)) loses half of its digits.
         clamped = s.clamp(max=1 - sage_margin)
         variance = eta**2 * (torch.log1p(-n) - torch.log1p(-clamped) - step)
     elif sde_type == "sage_exact":
-        # Without noise rho is 1; at sigma = 1, whose logit is infinite, it would be 0 times infinity.
-        log_rho = eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff() if eta else torch.zeros_like(step)
+        # Without noise rho is 1; at sigma = 1, whose logit is infinite, it would be 0
+        # times infinity.
+        log_rho = (
+            eta**2 / 2 * (sigmas.log() - torch.log1p(-sigmas)).diff()
+            if eta
+            else torch.zeros_like(step)
+        )
         variance = n.square() * -torch.expm1(2 * log_rho)
         q = n * log_rho.exp()
     elif sde_type == "dance_grpo":
         variance = eta**2 * step
     elif sde_type == "flow_grpo":
-        # At s = 1 the variance would be infinite: there the next level is taken, as in FlowGRPO's code.
+        # At s = 1 the variance would be infinite: there the next level is taken, as in
+        # FlowGRPO's code.
         guarded = torch.where(s == 1, n, s)
         variance = eta**2 * step * s / (1 - guarded)
     elif sde_type == "cps":
@@ -211,7 +271,8 @@ def transition_table(
     scale = torch.zeros_like(b)
     if bool(trainable.any()):
         magnitude = gain[trainable].abs()
-        # torch.median takes the lower of the two middle values, as the reference implementation does.
+        # torch.median takes the lower of the two middle values, as the reference
+        # implementation does.
         scale[trainable] = magnitude.median() / magnitude
     asked_for_noise = sde_type != "ode" and eta > 0
     return TransitionTable(
@@ -224,5 +285,7 @@ def transition_table(
         gain=gain,
         scale=scale,
         trainable=trainable,
-        degenerate=tuple(int(i) for i in (~trainable).nonzero()[:, 0]) if asked_for_noise else (),
+        degenerate=tuple(int(i) for i in (~trainable).nonzero()[:, 0])
+        if asked_for_noise
+        else (),
     )

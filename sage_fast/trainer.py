@@ -1,8 +1,8 @@
 """The GRPO loop: rollout, reward, advantage, update.
 
-Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`, sampling in `rollout.py`, what an
-update minimises and its gradient in `objectives/`, files and progress in `run/`. Everything specific to one model
-arrives as `Components`.
+Read `Trainer.iterate` first. The mathematics is in `sde.py` and `objective.py`,
+sampling in `rollout.py`, what an update minimises and its gradient in `objectives/`,
+files and progress in `run/`. Everything specific to one model arrives as `Components`.
 """
 
 import logging
@@ -21,7 +21,13 @@ from torch.profiler import record_function
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
-from sage_fast.data import PromptSchedule, best_and_worst, deal, group_members, make_groups
+from sage_fast.data import (
+    PromptSchedule,
+    best_and_worst,
+    deal,
+    group_members,
+    make_groups,
+)
 from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import SINGLE_PROCESS, World
@@ -30,11 +36,25 @@ from sage_fast.kernels import select_kernels
 from sage_fast.models.family import Components, PromptEncoder, family_of
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
-from sage_fast.objectives.base import Objective, Parts, gather_terms, name_prompts, second_half
+from sage_fast.objectives.base import (
+    Objective,
+    Parts,
+    gather_terms,
+    name_prompts,
+    second_half,
+)
 from sage_fast.optim import norm_is_finite, unusual_movement
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import base_digest, make_trainable, trainable_parameters
-from sage_fast.records import Pictured, Prompt, PromptEmbeds, RolloutRecord, ScoredRollout, Trajectory, reward_metrics
+from sage_fast.records import (
+    Pictured,
+    Prompt,
+    PromptEmbeds,
+    RolloutRecord,
+    ScoredRollout,
+    Trajectory,
+    reward_metrics,
+)
 from sage_fast.rewards.base import describe_batch
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
@@ -72,17 +92,31 @@ def used_prompts(
     dp_degree: int,
     done: tuple[int, int] = (0, 0),
 ) -> list[Prompt]:
-    """Prompts that a run will sample from, each once, in the order of their first use; an evaluation's come last.
+    """Prompts that a run will sample from, each once, in the order of their first use;
+    an evaluation's come last.
 
     Args:
-        dp_degree: data-parallel ranks. done: updates and rollouts that lie behind the run.
+        dp_degree: data-parallel ranks. done: updates and rollouts that lie behind the
+            run.
     """
-    left = max(0, math.ceil((config.training.num_updates - done[0]) / config.training.updates_per_rollout))
-    per_rollout = config.rollout.batch_size * dp_degree // config.rollout.num_generations
+    left = max(
+        0,
+        math.ceil(
+            (config.training.num_updates - done[0])
+            / config.training.updates_per_rollout
+        ),
+    )
+    per_rollout = (
+        config.rollout.batch_size * dp_degree // config.rollout.num_generations
+    )
     schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
     # Two epochs' length holds a whole epoch, wherever it begins.
-    taken = schedule.take(done[1] * per_rollout, min(left * per_rollout, 2 * len(prompts)))
-    return list(dict.fromkeys([*taken, *(eval_prompts if config.evaluation.every else ())]))
+    taken = schedule.take(
+        done[1] * per_rollout, min(left * per_rollout, 2 * len(prompts))
+    )
+    return list(
+        dict.fromkeys([*taken, *(eval_prompts if config.evaluation.every else ())])
+    )
 
 
 class Trainer:
@@ -90,16 +124,17 @@ class Trainer:
 
     Args:
         config: the run.
-        components: the model, as `load_model` gives it; its transformer is modified in place (adapters, requires_grad).
-        reward: what is maximised.
+        components: the model, as `load_model` gives it; its transformer is modified in
+            place (adapters, requires_grad). reward: what is maximised.
         prompts: training prompts.
         eval_prompts: prompts of the paired evaluation.
-        world: the ranks; each has a trainer, and they call the same methods in the same order.
-        progress: see the attribute.
+        world: the ranks; each has a trainer, and they call the same methods in the same
+            order. progress: see the attribute.
         done: updates and rollouts of the checkpoint that will be loaded.
 
     Raises:
-        ConfigError, ValueError: the parts do not fit each other; the message names the config key.
+        ConfigError, ValueError: the parts do not fit each other; the message names the
+            config key.
     """
 
     def __init__(
@@ -117,12 +152,17 @@ class Trainer:
         self.world = world
         self.reward = reward
         self.progress = progress
-        """Called while prompts are encoded and during an iteration; may be replaced between two."""
+        """Called while prompts are encoded and during an iteration; may be replaced
+        between two.
+        """
         self.on_rollout: Callable[[RolloutRecord], None] = lambda record: None
-        """Called on every rank when a rollout is scored; may be replaced between two iterations."""
+        """Called on every rank when a rollout is scored; may be replaced between two
+        iterations.
+        """
         self.device = rank_device(config.model.device)
-        # Where torch picks cuDNN's attention by itself, its kernel depends on whether a gradient is wanted, and the
-        # first ratio would not be 1. `model.attention: cudnn` calls it by name and is not affected.
+        # Where torch picks cuDNN's attention by itself, its kernel depends on whether a
+        # gradient is wanted, and the first ratio would not be 1. `model.attention:
+        # cudnn` calls it by name and is not affected.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.kernels = select_kernels(config.model.kernels, self.device)
         self.schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
@@ -132,15 +172,25 @@ class Trainer:
         """On all ranks."""
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
         """Videos of this rank."""
-        self.prompts_per_rollout = self.videos_per_rollout // config.rollout.num_generations
-        chosen: type[Objective] = resolve(config.training.update, UPDATES, "training.update")
+        self.prompts_per_rollout = (
+            self.videos_per_rollout // config.rollout.num_generations
+        )
+        chosen: type[Objective] = resolve(
+            config.training.update, UPDATES, "training.update"
+        )
         chosen.check_run(config, self.prompts_per_rollout)
 
         components.check_guidance(config.rollout.guidance_scale)
-        components.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
+        components.check_guidance(
+            config.sampling_guidance, "forward_process.sampling_guidance"
+        )
         components.warn(config.rollout.shift, config.steps_by_key)
-        size = sum(parameter.numel() for parameter in components.transformer.parameters())
-        if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
+        size = sum(
+            parameter.numel() for parameter in components.transformer.parameters()
+        )
+        if unusual := unusual_movement(
+            config.optimizer, config.lora, config.training, size
+        ):
             logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
         self.latent_shape, self.evaluation_latent_shape = (
@@ -152,14 +202,18 @@ class Trainer:
         lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
         if self.engine.sharded:
-            train, scored = ({lengths[p] for p in group if p in lengths} for group in (prompts, eval_prompts))
+            train, scored = (
+                {lengths[p] for p in group if p in lengths}
+                for group in (prompts, eval_prompts)
+            )
             check_lockstep(config.rollout, config.evaluation, train, scored)
         parts = Parts(
             policy=self.policy,
             engine=self.engine,
             kernels=self.kernels,
             own_videos=self.own_videos,
-            progress=lambda *arguments: self.progress(*arguments),  # it may be replaced later
+            # it may be replaced later
+            progress=lambda *arguments: self.progress(*arguments),
         )
         self.objective = chosen(config, parts)
         """The loss of an update; it owns anchor, lambda and old policy."""
@@ -175,26 +229,39 @@ class Trainer:
         self._had_spread = True
         self._eps_is_small = True
 
-    def _prepare_prompts(self, encoder: PromptEncoder, prompts: Sequence[Prompt]) -> dict[Prompt, tuple[int, ...]]:
-        """Encode the prompts, with a picture for both sizes of videos, and return the numbers of tokens of each.
+    def _prepare_prompts(
+        self, encoder: PromptEncoder, prompts: Sequence[Prompt]
+    ) -> dict[Prompt, tuple[int, ...]]:
+        """Encode the prompts, with a picture for both sizes of videos, and return the
+        numbers of tokens of each.
 
         Before the transformer is on the GPU, because there may not be room for both.
         """
         self.encoder = encoder
         videos = self.config.video, self.config.evaluation_video
         sizes = dict.fromkeys((video.height, video.width) for video in videos)
-        asked = [self.config.rollout.negative_prompt, *(p.asked(*size) for size in sizes for p in prompts)]
+        asked = [
+            self.config.rollout.negative_prompt,
+            *(p.asked(*size) for size in sizes for p in prompts),
+        ]
         lengths = encoder.prepare(
-            asked, self.world, lambda done, total: self.progress("encoding of prompts", done, total, "")
+            asked,
+            self.world,
+            lambda done, total: self.progress("encoding of prompts", done, total, ""),
         )
-        return dict(zip(prompts, lengths[1:], strict=False))  # of one size; the other has as many tokens
+        # of one size; the other has as many tokens
+        return dict(zip(prompts, lengths[1:], strict=False))
 
     def embed(self, asked: str | Pictured) -> PromptEmbeds:
-        """Conditioning of one of the run's prompts, or of the negative one, on this rank's device."""
+        """Conditioning of one of the run's prompts, or of the negative one, on this
+        rank's device.
+        """
         return self.encoder.encode([asked])[0].to(self.device)
 
     def _prepare_model(self, components: Components) -> None:
-        """Settle what is trained, spread the transformer over the ranks, and take snapshots."""
+        """Settle what is trained, spread the transformer over the ranks, and take
+        snapshots.
+        """
         config = self.config
         transformer = components.transformer
         # While the weights are whole: later a rank may hold a part of each.
@@ -216,32 +283,43 @@ class Trainer:
         self.engine: Engine
         if config.distributed.zero_stage is None:
             trained = trainable_parameters(transformer)
-            self.engine = TorchEngine(trained, config.optimizer, self.world, transformer, keep_gathered)
+            self.engine = TorchEngine(
+                trained, config.optimizer, self.world, transformer, keep_gathered
+            )
         else:
             from sage_fast.sharding.zero import DeepSpeedEngine
 
             mode = config.training.mode
-            self.engine = DeepSpeedEngine(transformer, config.optimizer, config.distributed, self.world, mode=mode)
+            self.engine = DeepSpeedEngine(
+                transformer, config.optimizer, config.distributed, self.world, mode=mode
+            )
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)
         self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
-        self.ema: WeightSnapshot | None = self.engine.snapshot() if config.training.ema_decay else None
+        self.ema: WeightSnapshot | None = (
+            self.engine.snapshot() if config.training.ema_decay else None
+        )
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
-            logger.info("training.guidance split does nothing: with rollout.guidance_scale 1 there is only one branch.")
+            logger.info(
+                "training.guidance split does nothing: with rollout.guidance_scale 1 "
+                "there is only one branch."
+            )
 
-    # ------------------------------------------------------------------------------------------ one iteration
+    # ------------------------------------------------------------------------------------------
+    # one iteration
 
     def iterate(self) -> dict[str, float]:
         """One rollout and its optimizer updates. Returns the metrics of the iteration.
 
         Raises:
             RewardError: a reward failed and the config says to stop.
-            TrainingError: a loss or gradient is not finite and may not be skipped; the weights are those before the
-                update.
+            TrainingError: a loss or gradient is not finite and may not be skipped; the
+                weights are those before the update.
         """
         skips = self.config.training.skip_nonfinite_updates
         self._seconds = {}
-        # Before the rollout, because the single pass takes its gradient, and measures the anchor, during it.
+        # Before the rollout, because the single pass takes its gradient, and measures
+        # the anchor, during it.
         self.objective.begin(self.update, self.rollouts)
         with self.engine.phase("rollout"), self.objective.sampling():
             rollout = self._rollout()
@@ -251,7 +329,8 @@ class Trainer:
             self.objective.measure(scored)
         with self._phase("update"), self.engine.phase("update"):
             for part, positions in self.objective.mini_batches(scored):
-                # With several updates per rollout the last one's values stand for the iteration.
+                # With several updates per rollout the last one's values stand for the
+                # iteration.
                 metrics |= self._optimizer_update(part, positions)
         self.rollouts += 1
         skipped = {"update/skipped_nonfinite": self.skipped_updates} if skips else {}
@@ -260,17 +339,21 @@ class Trainer:
         return {"update": self.update} | metrics | skipped | times | whole
 
     def _rollout(self) -> tuple[list[Trajectory], tuple[dict[str, Tensor], Tensor]]:
-        """Sample this rank's videos, decode and score them; the scores of all ranks are returned beside them.
+        """Sample this rank's videos, decode and score them; the scores of all ranks are
+        returned beside them.
 
-        Ranks that share videos (sequence parallelism) decode once all are sampled, because sampling needs all of these
-        ranks at the same time.
+        Ranks that share videos (sequence parallelism) decode once all are sampled,
+        because sampling needs all of these ranks at the same time.
         """
         rollout = self.config.rollout
         members = rollout.num_generations
         table = rollout_table(rollout, self.rollouts)
         first_steps: FirstSteps | None = None
         if shares_first_steps(rollout, self.engine.sharded):
-            first_steps = FirstSteps(velocity=partial(policy_velocity, self.objective.sampler), members=members)
+            first_steps = FirstSteps(
+                velocity=partial(policy_velocity, self.objective.sampler),
+                members=members,
+            )
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
             embed=self._embed_of_rollout,
@@ -293,15 +376,20 @@ class Trainer:
         batches = list(micro_batches(samples, rollout.videos_at_once))
         trajectories: list[Trajectory] = []
         unscored: list[tuple[int, Trajectory]] = []
-        scoring = self._new_scoring(phase=self._phase, seed=(self.config.seed, self.update))
+        scoring = self._new_scoring(
+            phase=self._phase, seed=(self.config.seed, self.update)
+        )
         for done, batch in enumerate(batches):
             self.progress("rollout", done, len(batches), describe_batch(batch))
             with self._phase("rollout"):
                 trajectory = sampler(batch)
             trajectories.append(trajectory)
-            unscored.append((self.own_videos.start + done * rollout.videos_at_once, trajectory))
+            unscored.append(
+                (self.own_videos.start + done * rollout.videos_at_once, trajectory)
+            )
             if self.world.sp > 1 and done + 1 < len(batches):
-                continue  # the ranks that share a video are still needed for the next batch
+                # the ranks that share a video are still needed for the next batch
+                continue
             for first, trajectory in unscored:
                 scoring.add(trajectory, first=first, turn=first)
             unscored.clear()
@@ -311,7 +399,9 @@ class Trainer:
             return trajectories, scoring.gather(self.videos_per_rollout)
 
     def _embed_of_rollout(self, prompt: Prompt) -> PromptEmbeds:
-        return self.embed(prompt.asked(self.config.video.height, self.config.video.width))
+        return self.embed(
+            prompt.asked(self.config.video.height, self.config.video.width)
+        )
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -325,12 +415,18 @@ class Trainer:
 
     def _prompts(self) -> list[Prompt]:
         """The prompts of the next rollout on all ranks."""
-        return self.schedule.take(self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout)
+        return self.schedule.take(
+            self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout
+        )
 
     def _score(
-        self, trajectories: list[Trajectory], scores_of_all: tuple[dict[str, Tensor], Tensor]
+        self,
+        trajectories: list[Trajectory],
+        scores_of_all: tuple[dict[str, Tensor], Tensor],
     ) -> tuple[ScoredRollout, dict[str, float]]:
-        """Turn the scores of the rollout into advantages, and deal out what is trained; metrics of the rewards."""
+        """Turn the scores of the rollout into advantages, and deal out what is trained;
+        metrics of the rewards.
+        """
         config = self.config
         columns, failed = scores_of_all
         groups = (self.prompts_per_rollout, config.rollout.num_generations)
@@ -338,17 +434,26 @@ class Trainer:
         trained_groups = ~failed.view(groups).any(1)
         if not trained_groups.any():
             raise TrainingError(
-                f"Update {self.update + 1}: the reward failed in every group of the rollout, so there is nothing to "
+                f"Update {self.update + 1}: the reward failed in every group of the "
+                "rollout, so there is nothing to "
                 "train on. Set reward.on_failure to stop to see the first error."
             )
-        components = {name: values.view(groups)[trained_groups] for name, values in columns.items()}
-        # Of the trained groups alone: with the global deviation the others would shift it.
-        result = weighted_advantages(components, self.reward.weights, **asdict(config.advantage))
+        components = {
+            name: values.view(groups)[trained_groups]
+            for name, values in columns.items()
+        }
+        # Of the trained groups alone: with the global deviation the others would shift
+        # it.
+        result = weighted_advantages(
+            components, self.reward.weights, **asdict(config.advantage)
+        )
         self._warn_of_no_spread(bool(result.zero_spread.all()))
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
         table = trajectories[0].table
-        metrics = reward_metrics(components, self.reward.overall(components), result, ~trained_groups, table)
+        metrics = reward_metrics(
+            components, self.reward.overall(components), result, ~trained_groups, table
+        )
         scores = {name: values.view(groups) for name, values in columns.items()}
         self.on_rollout(
             RolloutRecord(
@@ -360,10 +465,16 @@ class Trainer:
                 trained=trained_groups,
             )
         )
-        trained = (trained_groups[:, None] & best_and_worst(advantages, config.training.best_and_worst)).flatten()
+        trained = (
+            trained_groups[:, None]
+            & best_and_worst(advantages, config.training.best_and_worst)
+        ).flatten()
         members = group_members(self._prompts(), groups[1])
         # Of all ranks' videos, so that each rank knows every order without an exchange.
-        keys = [noise_key(prompt, member, config.seed, self.update) for prompt, member in members]
+        keys = [
+            noise_key(prompt, member, config.seed, self.update)
+            for prompt, member in members
+        ]
         rows = torch.arange(self.videos_per_rollout).view(self.world.dp_degree, -1)
         if config.training.best_and_worst and self.world.dp_degree > 1:
             trajectories, rows = self._deal(trajectories, trained, keys)
@@ -384,52 +495,89 @@ class Trainer:
         """Exchange micro-batches so that all ranks train equally many. Collective.
 
         Args:
-            trajectories: that this rank has sampled; emptied. trained: (V,) bool. keys: V of them.
+            trajectories: that this rank has sampled; emptied. trained: (V,) bool. keys:
+                V of them.
 
         Returns:
             This rank's, and the rows (R, N) of a `ScoredRollout`.
         """
         rollout = self.config.rollout
         # Every rank knows all advantages, so they agree without a word.
-        dealt = deal(trained.view(self.world.dp_degree, -1, rollout.videos_at_once).any(dim=2))
-        samples = partial(make_groups, self._prompts(), self._embed_of_rollout, rollout.num_generations)
-        rows = dealt[:, :, None] * rollout.videos_at_once + torch.arange(rollout.videos_at_once)
-        return exchange_trajectories(trajectories, dealt, samples, keys, self.world), rows.flatten(1)
+        dealt = deal(
+            trained.view(self.world.dp_degree, -1, rollout.videos_at_once).any(dim=2)
+        )
+        samples = partial(
+            make_groups,
+            self._prompts(),
+            self._embed_of_rollout,
+            rollout.num_generations,
+        )
+        rows = dealt[:, :, None] * rollout.videos_at_once + torch.arange(
+            rollout.videos_at_once
+        )
+        return exchange_trajectories(
+            trajectories, dealt, samples, keys, self.world
+        ), rows.flatten(1)
 
     def _warn_of_no_spread(self, none: bool) -> None:
-        """Say once that a rollout has nothing to learn from, because no group has two different rewards."""
+        """Say once that a rollout has nothing to learn from, because no group has two
+        different rewards.
+        """
         if none and self._had_spread and self.world.is_main:
             self._had_spread = False
             logger.warning(
-                "Update %d: the videos of each prompt all have the same reward, so every advantage is 0 and the reward "
-                "teaches nothing. Look at what %s returns: it is constant, or too coarse to tell these videos apart. "
+                "Update %d: the videos of each prompt all have the same reward, so "
+                "every advantage is 0 and the reward "
+                "teaches nothing. Look at what %s returns: it is constant, or too "
+                "coarse to tell these videos apart. "
                 "advantage/zero_spread_groups counts such groups from here on.",
                 *(self.update + 1, ", ".join(self.reward.weights)),
             )
 
     def _warn_of_eps(self, share: float) -> None:
-        """Say once that AdamW's steps are short of the learning rate, because the gradient is as small as its eps."""
+        """Say once that AdamW's steps are short of the learning rate, because the
+        gradient is as small as its eps.
+        """
         if share > LARGE_EPS_SHARE and self._eps_is_small and self.world.is_main:
             self._eps_is_small = False
             logger.warning(
-                "Update %d: optimizer.eps = %g is %.0f%% of AdamW's denominator (mean over the weights; optimizer/eps_"
-                "share), so weights move less than optimizer.learning_rate says. Lower it, for example to %.0e.",
-                *(self.update, self.config.optimizer.eps, 100 * share, self.config.optimizer.eps / 1000),
+                "Update %d: optimizer.eps = %g is %.0f%% of AdamW's denominator (mean "
+                "over the weights; optimizer/eps_"
+                "share), so weights move less than optimizer.learning_rate says. "
+                "Lower it, for example to %.0e.",
+                *(
+                    self.update,
+                    self.config.optimizer.eps,
+                    100 * share,
+                    self.config.optimizer.eps / 1000,
+                ),
             )
 
-    def _optimizer_update(self, scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
-        """One optimizer step with the gradient at `positions` of every sample's order. Returns its metrics."""
-        rates = {"learning_rate": self.engine.learning_rate, "kl/weight": self.objective.kl_weight.weight}
+    def _optimizer_update(
+        self, scored: ScoredRollout, positions: Sequence[int]
+    ) -> dict[str, float]:
+        """One optimizer step with the gradient at `positions` of every sample's order.
+        Returns its metrics.
+        """
+        rates = {
+            "learning_rate": self.engine.learning_rate,
+            "kl/weight": self.objective.kl_weight.weight,
+        }
         own = self.objective.accumulate(scored, positions, self.update)
-        # Every rank clips and gathers whatever its own loss is: those that skipped would leave the others waiting.
+        # Every rank clips and gathers whatever its own loss is: those that skipped
+        # would leave the others waiting.
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
-            fault = f"the gradient norm ({grad_norm}) of prompt {name_prompts(self._prompts())}"
+            fault = (
+                f"the gradient norm ({grad_norm}) of prompt "
+                f"{name_prompts(self._prompts())}"
+            )
         if fault is not None:
             self._skip_update(fault)
             self.update += 1
-            self.objective.moved(self.update)  # earlier updates of the rollout may have moved the weights
+            # earlier updates of the rollout may have moved the weights
+            self.objective.moved(self.update)
             return rates
         self.objective.verify(terms, self.update)
         with record_function(PHASE_PREFIX + "optimizer"):
@@ -437,31 +585,53 @@ class Trainer:
         self.update += 1
         if self.ema is not None and self.config.training.ema_decay:
             # A short run's average must not stay at the first weights.
-            self.ema.average(min(self.config.training.ema_decay, self.update / (9 + self.update)))
+            self.ema.average(
+                min(self.config.training.ema_decay, self.update / (9 + self.update))
+            )
         self.objective.moved(self.update)
         # A mean over the ranks, so that it is the same on all of them.
-        visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(positions)
+        visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(
+            positions
+        )
         self._warn_of_eps(self.engine.eps_share or 0.0)
-        measured = {"grad/signal": self.engine.signal, "optimizer/eps_share": self.engine.eps_share}
+        measured = {
+            "grad/signal": self.engine.signal,
+            "optimizer/eps_share": self.engine.eps_share,
+        }
         known = {name: value for name, value in measured.items() if value is not None}
-        return self.objective.report(terms, visits) | rates | {"grad_norm": grad_norm} | known
+        return (
+            self.objective.report(terms, visits)
+            | rates
+            | {"grad_norm": grad_norm}
+            | known
+        )
 
     def _skip_update(self, fault: str) -> None:
-        """Drop the gradient of the present update, or stop where that is not allowed. The same on every rank."""
+        """Drop the gradient of the present update, or stop where that is not allowed.
+        The same on every rank.
+        """
         self.engine.zero_grad()
         self._check_weights()  # if they are at fault, no later update is any better
         allowed = self.config.training.skip_nonfinite_updates
         if self.skipped_updates >= allowed:
-            before = f", after {allowed} that training.skip_nonfinite_updates let pass" if allowed else ""
+            before = (
+                f", after {allowed} that training.skip_nonfinite_updates let pass"
+                if allowed
+                else ""
+            )
             raise TrainingError(
-                f"Update {self.update + 1}: {fault} is not finite{before}. The weights were not changed, and the last "
-                "checkpoint is intact. Start a new run with a lower optimizer.learning_rate or with model.dtype "
-                "float32, or resume with a higher training.skip_nonfinite_updates to leave such updates out."
+                f"Update {self.update + 1}: {fault} is not finite{before}. The "
+                "weights were not changed, and the last "
+                "checkpoint is intact. Start a new run with a lower "
+                "optimizer.learning_rate or with model.dtype "
+                "float32, or resume with a higher training.skip_nonfinite_updates to "
+                "leave such updates out."
             )
         self.skipped_updates += 1
         if self.world.is_main:
             logger.warning(
-                "Update %d is skipped and the weights stay as they are: %s is not finite. training."
+                "Update %d is skipped and the weights stay as they are: %s is not "
+                "finite. training."
                 "skip_nonfinite_updates allows %d more.",
                 self.update + 1,
                 fault,
@@ -473,18 +643,26 @@ class Trainer:
         start = time.perf_counter()
         with record_function(PHASE_PREFIX + name):
             yield
-        # Kernels run on after their launch, and the next phase would be charged for them.
+        # Kernels run on after their launch, and the next phase would be charged for
+        # them.
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    # ------------------------------------------------------------------------------------------ evaluation
+    # ------------------------------------------------------------------------------------------
+    # evaluation
 
-    def evaluate(self, on_video: Callable[[int, Tensor], None] | None = None) -> Evaluation:
-        """Score the evaluation's samples with the present (or, with EMA on, the averaged) weights. See `evaluate`."""
+    def evaluate(
+        self, on_video: Callable[[int, Tensor], None] | None = None
+    ) -> Evaluation:
+        """Score the evaluation's samples with the present (or, with EMA on, the
+        averaged) weights. See `evaluate`.
+        """
         section = self.config.evaluation
         video = self.config.evaluation_video
-        initial = partial(initial_latents, shape=self.evaluation_latent_shape, device=self.device)
+        initial = partial(
+            initial_latents, shape=self.evaluation_latent_shape, device=self.device
+        )
         sampler = evaluation_sampler(
             self.config.rollout,
             section,
@@ -493,36 +671,53 @@ class Trainer:
             initial,
         )
         with self.evaluated_weights(), self.engine.phase("evaluation"):
-            scoring = self._new_scoring(seed=(section.seed, -1))  # every evaluation's, so that they pair
-            return evaluate(sampler, scoring, self.eval_prompts, section, on_video=on_video)
+            # every evaluation's, so that they pair
+            scoring = self._new_scoring(seed=(section.seed, -1))
+            return evaluate(
+                sampler, scoring, self.eval_prompts, section, on_video=on_video
+            )
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Within the context the model has the weights that are evaluated and shipped: the average, with EMA on."""
+        """Within the context the model has the weights that are evaluated and shipped:
+        the average, with EMA on.
+        """
         return self.ema.applied() if self.ema is not None else nullcontext()
 
-    # ------------------------------------------------------------------------------------------ state
+    # ------------------------------------------------------------------------------------------
+    # state
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        """Tensors of a checkpoint by group: weights, optimizer, and where the run has them anchor and ema. Collective.
+        """Tensors of a checkpoint by group: weights, optimizer, and where the run has
+        them anchor and ema. Collective.
 
         Raises:
-            TrainingError: the weights are not finite, so they must not become a checkpoint. The same on every rank.
+            TrainingError: the weights are not finite, so they must not become a
+                checkpoint. The same on every rank.
         """
         self._check_weights()
-        snapshots = {name: snapshot.tensors() for name, snapshot in self._snapshots().items()}
+        snapshots = {
+            name: snapshot.tensors() for name, snapshot in self._snapshots().items()
+        }
         return {**self.engine.tensors(), **snapshots}
 
     def _check_weights(self) -> None:
-        """TrainingError unless the weights are finite. Collective; waits for the GPU once."""
+        """TrainingError unless the weights are finite. Collective; waits for the GPU
+        once.
+        """
         if self.world.any(not norm_is_finite(self.engine.masters)):
             raise TrainingError(
-                f"Update {self.update}: the optimizer step left weights that are not finite, or so large that their "
-                "norm overflows. They were not saved, and the last checkpoint is intact. Start a new run with a lower "
-                f"optimizer.learning_rate (it is {self.config.optimizer.learning_rate:g})."
+                f"Update {self.update}: the optimizer step left weights that are not "
+                "finite, or so large that their "
+                "norm overflows. They were not saved, and the last checkpoint is "
+                "intact. Start a new run with a lower "
+                "optimizer.learning_rate (it is "
+                f"{self.config.optimizer.learning_rate:g})."
             )
 
     def state(self) -> dict[str, Any]:
-        """State of a checkpoint without its tensors, fit for JSON. Ranks other than 0 take over rank 0's."""
+        """State of a checkpoint without its tensors, fit for JSON. Ranks other than 0
+        take over rank 0's.
+        """
         return {
             "update": self.update,
             "skipped_updates": self.skipped_updates,
@@ -532,7 +727,8 @@ class Trainer:
         }
 
     def check_fit(self, shapes: Mapping[str, Mapping[str, Sequence[int]]]) -> None:
-        """ValueError unless the weights of a checkpoint have this run's names and shapes. Nothing is changed.
+        """ValueError unless the weights of a checkpoint have this run's names and
+        shapes. Nothing is changed.
 
         Args:
             shapes: group -> name -> whole shape.
@@ -549,11 +745,14 @@ class Trainer:
             if group in checkpoint.tensors:
                 snapshot.load_tensors(checkpoint, group)
                 continue
-            # A key that was changed on resume asks for it. An anchor is that of update 0, until a moving one is due.
+            # A key that was changed on resume asks for it. An anchor is that of update
+            # 0, until a moving one is due.
             if group != "anchor":
                 snapshot.refresh()
             begins = "those of update 0" if group == "anchor" else "its trained weights"
-            logger.warning("The checkpoint has no %s weights: they begin as %s.", group, begins)
+            logger.warning(
+                "The checkpoint has no %s weights: they begin as %s.", group, begins
+            )
         # The warm-up of the learning rate goes on from here.
         self.engine.updates = int(state["optimizer"]["updates"])
         self.update = int(state["update"])
@@ -562,4 +761,6 @@ class Trainer:
         self.objective.load_state(state)
 
     def _snapshots(self) -> dict[str, WeightSnapshot]:
-        return self.objective.snapshots() | ({} if self.ema is None else {"ema": self.ema})
+        return self.objective.snapshots() | (
+            {} if self.ema is None else {"ema": self.ema}
+        )

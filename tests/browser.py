@@ -1,6 +1,7 @@
 """Pages as they are written, and as headless Chromium shows them.
 
-Chromium is spoken to through its debugging pipe: no package is needed, only the program.
+Chromium is spoken to through its debugging pipe: no package is needed, only the
+program.
 """
 
 import base64
@@ -21,7 +22,9 @@ CHROMIUM = next((found for name in PROGRAMS if (found := shutil.which(name))), N
 
 
 class Page(HTMLParser):
-    """A page as it is written: its nesting is checked; pictures, text and all that would be fetched are collected."""
+    """A page as it is written: its nesting is checked; pictures, text and all that
+    would be fetched are collected.
+    """
 
     VOID = frozenset({"meta", "img", "input", "line", "circle", "br", "path"})
 
@@ -41,7 +44,9 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name in ("src", "href") and value:
                 if value.startswith("data:image/jpeg;base64,"):
-                    self.images.append(base64.b64decode(value.partition(",")[2], validate=True))
+                    self.images.append(
+                        base64.b64decode(value.partition(",")[2], validate=True)
+                    )
                 else:
                     self.fetched.append(value)
 
@@ -68,9 +73,24 @@ class Browser:
         self._reader, other_end = os.pipe()
         # Chromium reads commands from descriptor 3 and writes answers to 4.
         shell = f'exec "$@" 3<&{own_end} 4>&{other_end}'
-        options = ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--remote-debugging-pipe")
+        options = (
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--remote-debugging-pipe",
+        )
         self._process = subprocess.Popen(
-            ["bash", "-c", shell, "bash", CHROMIUM, *options, f"--user-data-dir={scratch}", "about:blank"],
+            [
+                "bash",
+                "-c",
+                shell,
+                "bash",
+                CHROMIUM,
+                *options,
+                f"--user-data-dir={scratch}",
+                "about:blank",
+            ],
             pass_fds=(own_end, other_end),
             stderr=subprocess.DEVNULL,
         )
@@ -85,13 +105,18 @@ class Browser:
     def __enter__(self) -> "Browser":
         pages = self.send("Target.getTargets")["targetInfos"]
         target = next(page["targetId"] for page in pages if page["type"] == "page")
-        self._session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.send(
+            "Target.attachToTarget", targetId=target, flatten=True
+        )["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         os.close(self._writer)
         self._process.kill()
@@ -118,23 +143,39 @@ class Browser:
             self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
-        if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
+        if message.get("method") in (
+            "Runtime.exceptionThrown",
+            "Runtime.consoleAPICalled",
+            "Log.entryAdded",
+        ):
             self.complaints.append(json.dumps(message["params"]))
         return message
 
     def open(self, page: Path, *, width: int, dark: bool = False) -> None:
         """Show a file in a window of this width, and wait until it is loaded."""
-        metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+        metrics = {
+            "width": width,
+            "height": 900,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         self.send("Emulation.setDeviceMetricsOverride", **metrics)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])
         self.complaints.clear()
         self.send("Page.navigate", url=page.absolute().as_uri())
-        self.wait_for("document.readyState === 'complete' && location.protocol === 'file:'")
+        self.wait_for(
+            "document.readyState === 'complete' && location.protocol === 'file:'"
+        )
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited."""
-        answer = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate",
+            expression=expression,
+            returnByValue=True,
+            awaitPromise=True,
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -142,13 +183,17 @@ class Browser:
         """Wait until an expression is true."""
         deadline = time.monotonic() + seconds
         while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} was not true within {seconds} s"
+            assert time.monotonic() < deadline, (
+                f"{expression} was not true within {seconds} s"
+            )
             time.sleep(0.05)
 
 
 def wide_elements(browser: Browser) -> Sequence[str]:
     """Elements that make a page scroll sideways."""
     return browser.evaluate(
-        "document.documentElement.scrollWidth <= innerWidth ? [] : [...document.querySelectorAll('body *')]"
-        ".filter(e => e.getBoundingClientRect().right > innerWidth).map(e => e.outerHTML.slice(0, 120))"
+        "document.documentElement.scrollWidth <= innerWidth ? [] : "
+        "[...document.querySelectorAll('body *')]"
+        ".filter(e => e.getBoundingClientRect().right > innerWidth).map(e => "
+        "e.outerHTML.slice(0, 120))"
     )

@@ -1,4 +1,6 @@
-"""Shared fixtures: a tiny random model in the toy layout, and a run that takes well under a second."""
+"""Shared fixtures: a tiny random model in the toy layout, and a run that takes well
+under a second.
+"""
 
 import gc
 import json
@@ -11,21 +13,27 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-# Without a GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is defined, so it stands before
-# every import that could define one.
+# Without a GPU, kernels run in Triton's interpreter. Triton reads this when a kernel is
+# defined, so it stands before every import that could define one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Fresh buffers of sage_kernels hold NaN, so that an element which no kernel wrote cannot pass.
+# Fresh buffers of sage_kernels hold NaN, so that an element which no kernel wrote
+# cannot pass.
 os.environ.setdefault("SAGE_KERNELS_POISON_EMPTY", "1")
 
-# What imports the libraries of models stands in functions: the process that hands out the tests runs none of them.
+# What imports the libraries of models stands in functions: the process that hands out
+# the tests runs none of them.
 if TYPE_CHECKING:
     from sage_fast.config.schema import RunConfig
 
 torch.set_num_threads(1)
 
-# In the background a shell has the tests ignore SIGINT, and `nohup` SIGHUP; every process they start inherits that.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+# In the background a shell has the tests ignore SIGINT, and `nohup` SIGHUP; every
+# process they start inherits that.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -42,7 +50,8 @@ TINY = {
 }
 
 TINY_RUN: dict[str, Any] = {
-    "model": {"device": "cpu"},  # also where there is a GPU: tests make their own tensors on the CPU
+    # also where there is a GPU: tests make their own tensors on the CPU
+    "model": {"device": "cpu"},
     "data": {"prompts": "configs/prompts/toy_train.csv"},
     "video": {"num_frames": 4, "height": 16, "width": 16, "fps": 4},
     "rollout": {
@@ -67,7 +76,9 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a random two-block transformer over the toy world's captions and codec."""
     from sage_fast.models.toy.components import TRANSFORMER_CONFIG
 
-    return write_tiny_model(tmp_path_factory.mktemp("tiny_model"), TRANSFORMER_CONFIG | TINY)
+    return write_tiny_model(
+        tmp_path_factory.mktemp("tiny_model"), TRANSFORMER_CONFIG | TINY
+    )
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +93,12 @@ def tiny_model_4_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
     from safetensors.torch import save_file
 
-    from sage_fast.models.toy.components import CONFIG_NAME, WEIGHTS_NAME, build_transformer, stored_parameters
+    from sage_fast.models.toy.components import (
+        CONFIG_NAME,
+        WEIGHTS_NAME,
+        build_transformer,
+        stored_parameters,
+    )
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -94,7 +110,10 @@ def write_tiny_model(folder: Path, config: dict[str, Any]) -> Path:
 
 def tiny_run_of(model: Path, folder: Path) -> dict[str, Any]:
     """Tree of a run of that model, written to `folder / "run"`."""
-    return TINY_RUN | {"output_dir": str(folder / "run"), "model": {"path": str(model), "device": "cpu"}}
+    return TINY_RUN | {
+        "output_dir": str(folder / "run"),
+        "model": {"path": str(model), "device": "cpu"},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +131,9 @@ def finished_run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def tiny_run(tiny_model: Path, tmp_path: Path) -> Callable[..., "RunConfig"]:
-    """`tiny_run("--training.mode=full")` is the config of a two-update run in a fresh directory."""
+    """`tiny_run("--training.mode=full")` is the config of a two-update run in a fresh
+    directory.
+    """
     from sage_fast.config.load import load_config
 
     file = tmp_path / "run.yaml"
@@ -139,15 +160,26 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the tests of ranks, all of one worker, and with the longest files, so that none ends a run alone."""
+    """Begin with the tests of ranks, all of one worker, and with the longest files, so
+    that none ends a run alone.
+    """
     limits = ((item.path, item.get_closest_marker("timeout")) for item in items)
-    longest = {path for path, limit in limits if limit and limit.args[0] > DEFAULT_TIMEOUT}
-    items.sort(key=lambda item: (not item.nodeid.startswith(WITH_RANKS), item.path not in longest))
+    longest = {
+        path for path, limit in limits if limit and limit.args[0] > DEFAULT_TIMEOUT
+    }
+    items.sort(
+        key=lambda item: (
+            not item.nodeid.startswith(WITH_RANKS),
+            item.path not in longest,
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole files, whose tests share servers, and all tests of ranks, which fork from one server."""
+    """A worker takes whole files, whose tests share servers, and all tests of ranks,
+    which fork from one server.
+    """
     if config.getoption("dist") != "loadfile":
         return None
     from xdist.scheduler import LoadFileScheduling
@@ -161,7 +193,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Every full garbage collection would go through a million objects of imported libraries."""
+    """Every full garbage collection would go through a million objects of imported
+    libraries.
+    """
     gc.collect()
     gc.freeze()
 

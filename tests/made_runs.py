@@ -20,7 +20,11 @@ PROMPTS = [f"prompt {i}" for i in range(6)]
 
 def untimed(row: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics without times and memory, which no two runs share."""
-    return {key: value for key, value in row.items() if not key.startswith(("time/", "memory/"))}
+    return {
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("time/", "memory/"))
+    }
 
 
 def numbers(run: Path) -> list[dict[str, Any]]:
@@ -29,7 +33,9 @@ def numbers(run: Path) -> list[dict[str, Any]]:
 
 
 def draw_nothing(patch: pytest.MonkeyPatch) -> None:
-    """Make plots and contact sheets a few bytes: drawing takes most of the time of a run as small as these."""
+    """Make plots and contact sheets a few bytes: drawing takes most of the time of a
+    run as small as these.
+    """
 
     def sheet(path: Path, cells: list[Any], title: str = "", **options: bool) -> None:
         with replacing(path) as partial:
@@ -50,8 +56,15 @@ def make_run(
     prompts: Sequence[str] = PROMPTS,
     files: Sequence[str] = ("configs/toy_cpu.yaml",),
 ) -> Path:
-    """A finished run whose final rewards are given; its training rewards rise by 0.1 an update."""
-    words = [f"--output_dir={folder}", f"--seed={seed}", f"--training.num_updates={updates}", *overrides]
+    """A finished run whose final rewards are given; its training rewards rise by 0.1 an
+    update.
+    """
+    words = [
+        f"--output_dir={folder}",
+        f"--seed={seed}",
+        f"--training.num_updates={updates}",
+        *overrides,
+    ]
     config = load_config(list(files), words)
     folder.mkdir(parents=True)
     save_config(config, folder / "config.yaml")
@@ -68,15 +81,21 @@ def make_run(
         for update in range(1, updates + 1)
     ]
     rows[-1]["eval/reward_mean"] = sum(final) / len(final)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
     for update, values in ((0, [0.0] * len(prompts)), (updates, list(final))):
         scores = {name: [value / 3 for value in values] for name in ("VQ", "MQ", "TA")}
         Evaluation(prompts=list(prompts), scores=scores, reward=values).save(
             folder / "evaluation" / f"update-{update:06d}.json"
         )
-    (folder / "evaluation" / "result.json").write_text(json.dumps({"before": 0, "after": updates}))
+    (folder / "evaluation" / "result.json").write_text(
+        json.dumps({"before": 0, "after": updates})
+    )
     (folder / "environment.json").write_text(
-        json.dumps({"sage_fast": "1.2", "commit": "c" * 40, "packages": {"torch": "2.x"}})
+        json.dumps(
+            {"sage_fast": "1.2", "commit": "c" * 40, "packages": {"torch": "2.x"}}
+        )
     )
     return folder
 

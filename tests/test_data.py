@@ -1,4 +1,6 @@
-"""Order of prompts and steps: functions of the seed and a counter. What each rank trains."""
+"""Order of prompts and steps: functions of the seed and a counter. What each rank
+trains.
+"""
 
 import math
 from dataclasses import fields, replace
@@ -6,7 +8,15 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from sage_fast.data import PromptSchedule, best_and_worst, deal, make_groups, split_evenly, step_order, uniform
+from sage_fast.data import (
+    PromptSchedule,
+    best_and_worst,
+    deal,
+    make_groups,
+    split_evenly,
+    step_order,
+    uniform,
+)
 from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds
 
@@ -22,7 +32,10 @@ def test_every_epoch_visits_every_prompt_in_an_order_that_needs_no_history() -> 
     epochs = [whole[start : start + 5] for start in range(0, 20, 5)]
     assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
     assert any(epoch != epochs[0] for epoch in epochs)
-    assert whole == [indices(PromptSchedule(PROMPTS, seed=3, shuffle=True), k, 1)[0] for k in range(20)]
+    assert whole == [
+        indices(PromptSchedule(PROMPTS, seed=3, shuffle=True), k, 1)[0]
+        for k in range(20)
+    ]
     assert indices(PromptSchedule(PROMPTS, seed=4, shuffle=True), 0, 20) != whole
     assert indices(PromptSchedule(PROMPTS, seed=3, shuffle=False), 3, 4) == [3, 4, 0, 1]
 
@@ -41,11 +54,15 @@ def test_members_of_a_repeated_prompt_are_numbered_on() -> None:
 
     assert members(range(6)) == [(1, 0), (1, 1), (0, 0), (0, 1), (1, 2), (1, 3)]
     asked.clear()
-    assert members(range(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], "what is sampled elsewhere is not read"
+    assert members(range(3, 6)) == [(0, 1), (1, 2), (1, 3)] and asked == [0, 1], (
+        "what is sampled elsewhere is not read"
+    )
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(NoiseKey)])
-def test_steps_levels_and_noise_are_functions_of_every_field_of_a_key(field: str) -> None:
+def test_steps_levels_and_noise_are_functions_of_every_field_of_a_key(
+    field: str,
+) -> None:
     key = NoiseKey(seed=1, update=2, prompt_index=3, sample_index=4)
     other = replace(key, **{field: 9})
     for draw in (
@@ -58,7 +75,9 @@ def test_steps_levels_and_noise_are_functions_of_every_field_of_a_key(field: str
 
 def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:
     steps = [1, 2, 3, 5, 8]
-    orders = [step_order(NoiseKey(0, 4, 7, member), steps, 1.0, True) for member in range(8)]
+    orders = [
+        step_order(NoiseKey(0, 4, 7, member), steps, 1.0, True) for member in range(8)
+    ]
     assert all(sorted(order) == steps for order in orders)
     assert len({tuple(order) for order in orders}) > 1
     assert step_order(NoiseKey(0, 4, 7, 3), steps, 1.0, True) == orders[3]
@@ -83,18 +102,37 @@ def test_split_evenly_covers_everything_once() -> None:
 @pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize(
     ("videos", "group", "count", "size"),
-    [(2, 16, 4, 1), (4, 16, 4, 1), (3, 24, 4, 1), (12, 24, 4, 1), (16, 16, 4, 1), (8, 16, 4, 2), (24, 24, 4, 4)],
+    [
+        (2, 16, 4, 1),
+        (4, 16, 4, 1),
+        (3, 24, 4, 1),
+        (12, 24, 4, 1),
+        (16, 16, 4, 1),
+        (8, 16, 4, 2),
+        (24, 24, 4, 4),
+    ],
 )
-def test_the_slowest_rank_trains_the_mean(ranks: int, videos: int, group: int, count: int, size: int) -> None:
+def test_the_slowest_rank_trains_the_mean(
+    ranks: int, videos: int, group: int, count: int, size: int
+) -> None:
     """Rounded up to whole micro-batches; those that nobody trains move nowhere."""
     for seed in range(5):
-        scores = torch.rand(ranks * videos // group, group, generator=torch.Generator().manual_seed(seed))
+        scores = torch.rand(
+            ranks * videos // group,
+            group,
+            generator=torch.Generator().manual_seed(seed),
+        )
         due = best_and_worst(scores, count).view(ranks, -1, size).any(dim=2)
         dealt = deal(due)
-        assert torch.equal(dealt, dealt.sort(dim=1).values) and len(dealt.unique()) == dealt.numel()
+        assert (
+            torch.equal(dealt, dealt.sort(dim=1).values)
+            and len(dealt.unique()) == dealt.numel()
+        )
         trained = due.flatten()[dealt].sum(dim=1)
         mean = float(due.sum()) / ranks
-        assert int(trained.sum()) == int(due.sum()) and int(trained.max()) == dealt.shape[1] == math.ceil(mean)
+        assert int(trained.sum()) == int(due.sum()) and int(
+            trained.max()
+        ) == dealt.shape[1] == math.ceil(mean)
         assert size > 1 or int(trained.max()) <= 1.1 * mean
         # A rank gives away what it has above its share, and takes what it lacks.
         sampled = due.shape[1]
@@ -108,5 +146,7 @@ def test_ranks_keep_what_they_train_where_it_is_even() -> None:
     due = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 0]], dtype=torch.bool)
     assert deal(due).tolist() == [[0, 2], [5, 6]]
     # One moves; the last rank fills up with one that is not trained.
-    assert deal(torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 1]], dtype=torch.bool)).tolist() == [[0, 1], [2, 4], [6, 8]]
+    assert deal(
+        torch.tensor([[1, 1, 1], [0, 1, 0], [0, 0, 1]], dtype=torch.bool)
+    ).tolist() == [[0, 1], [2, 4], [6, 8]]
     assert deal(torch.ones(2, 3, dtype=torch.bool)).tolist() == [[0, 1, 2], [3, 4, 5]]

@@ -1,4 +1,6 @@
-"""The steps before the SDE window: once per group where its members start alike, with the bits that each would have."""
+"""The steps before the SDE window: once per group where its members start alike, with
+the bits that each would have.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,42 +33,67 @@ from tests.made_runs import untimed
 MakeRun = Callable[..., RunConfig]
 
 SHAPE = (2, 1, 2, 2)
-WINDOW = ["--rollout.initial_noise=shared", "--rollout.num_steps=6", "--rollout.sde_window.size=2"]
+WINDOW = [
+    "--rollout.initial_noise=shared",
+    "--rollout.num_steps=6",
+    "--rollout.sde_window.size=2",
+]
 OPENS = 3
 """Rollout of a window that begins at this step."""
 
 
 def window_table(first: int) -> TransitionTable:
-    return transition_table("sage_grpo", sigma_schedule(6, 3.0), 0.5).restrict([first, first + 1])
+    return transition_table("sage_grpo", sigma_schedule(6, 3.0), 0.5).restrict(
+        [first, first + 1]
+    )
 
 
 class Elementwise:
-    """A velocity whose bits do not depend on the size of a batch; it counts rows by step."""
+    """A velocity whose bits do not depend on the size of a batch; it counts rows by
+    step.
+    """
 
     def __init__(self) -> None:
         self.rows = [0] * 6
 
-    def __call__(self, samples: Sequence[Sample], keys: Sequence[NoiseKey] = ()) -> StepVelocity:
-        index = torch.tensor([sample.prompt.index for sample in samples]).view(-1, 1, 1, 1, 1)
+    def __call__(
+        self, samples: Sequence[Sample], keys: Sequence[NoiseKey] = ()
+    ) -> StepVelocity:
+        index = torch.tensor([sample.prompt.index for sample in samples]).view(
+            -1, 1, 1, 1, 1
+        )
 
         def velocity(step: int, latents: Tensor, sigma: Tensor) -> Tensor:
-            assert latents.is_contiguous() and len(latents) == len(samples) == len(sigma)
+            assert latents.is_contiguous() and len(latents) == len(samples) == len(
+                sigma
+            )
             self.rows[step] += len(latents)
             return latents.sin() + index
 
         return velocity
 
 
-def sampler_of(velocity: Elementwise, table: TransitionTable, members: int | None, keep_steps: bool = True) -> Sampler:
-    """Sampler of groups of three that start alike; `members` None computes every member."""
+def sampler_of(
+    velocity: Elementwise,
+    table: TransitionTable,
+    members: int | None,
+    keep_steps: bool = True,
+) -> Sampler:
+    """Sampler of groups of three that start alike; `members` None computes every
+    member.
+    """
     return Sampler(
         velocity=velocity,
-        embed=lambda prompt: PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1)),
+        embed=lambda prompt: PromptEmbeds(
+            text=torch.zeros(1, 1), glyph=torch.zeros(0, 1)
+        ),
         initial=lambda keys: initial_latents(keys, SHAPE, kind="shared", members=3),
         table=table,
         seed=0,
         keep_steps=keep_steps,
-        first_steps=None if members is None else FirstSteps(velocity=velocity, members=members),
+        first_steps=None
+        if members is None
+        else FirstSteps(velocity=velocity, members=members),
     )
 
 
@@ -82,19 +109,33 @@ def states(trajectories: Sequence[Trajectory]) -> list[Tensor]:
 
 @pytest.mark.parametrize("keep_steps", [True, False])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 12])
-def test_a_start_is_followed_once_whatever_the_micro_batches_are(size: int, keep_steps: bool) -> None:
-    """Four groups of three, two of them of one prompt, and a window over steps 3 and 4 of six."""
+def test_a_start_is_followed_once_whatever_the_micro_batches_are(
+    size: int, keep_steps: bool
+) -> None:
+    """Four groups of three, two of them of one prompt, and a window over steps 3 and 4
+    of six.
+    """
     table, counts = window_table(OPENS), Elementwise()
-    expected, shared = sampler_of(Elementwise(), table, None, keep_steps), sampler_of(counts, table, 3, keep_steps)
+    expected, shared = (
+        sampler_of(Elementwise(), table, None, keep_steps),
+        sampler_of(counts, table, 3, keep_steps),
+    )
     prompts = [Prompt(text="", index=index) for index in range(3)]
     members = [(prompt, member) for prompt in prompts for member in range(3)]
-    samples = shared.samples([*members, *((prompts[2], member) for member in range(3, 6))])
+    samples = shared.samples(
+        [*members, *((prompts[2], member) for member in range(3, 6))]
+    )
     found = []
     for batch in micro_batches(samples, size):
         found.append(shared(batch))
         assert shared.first_steps is not None
-        assert len(shared.first_steps.known) == len({(s.prompt.index, s.member // 3) for s in batch})
-        assert (list(found[-1].samples), len(found[-1].keys)) == (list(batch), len(batch))
+        assert len(shared.first_steps.known) == len(
+            {(s.prompt.index, s.member // 3) for s in batch}
+        )
+        assert (list(found[-1].samples), len(found[-1].keys)) == (
+            list(batch),
+            len(batch),
+        )
     assert counts.rows == [4] * OPENS + [12] * 3
     alike = zip(states(found), states([expected(samples)]), strict=True)
     assert all(torch.equal(given, wanted) for given, wanted in alike)
@@ -103,15 +144,21 @@ def test_a_start_is_followed_once_whatever_the_micro_batches_are(size: int, keep
 def test_a_window_at_the_first_step_leaves_nothing_to_share() -> None:
     counts = Elementwise()
     sampler = sampler_of(counts, window_table(0), 3)
-    sampler(sampler.samples([(Prompt(text="", index=0), member) for member in range(3)]))
+    sampler(
+        sampler.samples([(Prompt(text="", index=0), member) for member in range(3)])
+    )
     assert counts.rows == [3] * 6
     assert num_first_steps(transition_table("ode", sigma_schedule(6, 3.0), 0.5)) == 6
 
 
 def test_ranks_that_keep_step_share_whole_groups_alone(tiny_run: MakeRun) -> None:
     def shares(*words: str, sharded: bool, videos: int = 8) -> bool:
-        config = tiny_run("--rollout.batch_size=8", "--rollout.num_generations=4", *WINDOW, *words).rollout
-        return shares_first_steps(replace(config, batch_size=videos, micro_batch_size=1), sharded)
+        config = tiny_run(
+            "--rollout.batch_size=8", "--rollout.num_generations=4", *WINDOW, *words
+        ).rollout
+        return shares_first_steps(
+            replace(config, batch_size=videos, micro_batch_size=1), sharded
+        )
 
     assert shares(sharded=True) and shares(sharded=False)
     assert shares(sharded=False, videos=6) and not shares(sharded=True, videos=6)
@@ -155,21 +202,46 @@ def sampled(config: RunConfig, *, shared: bool) -> tuple[list[Tensor], int, int]
         return states(trajectories), counts.rows, counts.flops
 
 
-@pytest.mark.parametrize("words", ["", "--rollout.guidance_scale=1", "--model.forward=stock"])
-def test_with_one_video_at_a_time_the_bits_are_those_of_every_member(tiny_run: MakeRun, words: str) -> None:
-    """Two groups of four with six steps: of the three before the window, one row in four is computed."""
-    given = [*WINDOW, "--rollout.batch_size=8", "--rollout.num_generations=4", *words.split()]
-    config = tiny_run(*given, "--rollout.micro_batch_size=1", "--objective.kl_mode=none")
+@pytest.mark.parametrize(
+    "words", ["", "--rollout.guidance_scale=1", "--model.forward=stock"]
+)
+def test_with_one_video_at_a_time_the_bits_are_those_of_every_member(
+    tiny_run: MakeRun, words: str
+) -> None:
+    """Two groups of four with six steps: of the three before the window, one row in
+    four is computed.
+    """
+    given = [
+        *WINDOW,
+        "--rollout.batch_size=8",
+        "--rollout.num_generations=4",
+        *words.split(),
+    ]
+    config = tiny_run(
+        *given, "--rollout.micro_batch_size=1", "--objective.kl_mode=none"
+    )
     alone, together = sampled(config, shared=False), sampled(config, shared=True)
-    assert all(torch.equal(given, wanted) for given, wanted in zip(together[0], alone[0], strict=True))
+    assert all(
+        torch.equal(given, wanted)
+        for given, wanted in zip(together[0], alone[0], strict=True)
+    )
     assert (alone[1], together[1]) == (8 * 6, 2 * 3 + 8 * 3)
     assert together[2] / alone[2] == pytest.approx(together[1] / alone[1], rel=0.02)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_with_several_at_a_time_the_first_steps_are_those_of_one(tiny_run: MakeRun, size: int) -> None:
-    """To the bit where a micro-batch lies within a group, which every member's own forward need not be."""
-    words = [*WINDOW, "--rollout.batch_size=8", "--rollout.num_generations=4", "--objective.kl_mode=none"]
+def test_with_several_at_a_time_the_first_steps_are_those_of_one(
+    tiny_run: MakeRun, size: int
+) -> None:
+    """To the bit where a micro-batch lies within a group, which every member's own
+    forward need not be.
+    """
+    words = [
+        *WINDOW,
+        "--rollout.batch_size=8",
+        "--rollout.num_generations=4",
+        "--objective.kl_mode=none",
+    ]
     config = tiny_run(*words, f"--rollout.micro_batch_size={size}")
     one = sampled(tiny_run(*words, "--rollout.micro_batch_size=1"), shared=True)[0]
     alone, together = sampled(config, shared=False), sampled(config, shared=True)
@@ -183,21 +255,46 @@ def test_with_several_at_a_time_the_first_steps_are_those_of_one(tiny_run: MakeR
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_an_iteration_is_the_same(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, update: str, size: int) -> None:
-    """Its metrics and weights: to the bit with one video at a time, and the first ratio is 1 with any number."""
-    words = [*WINDOW, "--rollout.num_generations=4", f"--training.update={update}", "--objective.kl_mode=moving"]
-    config = tiny_run(*words, f"--rollout.micro_batch_size={size}", "--training.num_updates=2")
+def test_an_iteration_is_the_same(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, update: str, size: int
+) -> None:
+    """Its metrics and weights: to the bit with one video at a time, and the first ratio
+    is 1 with any number.
+    """
+    words = [
+        *WINDOW,
+        "--rollout.num_generations=4",
+        f"--training.update={update}",
+        "--objective.kl_mode=moving",
+    ]
+    config = tiny_run(
+        *words, f"--rollout.micro_batch_size={size}", "--training.num_updates=2"
+    )
     results = []
     for shared in (False, True):
         with monkeypatch.context() as patch:
-            patch.setattr(trainer_module, "shares_first_steps", lambda *arguments, shared=shared: shared)
+            patch.setattr(
+                trainer_module,
+                "shares_first_steps",
+                lambda *arguments, shared=shared: shared,
+            )
             trainer = trainer_at(config)
             records = [untimed(trainer.iterate()) for _ in range(2)]
-        results.append((records, [weight.detach().clone() for weight in trainer.parameters.values()]))
+        results.append(
+            (
+                records,
+                [weight.detach().clone() for weight in trainer.parameters.values()],
+            )
+        )
     (alone, expected), (together, found) = results
     assert [record["ratio/first_max_deviation"] for record in together] == [0.0, 0.0]
     if size == 1:
         assert together == alone
-        assert all(torch.equal(given, wanted) for given, wanted in zip(found, expected, strict=True))
+        assert all(
+            torch.equal(given, wanted)
+            for given, wanted in zip(found, expected, strict=True)
+        )
     else:
-        assert together[0]["grad_norm"] == pytest.approx(alone[0]["grad_norm"], rel=1e-3)
+        assert together[0]["grad_norm"] == pytest.approx(
+            alone[0]["grad_norm"], rel=1e-3
+        )

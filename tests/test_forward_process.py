@@ -1,4 +1,6 @@
-"""The forward-process objective against formulas written down on their own, and its work in a training."""
+"""The forward-process objective against formulas written down on their own, and its
+work in a training.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,7 +16,13 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
-from sage_fast.objectives.forward_process import ForwardProcess, allowed_steps, forward_loss, level_steps, old_decay
+from sage_fast.objectives.forward_process import (
+    ForwardProcess,
+    allowed_steps,
+    forward_loss,
+    level_steps,
+    old_decay,
+)
 from sage_fast.records import PromptEmbeds, ScoredRollout, Trajectory
 from sage_fast.rollout import VideoScoring, initial_latents
 from sage_fast.run.run import build_trainer
@@ -22,14 +30,25 @@ from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
 from tests.test_gradient import EXACT, STRONG_KL, Estimates, passes, videos_of
 from tests.test_trainer import poison_gradients
-from tests.tiny.velocity_field import move_weights, relative, smooth_velocity, use_smooth_velocity
+from tests.tiny.velocity_field import (
+    move_weights,
+    relative,
+    smooth_velocity,
+    use_smooth_velocity,
+)
 
 MakeRun = Callable[..., RunConfig]
-FORWARD = ("--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode")
+FORWARD = (
+    "--training.update=forward_process",
+    "--objective.kl_mode=none",
+    "--rollout.sde_type=ode",
+)
 BOUND = 5.0
 
 
-def levels_of(objective: ForwardProcess, key: NoiseKey, trajectory: Trajectory) -> Tensor:
+def levels_of(
+    objective: ForwardProcess, key: NoiseKey, trajectory: Trajectory
+) -> Tensor:
     """Noise levels (K,) at which a video is trained."""
     steps = allowed_steps(objective.process, trajectory.table)
     return trajectory.table.sigmas[level_steps(key, steps, objective.process.levels)]
@@ -45,7 +64,11 @@ class Drawn:
         self.sigma = torch.tensor([0.9, 0.35], dtype=torch.float64)
 
     def gradient(
-        self, settings: ForwardProcessConfig, advantage: float, kl: float = 0.0, **other: Tensor | None
+        self,
+        settings: ForwardProcessConfig,
+        advantage: float,
+        kl: float = 0.0,
+        **other: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Loss (B,) and its derivative by the velocity."""
         velocity = self.velocity.clone().requires_grad_()
@@ -73,17 +96,31 @@ def weight_of(drawn: Drawn, row: int, weighting: str) -> float:
 
 @pytest.mark.parametrize("weighting", ["adaptive", "x0", "velocity"])
 @pytest.mark.parametrize("advantage", [-5.0, -1.0, 0.0, 0.3, 5.0])
-def test_loss_and_gradient_are_those_of_the_formula(advantage: float, weighting: str) -> None:
+def test_loss_and_gradient_are_those_of_the_formula(
+    advantage: float, weighting: str
+) -> None:
     drawn, kl = Drawn(), 0.04
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     loss, gradient = drawn.gradient(settings, advantage, kl)
     for b in range(2):
-        v, old, u, anchor = drawn.velocity[b], drawn.old[b], drawn.target[b], drawn.anchor[b]
+        v, old, u, anchor = (
+            drawn.velocity[b],
+            drawn.old[b],
+            drawn.target[b],
+            drawn.anchor[b],
+        )
         w, moved = weight_of(drawn, b, weighting), v - old
-        terms = w * (2 * advantage * (old - u) * moved + BOUND * 0.3 * moved**2) + kl * (v - anchor) ** 2
+        terms = (
+            w * (2 * advantage * (old - u) * moved + BOUND * 0.3 * moved**2)
+            + kl * (v - anchor) ** 2
+        )
         assert float(loss[b]) == pytest.approx(float(terms.mean()), rel=1e-10)
-        slope = w * (2 * advantage * (old - u) + 2 * BOUND * 0.3 * moved) + 2 * kl * (v - anchor)
-        torch.testing.assert_close(gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14)
+        slope = w * (2 * advantage * (old - u) + 2 * BOUND * 0.3 * moved) + 2 * kl * (
+            v - anchor
+        )
+        torch.testing.assert_close(
+            gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14
+        )
 
 
 @pytest.mark.parametrize("error", [1e-3, 1e-7, 0.0])
@@ -95,15 +132,21 @@ def test_a_video_that_is_predicted_exactly_has_a_weight_too(error: float) -> Non
     for row in range(2):
         s, moved = float(drawn.sigma[row]), 0.1 + error
         weight = s * s / max(1e-5, s * error)
-        assert float(loss[row]) == pytest.approx(weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6)
+        assert float(loss[row]) == pytest.approx(
+            weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6
+        )
 
 
 @pytest.mark.parametrize("weighting", ["x0", "branches"])
 @pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
-def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantage: float, weighting: str) -> None:
-    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max + 1) / 2, times A_max / beta.
+def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(
+    advantage: float, weighting: str
+) -> None:
+    """r |v+ - u|^2 + (1 - r) |v- - u|^2 with v+- = v_old +- beta dv and r = (A / A_max
+    + 1) / 2, times A_max / beta.
 
-    In the public codes each branch is over its own mean error of x0, which has no gradient.
+    In the public codes each branch is over its own mean error of x0, which has no
+    gradient.
     """
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     losses, gradients = [], []
@@ -115,7 +158,9 @@ def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantag
         moved, r = velocity - drawn.old, (advantage / BOUND + 1) / 2
         nft = torch.zeros(2, dtype=torch.float64)
         for share, sign in ((r, 1), (1 - r, -1)):
-            error = (drawn.old + sign * 0.3 * moved - drawn.target).flatten(1) * drawn.sigma[:, None]
+            error = (drawn.old + sign * 0.3 * moved - drawn.target).flatten(
+                1
+            ) * drawn.sigma[:, None]
             divisor = error.detach().abs().mean(1) if weighting == "branches" else 1
             nft = nft + BOUND / 0.3 * share * error.square().mean(1) / divisor
         (expected,) = torch.autograd.grad(nft.sum(), velocity)
@@ -123,12 +168,16 @@ def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(advantag
         losses.append(nft.detach() - loss)
         gradients.append(gradient)
     if weighting == "x0":
-        assert torch.allclose(losses[0], losses[1], rtol=1e-12)  # the constant does not know v
+        # the constant does not know v
+        assert torch.allclose(losses[0], losses[1], rtol=1e-12)
     assert relative(gradients[0], gradients[1]) > 0.1
 
 
 def test_branches_leave_no_weight_to_a_clip() -> None:
-    with pytest.raises(ConfigError, match="clip is 0.2, but it must be null with forward_process.weighting"):
+    with pytest.raises(
+        ConfigError,
+        match="clip is 0.2, but it must be null with forward_process.weighting",
+    ):
         ForwardProcessConfig(weighting="branches", clip=0.2)
 
 
@@ -137,15 +186,20 @@ def test_at_the_old_policy_it_is_advantage_weighted_flow_matching() -> None:
     for settings in (ForwardProcessConfig(), ForwardProcessConfig(clip=0.2)):
         _, gradient = drawn.gradient(settings, -1.5, old=None)
         velocity = drawn.velocity.clone().requires_grad_()
-        weights = torch.tensor([weight_of(drawn, b, "adaptive") for b in range(2)], dtype=torch.float64)
-        awm = (-1.5 * weights * (velocity - drawn.target).square().flatten(1).mean(1)).sum()
+        weights = torch.tensor(
+            [weight_of(drawn, b, "adaptive") for b in range(2)], dtype=torch.float64
+        )
+        awm = (
+            -1.5 * weights * (velocity - drawn.target).square().flatten(1).mean(1)
+        ).sum()
         (expected,) = torch.autograd.grad(awm, velocity)
         assert relative(gradient, expected) < 1e-12
 
 
 def test_the_clip_stops_what_has_moved_far_enough() -> None:
     drawn = Drawn()
-    drawn.velocity = drawn.target + 0.1 * (drawn.old - drawn.target)  # far nearer to the video than the old policy
+    # far nearer to the video than the old policy
+    drawn.velocity = drawn.target + 0.1 * (drawn.old - drawn.target)
     settings = ForwardProcessConfig(clip=0.1, beta=0.0)
     assert not drawn.gradient(settings, 1.0)[1].any()
     assert drawn.gradient(settings, -1.0)[1].any()
@@ -176,35 +230,52 @@ def test_levels_lie_within_the_first_steps_and_on_the_path_where_noise_was_drawn
     within: float, states: Literal["noised", "path"], sde_type: str, expected: range
 ) -> None:
     table = transition_table(sde_type, sigma_schedule(8, 3.0), 0.5)
-    assert allowed_steps(ForwardProcessConfig(within=within, states=states), table) == list(expected)
+    assert allowed_steps(
+        ForwardProcessConfig(within=within, states=states), table
+    ) == list(expected)
     window = table.restrict([2, 3])
-    assert states == "noised" or allowed_steps(ForwardProcessConfig(within=within, states=states), window) == [2, 3]
+    assert states == "noised" or allowed_steps(
+        ForwardProcessConfig(within=within, states=states), window
+    ) == [2, 3]
 
 
 def test_schedules_of_the_old_policy() -> None:
     assert [old_decay("rising", n) for n in (0, 100, 900)] == [0.0, 0.1, 0.5]
-    assert [old_decay("late", n) for n in (75, 95, 300)] == pytest.approx([0.0, 0.15, 0.999])
+    assert [old_decay("late", n) for n in (75, 95, 300)] == pytest.approx(
+        [0.0, 0.15, 0.999]
+    )
     assert old_decay(0.3, 7) == 0.3
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        # Passes of the old policy and the anchor, and of the update; two micro-batches, the second without advantages.
+        # Passes of the old policy and the anchor, and of the update; two micro-batches,
+        # the second without advantages.
         (["--forward_process.old_decay=null"], (0, 4)),
         ([], (8, 8)),
         (["--forward_process.old_decay=null", "--objective.kl_mode=fixed"], (8, 8)),
         (
-            ["--forward_process.old_decay=null", "--objective.kl_mode=fixed", "--objective.kl_position_fraction=0.5"],
+            [
+                "--forward_process.old_decay=null",
+                "--objective.kl_mode=fixed",
+                "--objective.kl_position_fraction=0.5",
+            ],
             (4, 6),
         ),
         (["--forward_process.levels=2", "--forward_process.old_decay=null"], (0, 2)),
     ],
 )
 def test_forwards_per_video(
-    given: list[str], expected: tuple[int, int], tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    given: list[str],
+    expected: tuple[int, int],
+    tiny_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    trainer = build_trainer(tiny_run(*videos_of(tmp_path, "square", "circle"), *FORWARD, *given))
+    trainer = build_trainer(
+        tiny_run(*videos_of(tmp_path, "square", "circle"), *FORWARD, *given)
+    )
     move_weights(trainer)
     counts = passes(trainer, monkeypatch)
     trainer.iterate()
@@ -212,13 +283,23 @@ def test_forwards_per_video(
     assert counts["rollout"] == 2 * trainer.config.rollout.num_steps
 
 
-def test_the_kl_at_a_share_of_the_levels_is_unbiased(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (*EXACT, *STRONG_KL, *FORWARD, "--forward_process.old_decay=null", "--objective.kl_mode=fixed")
+def test_the_kl_at_a_share_of_the_levels_is_unbiased(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        *EXACT,
+        *STRONG_KL,
+        *FORWARD,
+        "--forward_process.old_decay=null",
+        "--objective.kl_mode=fixed",
+    )
     config = tiny_run(*words, "--objective.kl_position_fraction=0.5")
     found, whole, (metrics, *drawn) = Estimates(config, monkeypatch).over_positions()
     assert relative(found.mean(0), whole) < 1e-10
     assert relative(found[0], whole) > 1e-3
-    assert sum(m["kl/anchor"] for m in drawn) / len(drawn) == pytest.approx(metrics["kl/anchor"], rel=1e-6)
+    assert sum(m["kl/anchor"] for m in drawn) / len(drawn) == pytest.approx(
+        metrics["kl/anchor"], rel=1e-6
+    )
 
 
 def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
@@ -227,18 +308,34 @@ def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
     for shapes in (("square", "triangle"), ("square",)):
         folder = tmp_path / str(len(shapes))
         folder.mkdir()
-        trainer = build_trainer(tiny_run(*videos_of(folder, *shapes), *FORWARD, "--forward_process.old_decay=null"))
+        trainer = build_trainer(
+            tiny_run(
+                *videos_of(folder, *shapes),
+                *FORWARD,
+                "--forward_process.old_decay=null",
+            )
+        )
         record = trainer.iterate()
-        found.append((record["loss"], [p.detach().clone() for p in trainer.parameters.values()]))
+        found.append(
+            (record["loss"], [p.detach().clone() for p in trainer.parameters.values()])
+        )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found[0][1], found[1][1], strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+        for a, b in zip(found[0][1], found[1][1], strict=True)
+    )
 
 
 def test_split_guidance_and_full_training(tiny_run: MakeRun) -> None:
     for mode in ("lora", "full"):
         records = []
         for guidance in ("paired", "split"):
-            words = [*FORWARD, "--rollout.guidance_scale=3", f"--training.mode={mode}", "--objective.kl_mode=fixed"]
+            words = [
+                *FORWARD,
+                "--rollout.guidance_scale=3",
+                f"--training.mode={mode}",
+                "--objective.kl_mode=fixed",
+            ]
             trainer = build_trainer(tiny_run(*words, f"--training.guidance={guidance}"))
             records.append(untimed(trainer.iterate()))
         # Its largest parts are of elements whose gradient is nearly 0.
@@ -263,15 +360,28 @@ def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
     monkeypatch.setattr(trainer, "_rollout", watched)
     assert trainer.iterate()["old/deviation"] > 0
     assert not any(torch.equal(a, b) for a, b in zip(sampled, before, strict=True))
-    assert isinstance(trainer.objective, ForwardProcess) and trainer.objective.old is not None
+    assert (
+        isinstance(trainer.objective, ForwardProcess)
+        and trainer.objective.old is not None
+    )
     averaged = trainer.objective.old.tensors()
     # The average of the first policy and the trained one.
-    for p, old, first in zip(trainer.parameters.values(), averaged.values(), sampled, strict=True):
+    for p, old, first in zip(
+        trainer.parameters.values(), averaged.values(), sampled, strict=True
+    ):
         assert torch.allclose(old, (first + p) / 2, atol=1e-6)
 
 
-def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run(*FORWARD, "--rollout.micro_batch_size=2", "--objective.kl_position_weight=0.5"))
+def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(
+    tiny_run: MakeRun,
+) -> None:
+    trainer = build_trainer(
+        tiny_run(
+            *FORWARD,
+            "--rollout.micro_batch_size=2",
+            "--objective.kl_position_weight=0.5",
+        )
+    )
     objective = trainer.objective
     assert isinstance(objective, ForwardProcess)
     objective.begin(0, 0)
@@ -292,36 +402,66 @@ def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(ti
             assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)
 
 
-def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at v_c alone, in float64."""
-    words = ["--rollout.guidance_scale=1", "--forward_process.sampling_guidance=3", "--forward_process.old_decay=null"]
-    trainer = build_trainer(tiny_run(*FORWARD, *words, "--forward_process.weighting=x0"))
+def test_guided_samples_train_the_unguided_velocity(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at
+    v_c alone, in float64.
+    """
+    words = [
+        "--rollout.guidance_scale=1",
+        "--forward_process.sampling_guidance=3",
+        "--forward_process.old_decay=null",
+    ]
+    trainer = build_trainer(
+        tiny_run(*FORWARD, *words, "--forward_process.weighting=x0")
+    )
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
-    parameters, objective, negative = list(trainer.parameters.values()), trainer.objective, trainer.policy.uncond
+    parameters, objective, negative = (
+        list(trainer.parameters.values()),
+        trainer.objective,
+        trainer.policy.uncond,
+    )
     assert isinstance(objective, ForwardProcess)
 
     def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
         texts = torch.stack([p.text.mean() + len(p.text) for p in prompts])
-        return smooth_velocity(parameters, latents, torch.full((len(latents),), sigma), texts)
+        return smooth_velocity(
+            parameters, latents, torch.full((len(latents),), sigma), texts
+        )
 
     objective.begin(0, 0)
     scored, _ = trainer._score(*trainer._rollout())
     ((_, trajectory),) = scored.batches()
     embeds = [sample.embeds for sample in trajectory.samples]
-    x, sigmas = initial_latents(trajectory.keys, trainer.latent_shape), trajectory.table.sigmas
+    x, sigmas = (
+        initial_latents(trajectory.keys, trainer.latent_shape),
+        trajectory.table.sigmas,
+    )
     for s, after in itertools.pairwise(sigmas.tolist()):
         unguided, conditional = velocity(x, s, *[negative] * 4), velocity(x, s, *embeds)
-        x = (x + (after - s) * (unguided + 3 * (conditional - unguided))).detach().float()
+        x = (
+            (x + (after - s) * (unguided + 3 * (conditional - unguided)))
+            .detach()
+            .float()
+        )
     torch.testing.assert_close(trajectory.final, x, rtol=1e-4, atol=1e-5)
 
     expected = torch.zeros((), dtype=torch.float64)
     for b, key in enumerate(trajectory.keys):
-        for position, s in enumerate(levels_of(objective, key, trajectory).float().tolist()):
+        for position, s in enumerate(
+            levels_of(objective, key, trajectory).float().tolist()
+        ):
             x0, level = trajectory.final[b], torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
-            expected = expected + s**2 * float(scored.advantages[b]) * (v - (z - x0).double()).square().mean()
+            expected = (
+                expected
+                + s**2
+                * float(scored.advantages[b])
+                * (v - (z - x0).double()).square().mean()
+            )
     found = torch.autograd.grad(expected / 16, parameters)
     trainer.engine.zero_grad()
     objective.accumulate(scored, range(4), 0)
@@ -332,9 +472,16 @@ def test_guided_samples_train_the_unguided_velocity(tiny_run: MakeRun, monkeypat
 def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--rollout.micro_batch_size=1", "--training.updates_per_rollout=2", "--rollout.num_generations=4"]
+    words = [
+        "--rollout.micro_batch_size=1",
+        "--training.updates_per_rollout=2",
+        "--rollout.num_generations=4",
+    ]
     trainer = build_trainer(tiny_run(*FORWARD, *words))
-    assert isinstance(trainer.objective, ForwardProcess) and trainer.objective.old is not None
+    assert (
+        isinstance(trainer.objective, ForwardProcess)
+        and trainer.objective.old is not None
+    )
     trained, averaged, update = [], [], trainer._optimizer_update
 
     def watched(scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
@@ -342,37 +489,68 @@ def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
         return update(scored, positions)
 
     monkeypatch.setattr(trainer, "_optimizer_update", watched)
-    monkeypatch.setattr(trainer.objective.old, "average", lambda decay: averaged.append(trainer.update))
+    monkeypatch.setattr(
+        trainer.objective.old, "average", lambda decay: averaged.append(trainer.update)
+    )
     trainer.iterate()
     every = [0, 1, 2, 3]
-    assert trained == [([True, False] * 2, every), ([False, True] * 2, every)] and averaged == [2]
-    # One that is left out as the last of its rollout: what the first one moved is followed all the same.
-    again = build_trainer(tiny_run(*FORWARD, *words, "--training.skip_nonfinite_updates=1"))
+    assert trained == [
+        ([True, False] * 2, every),
+        ([False, True] * 2, every),
+    ] and averaged == [2]
+    # One that is left out as the last of its rollout: what the first one moved is
+    # followed all the same.
+    again = build_trainer(
+        tiny_run(*FORWARD, *words, "--training.skip_nonfinite_updates=1")
+    )
     old = again.objective.old
     poison_gradients(again, monkeypatch, {1})
     before = {name: value.clone() for name, value in old.values.items()}
     assert again.iterate()["update/skipped_nonfinite"] == 1
-    assert any(not torch.equal(value, before[name]) for name, value in old.values.items())
+    assert any(
+        not torch.equal(value, before[name]) for name, value in old.values.items()
+    )
 
 
 def test_best_and_worst_are_not_split_over_updates(tiny_run: MakeRun) -> None:
-    words = ["--rollout.micro_batch_size=1", "--training.updates_per_rollout=2", "--training.best_and_worst=1"]
+    words = [
+        "--rollout.micro_batch_size=1",
+        "--training.updates_per_rollout=2",
+        "--training.best_and_worst=1",
+    ]
     with pytest.raises(
-        ConfigError, match="training.best_and_worst is 1, .* must be 0: several updates split the videos"
+        ConfigError,
+        match=(
+            "training.best_and_worst is 1, .* must be 0: several updates split the "
+            "videos"
+        ),
     ):
         tiny_run(*FORWARD, *words, "--rollout.num_generations=4")
 
 
-def test_the_controller_moves_once_for_every_level_that_is_trained(tiny_run: MakeRun) -> None:
-    words = ["--training.update=forward_process", "--objective.kl_mode=fixed", "--kl_weight.advance=step"]
+def test_the_controller_moves_once_for_every_level_that_is_trained(
+    tiny_run: MakeRun,
+) -> None:
+    words = [
+        "--training.update=forward_process",
+        "--objective.kl_mode=fixed",
+        "--kl_weight.advance=step",
+    ]
     for updates in (1, 2):
-        more = [f"--training.updates_per_rollout={updates}", "--rollout.micro_batch_size=1"]
+        more = [
+            f"--training.updates_per_rollout={updates}",
+            "--rollout.micro_batch_size=1",
+        ]
         trainer = build_trainer(tiny_run(*words, *more))
         trainer.iterate()
-        assert trainer.objective.kl_weight.update == 4 * trainer.config.forward_process.levels
+        assert (
+            trainer.objective.kl_weight.update
+            == 4 * trainer.config.forward_process.levels
+        )
 
 
-# ----------------------------------------------------------------------------------------------- states of the path
+# -----------------------------------------------------------------------------------------------
+# states of the path
 
 PATH = (
     "--training.update=forward_process",
@@ -387,7 +565,9 @@ PATH = (
 def test_on_the_path_the_rollout_has_states_and_old_velocities(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """u = (x_t - x0) / s at states that the sampler visited; the old policy's velocities need no forward."""
+    """u = (x_t - x0) / s at states that the sampler visited; the old policy's
+    velocities need no forward.
+    """
     trainer = build_trainer(tiny_run(*PATH, "--rollout.micro_batch_size=2"))
     objective = trainer.objective
     assert isinstance(objective, ForwardProcess) and objective.old is not None
@@ -405,7 +585,9 @@ def test_on_the_path_the_rollout_has_states_and_old_velocities(
                 s = float(trajectory.table.sigmas[step])
                 assert float(loss.sigma[b]) == pytest.approx(s)
                 assert torch.equal(loss.latents[b], trajectory.latents[step][b])
-                torch.testing.assert_close(s * loss.target[b] + trajectory.final[b], loss.latents[b])
+                torch.testing.assert_close(
+                    s * loss.target[b] + trajectory.final[b], loss.latents[b]
+                )
                 assert loss.velocity_old is not None
                 assert torch.equal(loss.velocity_old[b], trajectory.velocities[step][b])
 
@@ -413,7 +595,9 @@ def test_on_the_path_the_rollout_has_states_and_old_velocities(
 def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With weight gain^2 / 2 at every step it is sum A r eps dv by hand with eps = r (u - v), in float64."""
+    """With weight gain^2 / 2 at every step it is sum A r eps dv by hand with eps = r (u
+    - v), in float64.
+    """
     words = ["--forward_process.old_decay=null", "--forward_process.weighting=velocity"]
     trainer = build_trainer(tiny_run(*PATH, *words))
     use_smooth_velocity(trainer, monkeypatch)
@@ -428,14 +612,20 @@ def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
         for b, key in enumerate(trajectory.keys):
             embeds = trajectory.samples[b].embeds
             text = (embeds.text.mean() + len(embeds.text))[None]
-            for step in level_steps(key, allowed_steps(objective.process, trajectory.table), 2):
+            for step in level_steps(
+                key, allowed_steps(objective.process, trajectory.table), 2
+            ):
                 x, v_old = trajectory.latents[step][b], trajectory.velocities[step][b]
-                s, gain = float(trajectory.table.sigmas[step]), float(trajectory.table.gain[step])
+                s, gain = (
+                    float(trajectory.table.sigmas[step]),
+                    float(trajectory.table.gain[step]),
+                )
                 eps = gain * ((x - trajectory.final[b]) / s - v_old)
                 v = smooth_velocity(parameters, x[None], torch.tensor([s]), text)[0]
                 advantage = float(scored.advantages[rows][b])
                 surrogate = -advantage * gain * (eps * v).double().mean()
-                # GRPO's weight of a step less what `weighting: velocity` leaves out of it.
+                # GRPO's weight of a step less what `weighting: velocity` leaves out of
+                # it.
                 expected = expected + surrogate * 2 / gain**2
                 count += 1
     found = torch.autograd.grad(expected / count, parameters)
@@ -453,16 +643,26 @@ def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
         (("--rollout.eta=0",), "draws no noise"),
         (("--training.update=single_pass",), "before its video is finished"),
         (("--training.update=two_phase",), "train by the drawn noise"),
-        (("--forward_process.sampling_guidance=2", "--rollout.guidance_scale=1"), "its path is the sampler's"),
+        (
+            ("--forward_process.sampling_guidance=2", "--rollout.guidance_scale=1"),
+            "its path is the sampler's",
+        ),
         (("--forward_process.levels=9",), "forward_process.levels is 9"),
-        (("--rollout.sde_window.size=1",), "forward_process.levels is 2, but the sampler draws noise in [01] of"),
+        (
+            ("--rollout.sde_window.size=1",),
+            "forward_process.levels is 2, but the sampler draws noise in [01] of",
+        ),
     ],
 )
-def test_what_a_path_cannot_be_trained_with(tiny_run: MakeRun, words: tuple[str, ...], message: str) -> None:
+def test_what_a_path_cannot_be_trained_with(
+    tiny_run: MakeRun, words: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_run(*PATH, *words)
 
 
-def test_a_guided_path_is_warned_of(tiny_run: MakeRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_guided_path_is_warned_of(
+    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
     build_trainer(tiny_run(*PATH, "--rollout.guidance_scale=2"))
     assert "a reason that is not in the reward" in caplog.text

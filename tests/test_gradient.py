@@ -1,4 +1,6 @@
-"""The update of a rollout: its gradient, and that the work it leaves out changes nothing."""
+"""The update of a rollout: its gradient, and that the work it leaves out changes
+nothing.
+"""
 
 import itertools
 from collections import Counter
@@ -33,13 +35,17 @@ MakeRun = Callable[..., RunConfig]
 
 
 class BrightSquares:
-    """Brightness; all videos of a circle are equally good, and triangles cannot be scored."""
+    """Brightness; all videos of a circle are equally good, and triangles cannot be
+    scored.
+    """
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         if any("triangle" in prompt for prompt in prompts):
             raise ConnectionError("the scoring server is gone")
         circle = torch.tensor(["circle" in prompt for prompt in prompts])
-        return {"brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(circle, 0.5)}
+        return {
+            "brightness": videos.float().mean((1, 2, 3, 4)).masked_fill(circle, 0.5)
+        }
 
 
 def videos_of(folder: Path, *shapes: str) -> list[str]:
@@ -60,7 +66,9 @@ def videos_of(folder: Path, *shapes: str) -> list[str]:
 
 
 def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Guided velocities by phase of the coming iterations; `none` is where the advantages are made."""
+    """Guided velocities by phase of the coming iterations; `none` is where the
+    advantages are made.
+    """
     counts = {"rollout": 0, "anchor": 0, "update": 0}
     phase, velocity, enter = "", GuidedPolicy.velocity, trainer._phase
 
@@ -85,9 +93,14 @@ def test_every_sample_has_the_values_and_columns_of_its_own_step() -> None:
     columns = step_columns(settings, table, steps, advantage)
     torch.testing.assert_close(columns.gain, table.gain[steps].float())
     torch.testing.assert_close(columns.std, (table.std[steps].float() / 2).sqrt())
-    torch.testing.assert_close(columns.scale, 1 / (table.sigmas[steps] - table.sigmas[[3, 1, 2]]).float())
+    torch.testing.assert_close(
+        columns.scale, 1 / (table.sigmas[steps] - table.sigmas[[3, 1, 2]]).float()
+    )
     assert columns.advantage is advantage
-    assert torch.equal(step_columns(ObjectiveConfig(), table, steps, advantage).scale, table.scale[steps].float())
+    assert torch.equal(
+        step_columns(ObjectiveConfig(), table, steps, advantage).scale,
+        table.scale[steps].float(),
+    )
     values = [torch.tensor([step, step + 10, step + 20]) for step in range(4)]
     assert at_steps(values, steps).tolist() == [2, 10, 21]
 
@@ -110,9 +123,14 @@ def test_ranks_that_share_a_video_count_its_terms_once() -> None:
 def test_every_draw_of_positions_is_as_likely() -> None:
     seen = Counter(tuple(kl_factors(7, update, 4, 0.5)) for update in range(3000))
     assert len(seen) == 6 and all(abs(count - 500) < 100 for count in seen.values())
-    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(kl_factors(7, 0, 18, 0.25)) == pytest.approx(18)
+    assert kl_factors(7, 0, 20, 0.25).count(4.0) == 5 and sum(
+        kl_factors(7, 0, 18, 0.25)
+    ) == pytest.approx(18)
     assert kl_factors(7, 3, 20, 0.25) != kl_factors(8, 3, 20, 0.25)
-    assert kl_factors(0, 0, 3, 1.0) == [1.0] * 3 and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
+    assert (
+        kl_factors(0, 0, 3, 1.0) == [1.0] * 3
+        and kl_factors(0, 0, 3, 0.01).count(3.0) == 1
+    )
 
 
 def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
@@ -128,11 +146,16 @@ def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
     assert best_and_worst(many, 3).nonzero()[:, 1].tolist() == [2, 5, 8, 57, 60, 63]
 
 
-# ------------------------------------------------------------------------------------------ nothing for nothing
+# ------------------------------------------------------------------------------------------
+# nothing for nothing
 
 SQUARE_AND_CIRCLE, SQUARE_AND_TRIANGLE = ("square", "circle"), ("square", "triangle")
-TWICE, UNWEIGHTED = "--training.updates_per_rollout=2", "--objective.kl_position_weight=0"
-# Shapes, overrides, whether the anchor lies behind; passes of the anchor and of the update, of 8 each.
+TWICE, UNWEIGHTED = (
+    "--training.updates_per_rollout=2",
+    "--objective.kl_position_weight=0",
+)
+# Shapes, overrides, whether the anchor lies behind; passes of the anchor and of the
+# update, of 8 each.
 LEFT_OUT = {
     "no-spread": (SQUARE_AND_CIRCLE, ["--objective.kl_mode=none"], False, (0, 4)),
     "no-spread-anywhere": (("circle", "circle"), ["--objective.kl_mode=none"], False, (0, 0)),
@@ -159,15 +182,23 @@ def test_what_has_no_gradient_takes_no_pass_and_changes_no_bit(
                 move_weights(trainer)
             counts = passes(trainer, patch)
             record = trainer.iterate()
-        state = [t.clone() for group in trainer.tensors().values() for t in group.values()]
-        return {k: v for k, v in record.items() if not k.startswith("time/")}, state, counts
+        state = [
+            t.clone() for group in trainer.tensors().values() for t in group.values()
+        ]
+        return (
+            {k: v for k, v in record.items() if not k.startswith("time/")},
+            state,
+            counts,
+        )
 
     record, state, counts = train()
     assert (counts["anchor"], counts["update"]) == expected
     monkeypatch.setattr(
         Replay,
         "_passes",
-        lambda self, scored, wanted, positions: [(b, p) for b in range(len(scored.trajectories)) for p in positions],
+        lambda self, scored, wanted, positions: [
+            (b, p) for b in range(len(scored.trajectories)) for p in positions
+        ],
     )
     everything = train()
     assert everything[2]["update"] == 8
@@ -180,31 +211,54 @@ def test_to_measure_the_kls_share_takes_no_more_passes_than_to_train(
 ) -> None:
     """The weights have not moved: videos without advantages still need none."""
     words = videos_of(tmp_path, *SQUARE_AND_CIRCLE)
-    trainer = build_trainer(tiny_run(*words, "--objective.kl_mode=fixed", "--training.kl_share_every=1"))
+    trainer = build_trainer(
+        tiny_run(*words, "--objective.kl_mode=fixed", "--training.kl_share_every=1")
+    )
     counts = passes(trainer, monkeypatch)
-    assert trainer.iterate()["kl/grad_share"] == 0.0  # at its minimum, which takes no pass to know
+    # at its minimum, which takes no pass to know
+    assert trainer.iterate()["kl/grad_share"] == 0.0
     assert counts["update"] == 2 * 4
 
 
-def test_the_second_update_of_a_rollout_is_differentiated_where_the_first_has_led(tiny_run: MakeRun) -> None:
+def test_the_second_update_of_a_rollout_is_differentiated_where_the_first_has_led(
+    tiny_run: MakeRun,
+) -> None:
     found = []
     for guidance in ("paired", "split"):
-        words = (*STRONG_KL, TWICE, "--optimizer.learning_rate=0.2", "--objective.clip_range=0.5")
-        record = untimed(build_trainer(tiny_run(*words, f"--training.guidance={guidance}")).iterate())
+        words = (
+            *STRONG_KL,
+            TWICE,
+            "--optimizer.learning_rate=0.2",
+            "--objective.clip_range=0.5",
+        )
+        record = untimed(
+            build_trainer(tiny_run(*words, f"--training.guidance={guidance}")).iterate()
+        )
         found.append(record)
     assert found[0]["ratio/max_deviation"] > 1e-3
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-7)
 
 
-# ------------------------------------------------------------------------------------------ estimates of the gradient
+# ------------------------------------------------------------------------------------------
+# estimates of the gradient
 
 # A weight of the KL terms at which they are a good part of the gradient.
-STRONG_KL = ["--kl_weight.minimum=0.5", "--kl_weight.maximum=0.5", "--objective.kl_velocity_weight=0.7"]
-EXACT = ["--rollout.micro_batch_size=1", "--rollout.num_generations=4", "--optimizer.max_grad_norm=1e9"]
+STRONG_KL = [
+    "--kl_weight.minimum=0.5",
+    "--kl_weight.maximum=0.5",
+    "--objective.kl_velocity_weight=0.7",
+]
+EXACT = [
+    "--rollout.micro_batch_size=1",
+    "--rollout.num_generations=4",
+    "--optimizer.max_grad_norm=1e9",
+]
 
 
 class Estimates:
-    """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64, with the anchor behind."""
+    """Gradients and metrics of one rollout of a trainer, by what is drawn; in float64,
+    with the anchor behind.
+    """
 
     def __init__(self, config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trainer = build_trainer(config)
@@ -215,7 +269,9 @@ class Estimates:
         self.num_steps = len(self.drawn)
 
     def scored(self, factors: Sequence[float] | None = None) -> ScoredRollout:
-        """The rollout, always the same, with a draw of positions for the KL; None means all."""
+        """The rollout, always the same, with a draw of positions for the KL; None means
+        all.
+        """
         trainer = self.trainer
         trainer.objective.begin(0, 0)
         trainer.objective.kl_factors = factors or [1.0] * self.num_steps
@@ -235,24 +291,42 @@ class Estimates:
         return found, trainer.objective.statistics(terms)[0]
 
     def over_positions(self) -> tuple[Tensor, Tensor, list[dict[str, float]]]:
-        """Gradients (draws, parameters) by which half of the positions the KL counts at, the whole, and metrics."""
+        """Gradients (draws, parameters) by which half of the positions the KL counts
+        at, the whole, and metrics.
+        """
         whole, metrics = self.gradient(self.scored())
         count = self.num_steps // 2
         draws = [
-            [self.num_steps / count if position in drawn else 0.0 for position in range(self.num_steps)]
+            [
+                self.num_steps / count if position in drawn else 0.0
+                for position in range(self.num_steps)
+            ]
             for drawn in itertools.combinations(range(self.num_steps), count)
         ]
         assert self.drawn in draws
         found = [self.gradient(self.scored(factors)) for factors in draws]
-        return torch.stack([gradient for gradient, _ in found]), whole, [metrics, *(m for _, m in found)]
+        return (
+            torch.stack([gradient for gradient, _ in found]),
+            whole,
+            [metrics, *(m for _, m in found)],
+        )
 
 
 @pytest.mark.parametrize("update", ["two_phase", "single_pass"])
-@pytest.mark.parametrize(("sde_type", "kl_mode"), [("sage_grpo", "fixed"), ("sage_exact", "moving"), ("cps", "dual")])
+@pytest.mark.parametrize(
+    ("sde_type", "kl_mode"),
+    [("sage_grpo", "fixed"), ("sage_exact", "moving"), ("cps", "dual")],
+)
 def test_the_kl_at_a_share_of_the_steps_is_unbiased(
-    update: str, sde_type: str, kl_mode: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    update: str,
+    sde_type: str,
+    kl_mode: str,
+    tiny_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The mean over all draws is the whole gradient, and so is that of the KL which the controller watches."""
+    """The mean over all draws is the whole gradient, and so is that of the KL which the
+    controller watches.
+    """
     config = tiny_run(
         *EXACT,
         *STRONG_KL,
@@ -265,7 +339,9 @@ def test_the_kl_at_a_share_of_the_steps_is_unbiased(
     found, whole, (metrics, *drawn) = Estimates(config, monkeypatch).over_positions()
     assert relative(found.mean(0), whole) < 1e-10
     assert relative(found[0], whole) > 1e-3
-    assert sum(m["kl/position"] for m in drawn) / len(drawn) == pytest.approx(metrics["kl/position"], rel=1e-6)
+    assert sum(m["kl/position"] for m in drawn) / len(drawn) == pytest.approx(
+        metrics["kl/position"], rel=1e-6
+    )
     assert all(m["ratio/mean"] == 1.0 for m in drawn)
 
 
@@ -274,15 +350,24 @@ def test_the_kl_at_a_share_of_the_steps_is_unbiased(
 def test_a_share_of_every_videos_steps_is_unbiased(
     update: str, kl_mode: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Videos draw for themselves and their gradients add up, so it is enough that all draw alike."""
-    given = [*EXACT, *STRONG_KL, f"--training.update={update}", f"--objective.kl_mode={kl_mode}"]
+    """Videos draw for themselves and their gradients add up, so it is enough that all
+    draw alike.
+    """
+    given = [
+        *EXACT,
+        *STRONG_KL,
+        f"--training.update={update}",
+        f"--objective.kl_mode={kl_mode}",
+    ]
     estimates = Estimates(tiny_run(*given), monkeypatch)
     whole, _ = estimates.gradient(estimates.scored())
     half = Estimates(tiny_run(*given, "--training.timestep_fraction=0.5"), monkeypatch)
     found = []
     for drawn in itertools.combinations(range(4), 2):
         for module in (grpo, single_pass):
-            monkeypatch.setattr(module, "trained_steps", lambda *_, drawn=drawn: list(drawn))
+            monkeypatch.setattr(
+                module, "trained_steps", lambda *_, drawn=drawn: list(drawn)
+            )
         found.append(half.gradient(half.scored())[0])
     assert relative(torch.stack(found).mean(0), whole) < 1e-10
     assert relative(found[0], whole) > 1e-3
@@ -304,22 +389,30 @@ TRAIN_ON = ["--training.best_and_worst=1", "--rollout.num_generations=4"]
 def test_the_gradient_is_the_mean_over_the_chosen_videos(
     overrides: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each video's gradient alone, from a run that trains all, and the KL is measured on the chosen videos."""
+    """Each video's gradient alone, from a run that trains all, and the KL is measured
+    on the chosen videos.
+    """
     given = [*EXACT, *STRONG_KL, *overrides]
     every = Estimates(tiny_run(*given), monkeypatch)
     scored = every.scored()
-    order = sorted(range(4), key=lambda video: (-float(scored.all_advantages[video]), video))
+    order = sorted(
+        range(4), key=lambda video: (-float(scored.all_advantages[video]), video)
+    )
     chosen = [order[0], order[3]]
     alone = []
     for video in chosen:
-        alone.append(every.gradient(replace(scored, all_trained=torch.arange(4) == video)))
+        alone.append(
+            every.gradient(replace(scored, all_trained=torch.arange(4) == video))
+        )
     some = Estimates(tiny_run(*given, *TRAIN_ON), monkeypatch)
     fewer = some.scored()
     assert torch.equal(fewer.all_advantages, scored.all_advantages)
     found, metrics = some.gradient(fewer)
     assert relative(found, sum(gradient for gradient, _ in alone) / 2) < 1e-10  # type: ignore[arg-type]
     for key in ("loss", "kl/position", "kl/velocity"):
-        assert metrics[key] == pytest.approx(sum(m[key] for _, m in alone) / 2, rel=1e-6, abs=1e-12)
+        assert metrics[key] == pytest.approx(
+            sum(m[key] for _, m in alone) / 2, rel=1e-6, abs=1e-12
+        )
     assert relative(found, every.gradient(scored)[0]) > 1e-3
 
 
@@ -327,9 +420,13 @@ def test_the_gradient_is_the_mean_over_the_chosen_videos(
 def test_the_anchor_is_measured_where_the_kl_counts(
     update: str, tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 videos of 4 steps, one at a time: 4 forwards of the anchor instead of 16, and 4 second backward passes."""
+    """4 videos of 4 steps, one at a time: 4 forwards of the anchor instead of 16, and 4
+    second backward passes.
+    """
     config = tiny_run(
-        "--rollout.micro_batch_size=1", f"--training.update={update}", "--objective.kl_position_fraction=0.25"
+        "--rollout.micro_batch_size=1",
+        f"--training.update={update}",
+        "--objective.kl_position_fraction=0.25",
     )
     trainer = build_trainer(config)
     move_weights(trainer)
@@ -337,7 +434,11 @@ def test_the_anchor_is_measured_where_the_kl_counts(
     pulled: list[int] = []
     pull = torch.autograd.grad
     monkeypatch.setattr(
-        torch.autograd, "grad", lambda *given, **options: (pulled.append(len(given)), pull(*given, **options))[1]
+        torch.autograd,
+        "grad",
+        lambda *given, **options: (pulled.append(len(given)), pull(*given, **options))[
+            1
+        ],
     )
     trainer.iterate()
     if update == "two_phase":
@@ -348,9 +449,14 @@ def test_the_anchor_is_measured_where_the_kl_counts(
         assert len(pulled) == 2 * (16 + 4)
 
 
-# ------------------------------------------------------------------------------------------ its halves
+# ------------------------------------------------------------------------------------------
+# its halves
 
-HALVES = ["--rollout.batch_size=8", "--evaluation.every=0", "--evaluation.num_prompts=null"]
+HALVES = [
+    "--rollout.batch_size=8",
+    "--evaluation.every=0",
+    "--evaluation.num_prompts=null",
+]
 OF_UPDATE = {
     "two_phase": ["--objective.kl_mode=none"],
     "single_pass": ["--objective.kl_mode=none"],
@@ -358,11 +464,15 @@ OF_UPDATE = {
 }
 
 
-def gradient_and_signal(trainer: Trainer, scored: ScoredRollout) -> tuple[Tensor, float | None]:
+def gradient_and_signal(
+    trainer: Trainer, scored: ScoredRollout
+) -> tuple[Tensor, float | None]:
     """Of a rollout whose update is not made."""
     trainer.objective.accumulate(scored, range(len(scored.orders[0])), 0)
     trainer.engine.clip_gradients()
-    gradient = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+    gradient = torch.cat(
+        [p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]
+    )
     trainer.engine.zero_grad()
     return gradient, trainer.engine.signal
 
@@ -378,9 +488,18 @@ def rollout_of(trainer: Trainer) -> ScoredRollout:
 
 
 @pytest.mark.parametrize("update", OF_UPDATE)
-def test_the_signal_is_the_cosine_of_the_gradients_of_two_halves(tiny_run: MakeRun, update: str) -> None:
-    """Without advantages in the other half there is a half's own gradient, in a rollout that is the same."""
-    words = [*HALVES, *OF_UPDATE[update], f"--training.update={update}", "--optimizer.max_grad_norm=1e9"]
+def test_the_signal_is_the_cosine_of_the_gradients_of_two_halves(
+    tiny_run: MakeRun, update: str
+) -> None:
+    """Without advantages in the other half there is a half's own gradient, in a rollout
+    that is the same.
+    """
+    words = [
+        *HALVES,
+        *OF_UPDATE[update],
+        f"--training.update={update}",
+        "--optimizer.max_grad_norm=1e9",
+    ]
     gradients, signals = [], []
     for kept in (slice(0, 8), slice(0, 4), slice(4, 8)):
         trainer = build_trainer(tiny_run(*words))
@@ -388,22 +507,33 @@ def test_the_signal_is_the_cosine_of_the_gradients_of_two_halves(tiny_run: MakeR
         assert scored.second_half == scored.middle == 4
         advantages = torch.zeros_like(scored.all_advantages)
         advantages[kept] = scored.all_advantages[kept]
-        gradient, signal = gradient_and_signal(trainer, replace(scored, all_advantages=advantages))
+        gradient, signal = gradient_and_signal(
+            trainer, replace(scored, all_advantages=advantages)
+        )
         gradients.append(gradient)
         signals.append(signal)
     whole, first, second = gradients
     assert relative(first + second, whole) < 1e-5
     expected = float(torch.nn.functional.cosine_similarity(first, second, dim=0))
-    assert signals == [pytest.approx(expected, abs=1e-5), None, None] and 0.01 < abs(expected) < 0.999
+    assert (
+        signals == [pytest.approx(expected, abs=1e-5), None, None]
+        and 0.01 < abs(expected) < 0.999
+    )
 
 
 @pytest.mark.parametrize("update", OF_UPDATE)
-def test_the_signal_changes_no_number(tiny_run: MakeRun, update: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_signal_changes_no_number(
+    tiny_run: MakeRun, update: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for told in (True, False):
         if not told:
-            monkeypatch.setattr(trainer_module, "second_half", lambda config, ranks: None)
-        trainer = build_trainer(tiny_run(*HALVES, *OF_UPDATE[update], f"--training.update={update}"))
+            monkeypatch.setattr(
+                trainer_module, "second_half", lambda config, ranks: None
+            )
+        trainer = build_trainer(
+            tiny_run(*HALVES, *OF_UPDATE[update], f"--training.update={update}")
+        )
         rows = [untimed(trainer.iterate()) for _ in range(2)]
         assert all(("grad/signal" in row) == told for row in rows)
         for row in rows:
@@ -417,7 +547,10 @@ def test_the_halves_are_told_apart_where_that_costs_no_pass(tiny_run: MakeRun) -
     """Groups of two in micro-batches of two, unless it says otherwise."""
 
     def first(*words: str, ranks: int = 1) -> int | None:
-        return second_half(tiny_run("--rollout.batch_size=4", "--rollout.micro_batch_size=2", *words), ranks)
+        return second_half(
+            tiny_run("--rollout.batch_size=4", "--rollout.micro_batch_size=2", *words),
+            ranks,
+        )
 
     assert first() == 2 and first(ranks=2) == 4 and first("--rollout.batch_size=6") == 2
     # Of six videos in two micro-batches the second begins in the second group of three.
@@ -425,22 +558,44 @@ def test_the_halves_are_told_apart_where_that_costs_no_pass(tiny_run: MakeRun) -
     assert first("--rollout.batch_size=6", "--rollout.micro_batch_size=3", ranks=2) == 6
     single = ["--training.update=single_pass", "--rollout.micro_batch_size=4"]
     assert first(*single) == 2 and first(single[1]) is None
-    assert first("--rollout.num_generations=4") is None and first("--training.updates_per_rollout=2") is None
-    assert first("--training.mode=full") is None and first("--distributed.zero_stage=2") is None
+    assert (
+        first("--rollout.num_generations=4") is None
+        and first("--training.updates_per_rollout=2") is None
+    )
+    assert (
+        first("--training.mode=full") is None
+        and first("--distributed.zero_stage=2") is None
+    )
 
 
 def test_a_rank_knows_where_its_second_half_begins(tiny_run: MakeRun) -> None:
     scored = rollout_of(build_trainer(tiny_run(*HALVES)))
-    parts = [torch.arange(first, last)[None] for first, last in ((2, 6), (5, 8), (0, 3))]
-    middles = [replace(scored, second_half=at, rows=rows, rank=0).middle for at in (4, None) for rows in parts]
+    parts = [
+        torch.arange(first, last)[None] for first, last in ((2, 6), (5, 8), (0, 3))
+    ]
+    middles = [
+        replace(scored, second_half=at, rows=rows, rank=0).middle
+        for at in (4, None)
+        for rows in parts
+    ]
     assert middles == [2, 0, 3, None, None, None]
 
 
 @pytest.mark.slow
 def test_a_shuffled_reward_has_no_signal(tiny_run: MakeRun, tmp_path: Path) -> None:
-    """In 16 rollouts of the forward process; the true reward, brightness, repeats from half to half."""
-    words = [*videos_of(tmp_path, *["square", "cross"] * 4), "--rollout.batch_size=32", "--rollout.num_generations=4"]
-    words += ["--rollout.micro_batch_size=16", *OF_UPDATE["forward_process"], "--training.update=forward_process"]
+    """In 16 rollouts of the forward process; the true reward, brightness, repeats from
+    half to half.
+    """
+    words = [
+        *videos_of(tmp_path, *["square", "cross"] * 4),
+        "--rollout.batch_size=32",
+        "--rollout.num_generations=4",
+    ]
+    words += [
+        "--rollout.micro_batch_size=16",
+        *OF_UPDATE["forward_process"],
+        "--training.update=forward_process",
+    ]
     trainer = build_trainer(tiny_run(*words))
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[float]] = {"true": [], "shuffled": []}
@@ -456,6 +611,7 @@ def test_a_shuffled_reward_has_no_signal(tiny_run: MakeRun, tmp_path: Path) -> N
         trainer.update += 1
         trainer.rollouts += 1
     (true, error), (noise, noise_error) = (
-        (float(values.mean()), float(values.std()) / 4) for values in map(torch.tensor, found.values())
+        (float(values.mean()), float(values.std()) / 4)
+        for values in map(torch.tensor, found.values())
     )
     assert true > max(0.1, 4 * error) and abs(noise) < 2 * noise_error < 0.1

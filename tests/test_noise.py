@@ -1,4 +1,6 @@
-"""The counter-based noise: published Philox vectors, layout, distribution and what a number may depend on."""
+"""The counter-based noise: published Philox vectors, layout, distribution and what a
+number may depend on.
+"""
 
 import hashlib
 import math
@@ -19,28 +21,45 @@ KEY = NoiseKey(seed=3, update=11, prompt_index=5, sample_index=2)
 
 
 def keys(count: int) -> list[NoiseKey]:
-    return [NoiseKey(seed=0, update=1, prompt_index=i // 4, sample_index=i % 4) for i in range(count)]
+    return [
+        NoiseKey(seed=0, update=1, prompt_index=i // 4, sample_index=i % 4)
+        for i in range(count)
+    ]
 
 
 def philox_of(counter: Sequence[int], key: Sequence[int]) -> list[int]:
-    words = philox([torch.tensor([word]) for word in counter], [torch.tensor([word]) for word in key])
+    words = philox(
+        [torch.tensor([word]) for word in counter],
+        [torch.tensor([word]) for word in key],
+    )
     return [int(word) for word in words]
 
 
 def python_normal(key: NoiseKey, stream: int, step: int, element: int) -> float:
     """One number from the documented layout in double precision."""
-    packed = struct.pack("<4q", key.seed, key.update, key.prompt_index, key.sample_index)
+    packed = struct.pack(
+        "<4q", key.seed, key.update, key.prompt_index, key.sample_index
+    )
     digest = hashlib.blake2b(packed, digest_size=8, person=b"sage_fast.noise").digest()
     block, lane = divmod(element, 4)
-    words = philox_of([block & 0xFFFFFFFF, block >> 32, step, stream], struct.unpack("<2I", digest))
+    words = philox_of(
+        [block & 0xFFFFFFFF, block >> 32, step, stream], struct.unpack("<2I", digest)
+    )
     first, second = words[:2] if lane < 2 else words[2:]
-    radius, angle = math.sqrt(-2 * math.log(first / 2**32 + 2**-33)), 2 * math.pi * second / 2**32
+    radius, angle = (
+        math.sqrt(-2 * math.log(first / 2**32 + 2**-33)),
+        2 * math.pi * second / 2**32,
+    )
     return radius * (math.cos(angle) if lane % 2 == 0 else math.sin(angle))
 
 
 PUBLISHED = (
     ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-    ([0xFFFFFFFF] * 4, [0xFFFFFFFF] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0xFFFFFFFF] * 4,
+        [0xFFFFFFFF] * 2,
+        [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
+    ),
     (
         [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
         [0xA4093822, 0x299F31D0],
@@ -50,8 +69,12 @@ PUBLISHED = (
 """Counter, key and words of Random123 (kat_vectors, philox 4x32, 10 rounds)."""
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), PUBLISHED, ids=["zeros", "ones", "pi"])
-def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"), PUBLISHED, ids=["zeros", "ones", "pi"]
+)
+def test_philox_known_answers(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
     assert philox_of(counter, key) == expected
 
 
@@ -64,21 +87,29 @@ def test_numbers_follow_the_documented_layout(element: int) -> None:
 
 
 def test_layout_is_pinned() -> None:
-    """A resumed run must see the numbers of the run that it resumes: changing these breaks checkpoints."""
+    """A resumed run must see the numbers of the run that it resumes: changing these
+    breaks checkpoints.
+    """
     expected = [[0.4216278, -0.8752539, 1.2336555, 0.4689991]]
-    torch.testing.assert_close(gaussian([KEY], 9, (4,)), torch.tensor(expected), rtol=0, atol=2e-6)
+    torch.testing.assert_close(
+        gaussian([KEY], 9, (4,)), torch.tensor(expected), rtol=0, atol=2e-6
+    )
 
 
 def test_moments_and_distribution() -> None:
     sample = gaussian(keys(32), 4, (16384,)).double().flatten()
     n = sample.numel()
-    # Standard errors of the first four moments of a standard normal: 1, sqrt 2, sqrt 15, sqrt 96 over sqrt n.
+    # Standard errors of the first four moments of a standard normal: 1, sqrt 2, sqrt
+    # 15, sqrt 96 over sqrt n.
     for power, moment, spread in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert float((sample**power).mean()) == pytest.approx(moment, abs=4 * math.sqrt(spread / n))
+        assert float((sample**power).mean()) == pytest.approx(
+            moment, abs=4 * math.sqrt(spread / n)
+        )
     ordered = sample.sort().values
     uniform = (1 + torch.erf(ordered / math.sqrt(2))) / 2
     ranks = torch.arange(n, dtype=torch.float64) / n
-    assert float((uniform - ranks).abs().max()) < 1.95 / math.sqrt(n)  # Kolmogorov-Smirnov at 0.1 %
+    # Kolmogorov-Smirnov at 0.1 %
+    assert float((uniform - ranks).abs().max()) < 1.95 / math.sqrt(n)
     assert float(sample.abs().max()) < 6.77
 
 
@@ -93,7 +124,9 @@ def test_moments_and_distribution() -> None:
         pytest.param(KEY, 10, id="step"),
     ],
 )
-def test_a_change_of_owner_or_step_gives_independent_noise(other: NoiseKey, step: int) -> None:
+def test_a_change_of_owner_or_step_gives_independent_noise(
+    other: NoiseKey, step: int
+) -> None:
     first, second = gaussian([KEY], 9, (65536,)), gaussian([other], step, (65536,))
     assert abs(float((first * second).mean())) < 4 / 256
     assert float((first == second).float().mean()) < 1e-3
@@ -106,11 +139,17 @@ def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
     assert float((first == second).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str
+)
 def test_a_row_does_not_depend_on_its_batch(shape: tuple[int, ...]) -> None:
     owners, steps = keys(9), [3, 1, 4, 1, 5, 9, 2, 6, 5]
     batch = gaussian(owners, steps, shape)
-    assert batch.shape == (9, *shape) and batch.dtype == torch.float32 and batch.is_contiguous()
+    assert (
+        batch.shape == (9, *shape)
+        and batch.dtype == torch.float32
+        and batch.is_contiguous()
+    )
     for row, (owner, step) in enumerate(zip(owners, steps, strict=True)):
         assert torch.equal(gaussian([owner], step, shape)[0], batch[row])
     assert torch.equal(gaussian(owners[::-1], steps[::-1], shape), batch.flip(0))
@@ -123,12 +162,19 @@ def test_shapes_share_a_prefix_and_only_the_flat_index_counts() -> None:
 
 
 def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
-    """The loss draws the same noise again, by owner and step, so each latent must follow from the one before."""
+    """The loss draws the same noise again, by owner and step, so each latent must
+    follow from the one before.
+    """
     owners, table = keys(2), transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
     initial = initial_latents(owners, (1, 1, 2, 3))
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    samples = [Sample(prompt=Prompt(text="", index=0), embeds=embeds, member=member) for member in range(2)]
-    found = sample_trajectory(lambda step, x, sigma: x.sin(), samples, owners, table, initial)
+    samples = [
+        Sample(prompt=Prompt(text="", index=0), embeds=embeds, member=member)
+        for member in range(2)
+    ]
+    found = sample_trajectory(
+        lambda step, x, sigma: x.sin(), samples, owners, table, initial
+    )
     for step, (x, after) in enumerate(pairwise([*found.latents, found.final])):
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         expected = a * x + b * x.sin() + std * gaussian(owners, step, (1, 1, 2, 3))

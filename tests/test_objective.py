@@ -1,4 +1,6 @@
-"""Advantages, the terms of each KL mode, the KL weight; invariants/test_gradients.py holds the loss."""
+"""Advantages, the terms of each KL mode, the KL weight; invariants/test_gradients.py
+holds the loss.
+"""
 
 import math
 from typing import Any, get_args
@@ -21,13 +23,18 @@ from sage_fast.objective import (
 
 
 def test_advantages_by_hand() -> None:
-    # Group 0: mean 2, deviations -1 -1 1 1, std 1. Group 1: mean 4, deviations -3 1 1 1, std sqrt 3.
-    rewards = torch.tensor([[1.0, 1.0, 3.0, 3.0], [1.0, 5.0, 5.0, 5.0]], dtype=torch.float64)
+    # Group 0: mean 2, deviations -1 -1 1 1, std 1. Group 1: mean 4, deviations -3 1 1
+    # 1, std sqrt 3.
+    rewards = torch.tensor(
+        [[1.0, 1.0, 3.0, 3.0], [1.0, 5.0, 5.0, 5.0]], dtype=torch.float64
+    )
     advantages, zero_spread = group_advantages(rewards, eps=0.0)
     assert advantages.dtype == torch.float32
     root = math.sqrt(3)
     assert advantages[0].tolist() == pytest.approx([-1, -1, 1, 1])
-    assert advantages[1].tolist() == pytest.approx([-root, 1 / root, 1 / root, 1 / root])
+    assert advantages[1].tolist() == pytest.approx(
+        [-root, 1 / root, 1 / root, 1 / root]
+    )
     assert zero_spread.tolist() == [False, False]
 
 
@@ -36,12 +43,18 @@ def test_global_std_keeps_the_group_mean() -> None:
     # All rewards: mean 7.5, variance (56.25 + 30.25 + 6.25 + 110.25) / 4 = 50.75.
     advantages, _ = group_advantages(rewards, std="global", eps=0.0)
     unit = math.sqrt(50.75)
-    assert advantages.flatten().tolist() == pytest.approx([-1 / unit, 1 / unit, -4 / unit, 4 / unit])
+    assert advantages.flatten().tolist() == pytest.approx(
+        [-1 / unit, 1 / unit, -4 / unit, 4 / unit]
+    )
 
 
-@pytest.mark.parametrize(("std", "eps"), [("group", 0.0), ("group", 1e-6), ("global", 0.0)])
+@pytest.mark.parametrize(
+    ("std", "eps"), [("group", 0.0), ("group", 1e-6), ("global", 0.0)]
+)
 def test_groups_without_spread_are_counted_not_amplified(std: Any, eps: float) -> None:
-    rewards = torch.tensor([[0.7, 0.7, 0.7], [0.0, 0.0, 0.0], [1.0, 2.0, 3.0], [1.0, 1.0001, 1.0002]])
+    rewards = torch.tensor(
+        [[0.7, 0.7, 0.7], [0.0, 0.0, 0.0], [1.0, 2.0, 3.0], [1.0, 1.0001, 1.0002]]
+    )
     advantages, zero_spread = group_advantages(rewards, std=std, eps=eps)
     assert zero_spread.tolist() == [True, True, False, False]
     assert advantages[:2].tolist() == [[0.0] * 3] * 2
@@ -51,8 +64,13 @@ def test_groups_without_spread_are_counted_not_amplified(std: Any, eps: float) -
 @pytest.mark.parametrize("magnitude", [1e-3, 1.0, 3.6757, 1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_rounding_is_not_spread(dtype: torch.dtype, magnitude: float) -> None:
-    """Rewards that differ in the last bits of float32, as two summation orders leave them."""
-    steps = torch.tensor([[0, 1, -1, 2]], dtype=torch.float64) * torch.finfo(torch.float32).eps
+    """Rewards that differ in the last bits of float32, as two summation orders leave
+    them.
+    """
+    steps = (
+        torch.tensor([[0, 1, -1, 2]], dtype=torch.float64)
+        * torch.finfo(torch.float32).eps
+    )
     rewards = (magnitude * (1 + steps)).to(dtype)
     assert float(rewards.max()) > float(rewards.min())
     advantages, zero_spread = group_advantages(rewards, eps=0.0)
@@ -62,7 +80,9 @@ def test_rounding_is_not_spread(dtype: torch.dtype, magnitude: float) -> None:
 
 def test_eps_damps_rewards_that_are_all_rounding_around_zero() -> None:
     advantages, _ = group_advantages(torch.tensor([[1e-8, -1e-8]]))
-    assert advantages[0].tolist() == pytest.approx([1e-8 / (1e-8 + 1e-6), -1e-8 / (1e-8 + 1e-6)], rel=1e-5)
+    assert advantages[0].tolist() == pytest.approx(
+        [1e-8 / (1e-8 + 1e-6), -1e-8 / (1e-8 + 1e-6)], rel=1e-5
+    )
 
 
 def test_advantages_are_clipped() -> None:
@@ -71,7 +91,9 @@ def test_advantages_are_clipped() -> None:
     # One of 64: unclipped (63/64) / sqrt(63)/64 = sqrt 63 = 7.94.
     assert float(group_advantages(rewards).advantages.max()) == 5
     assert float(group_advantages(rewards, clip=2.0).advantages.max()) == 2
-    assert float(group_advantages(rewards, clip=math.inf).advantages.max()) == pytest.approx(math.sqrt(63), rel=1e-4)
+    assert float(
+        group_advantages(rewards, clip=math.inf).advantages.max()
+    ) == pytest.approx(math.sqrt(63), rel=1e-4)
 
 
 def test_weighted_sum_is_the_advantage_of_the_sum() -> None:
@@ -80,7 +102,9 @@ def test_weighted_sum_is_the_advantage_of_the_sum() -> None:
         "MQ": torch.tensor([[4.0, 0.0, 2.0]]),
         "extra": torch.ones(7),
     }
-    ours = weighted_advantages(components, {"VQ": 1.0, "MQ": 0.5, "extra": 0.0}, normalization="sum")
+    ours = weighted_advantages(
+        components, {"VQ": 1.0, "MQ": 0.5, "extra": 0.0}, normalization="sum"
+    )
     expected = group_advantages(torch.tensor([[2.0, 1.0, 3.0]]))
     assert torch.equal(ours.advantages, expected.advantages)
     assert not bool(ours.zero_spread.any())
@@ -95,7 +119,8 @@ def test_per_reward_normalises_before_it_weights() -> None:
     advantages, zero_spread = weighted_advantages(
         components, {"VQ": 1.0, "MQ": -3.0}, normalization="per_reward", eps=0.0
     )
-    # Group 0: (1 * (-1, 1) - 3 * (1, -1)) / 4 = (-1, 1). Group 1: VQ alone, (-1, 1) / 4.
+    # Group 0: (1 * (-1, 1) - 3 * (1, -1)) / 4 = (-1, 1). Group 1: VQ alone, (-1, 1) /
+    # 4.
     assert advantages.tolist() == [[-1.0, 1.0], [-0.25, 0.25], [0.0, 0.0]]
     assert zero_spread.tolist() == [False, False, True]
 
@@ -104,9 +129,13 @@ def test_per_reward_clips_the_sum_only() -> None:
     rewards = torch.zeros(1, 64)
     rewards[0, 0] = 1.0
     opposite = {"a": rewards, "b": 3 * rewards}
-    result = weighted_advantages(opposite, {"a": 2.0, "b": -1.0}, normalization="per_reward", eps=0.0)
+    result = weighted_advantages(
+        opposite, {"a": 2.0, "b": -1.0}, normalization="per_reward", eps=0.0
+    )
     assert float(result.advantages[0, 0]) == pytest.approx(math.sqrt(63) / 3, rel=1e-6)
-    result = weighted_advantages(opposite, {"a": 2.0, "b": 1.0}, normalization="per_reward")
+    result = weighted_advantages(
+        opposite, {"a": 2.0, "b": 1.0}, normalization="per_reward"
+    )
     assert float(result.advantages[0, 0]) == 5
 
 
@@ -137,8 +166,9 @@ def weights(settings: KLWeightConfig, values: list[float]) -> list[float]:
     return [*result, state.weight]
 
 
-# Target 1, window 2. Means after the warm-up: 4, 4, 2, 0, 0.5, 1.5, 2, that is high, high, high, low, then
-# the two bounds themselves, which leave the weight alone, then high.
+# Target 1, window 2. Means after the warm-up: 4, 4, 2, 0, 0.5, 1.5, 2, that is high,
+# high, high, low, then the two bounds themselves, which leave the weight alone, then
+# high.
 KL_VALUES = [4.0, 4.0, 4.0, 4.0, 0.0, 0.0, 1.0, 2.0, 2.0]
 
 
@@ -150,11 +180,20 @@ def test_kl_weight_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kl_weight_stays_above_its_minimum() -> None:
-    path = weights(KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0), [9.0] * 40)
+    path = weights(
+        KLWeightConfig(minimum=2.0, maximum=8.0, warmup_updates=0, target=1.0),
+        [9.0] * 40,
+    )
     assert path[0] == 8 and path[-1] == 2.0
 
 
-@pytest.mark.parametrize(("kl", "factor"), [(0.45, 1.1), (0.55, 1.0), (1.45, 1.0), (1.55, 0.9)])
-def test_kl_weight_moves_outside_half_and_one_and_a_half_of_the_target(kl: float, factor: float) -> None:
+@pytest.mark.parametrize(
+    ("kl", "factor"), [(0.45, 1.1), (0.55, 1.0), (1.45, 1.0), (1.55, 0.9)]
+)
+def test_kl_weight_moves_outside_half_and_one_and_a_half_of_the_target(
+    kl: float, factor: float
+) -> None:
     settings = KLWeightConfig(minimum=1.0, maximum=8.0, warmup_updates=0, target=1.0)
-    assert next_kl_weight(KLWeightState(weight=4.0, update=9), kl, settings).weight == pytest.approx(4.0 * factor)
+    assert next_kl_weight(
+        KLWeightState(weight=4.0, update=9), kl, settings
+    ).weight == pytest.approx(4.0 * factor)

@@ -16,18 +16,29 @@ from torch.optim import AdamW, Muon
 
 from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
 from sage_fast.distributed.world import SINGLE_PROCESS
-from sage_fast.optim import PUBLISHED, WIDTH, OptimizerSet, ShardedMuon, first_movement, unusual_movement
+from sage_fast.optim import (
+    PUBLISHED,
+    WIDTH,
+    OptimizerSet,
+    ShardedMuon,
+    first_movement,
+    unusual_movement,
+)
 from sage_fast.sharding.parallelize import TorchEngine
 
 
 def parameter(*shape: int, seed: int = 0) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)))
+    return nn.Parameter(
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    )
 
 
 @pytest.fixture
 def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     yield init_device_mesh("cpu", (1,))
     dist.destroy_process_group()
 
@@ -46,34 +57,60 @@ def test_without_a_gradient_only_the_decay_moves_a_weight(name: str) -> None:
 
 def test_sharded_muon_is_muon(mesh: DeviceMesh) -> None:
     """Three steps of a wide and a high matrix, decay included."""
-    settings = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
+    settings = {
+        "lr": 0.1,
+        "weight_decay": 0.3,
+        "momentum": 0.95,
+        "adjust_lr_fn": "match_rms_adamw",
+    }
     whole = [parameter(8, 24), parameter(24, 8, seed=1)]
-    shards = [nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)])) for p in whole]
+    shards = [
+        nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)]))
+        for p in whole
+    ]
     plain, sharded = Muon(whole, **settings), ShardedMuon(shards, **settings)  # type: ignore[arg-type]
     for step in range(3):
         for i, (p, shard) in enumerate(zip(whole, shards, strict=True)):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+            p.grad = torch.randn(
+                p.shape, generator=torch.Generator().manual_seed(10 * step + i)
+            )
             shard.grad = distribute_tensor(p.grad.clone(), mesh, [Shard(0)])
         plain.step()
         sharded.step()
     for p, shard in zip(whole, shards, strict=True):
-        # Orthogonalised in bfloat16 in both, from values that were rounded before or after the gathering.
-        torch.testing.assert_close(shard.detach().full_tensor(), p.detach(), rtol=1e-2, atol=2e-3)
+        # Orthogonalised in bfloat16 in both, from values that were rounded before or
+        # after the gathering.
+        torch.testing.assert_close(
+            shard.detach().full_tensor(), p.detach(), rtol=1e-2, atol=2e-3
+        )
 
 
 def test_muon_leaves_embeddings_to_adamw() -> None:
-    parameters = {"token_embed.weight": parameter(4, 4), "proj.weight": parameter(4, 4), "proj.bias": parameter(4)}
+    parameters = {
+        "token_embed.weight": parameter(4, 4),
+        "proj.weight": parameter(4, 4),
+        "proj.bias": parameter(4),
+    }
     muon, adamw = OptimizerSet(parameters, OptimizerConfig(name="muon")).optimizers
-    assert isinstance(muon, Muon) and muon.param_groups[0]["params"] == [parameters["proj.weight"]]
+    assert isinstance(muon, Muon) and muon.param_groups[0]["params"] == [
+        parameters["proj.weight"]
+    ]
     rest = [parameters["token_embed.weight"], parameters["proj.bias"]]
-    assert isinstance(adamw, AdamW) and all(a is b for a, b in zip(adamw.param_groups[0]["params"], rest, strict=True))
+    assert isinstance(adamw, AdamW) and all(
+        a is b for a, b in zip(adamw.param_groups[0]["params"], rest, strict=True)
+    )
 
 
 def test_the_share_of_eps_is_that_of_the_elements_that_adamw_moves() -> None:
     """One of them has never had a gradient; a matrix of Muon's counts for nothing."""
     bias, matrix, betas, eps = parameter(3), parameter(2, 2), (0.9, 0.99), 1e-3
-    gradients = torch.tensor([[1e-3, 1e-2, 0.0], [4e-3, 1e-2, 0.0]], dtype=torch.float64)
-    optimizer = OptimizerSet({"bias": bias, "weight": matrix}, OptimizerConfig(name="muon", betas=betas, eps=eps))
+    gradients = torch.tensor(
+        [[1e-3, 1e-2, 0.0], [4e-3, 1e-2, 0.0]], dtype=torch.float64
+    )
+    optimizer = OptimizerSet(
+        {"bias": bias, "weight": matrix},
+        OptimizerConfig(name="muon", betas=betas, eps=eps),
+    )
     assert optimizer.eps_share() is None
     moment = torch.zeros(3, dtype=torch.float64)
     for step, gradient in enumerate(gradients, 1):
@@ -81,7 +118,9 @@ def test_the_share_of_eps_is_that_of_the_elements_that_adamw_moves() -> None:
         optimizer.step(1e-3)
         moment = betas[1] * moment + (1 - betas[1]) * gradient**2
         roots = (moment / (1 - betas[1] ** step)).sqrt()[:2]
-        assert optimizer.eps_share() == pytest.approx(float((eps / (roots + eps)).mean()), rel=1e-5)
+        assert optimizer.eps_share() == pytest.approx(
+            float((eps / (roots + eps)).mean()), rel=1e-5
+        )
     alone = OptimizerSet({"weight": matrix}, OptimizerConfig(name="muon"))
     matrix.grad = torch.ones(2, 2)
     alone.step(1e-3)
@@ -94,7 +133,9 @@ def test_the_schedule_goes_on_where_it_was() -> None:
     def made() -> TorchEngine:
         layer = nn.Linear(3, 3)
         layer.weight.grad = torch.ones_like(layer.weight)
-        return TorchEngine({"weight": layer.weight}, config, SINGLE_PROCESS, layer, "never")
+        return TorchEngine(
+            {"weight": layer.weight}, config, SINGLE_PROCESS, layer, "never"
+        )
 
     whole, rates = made(), []
     for _ in range(6):
@@ -111,21 +152,31 @@ def test_the_schedule_goes_on_where_it_was() -> None:
 
 @pytest.mark.parametrize(("rank", "scale"), [(16, 2.0), (32, 1.0), (None, 1.0)])
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(name: str, rank: int | None, scale: float) -> None:
+def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(
+    name: str, rank: int | None, scale: float
+) -> None:
     n, generator = 256, torch.Generator().manual_seed(0)
-    weight, gradient = torch.randn(2, n, n, generator=generator) * torch.tensor([n**-0.5, 1.0]).view(2, 1, 1)
+    weight, gradient = torch.randn(2, n, n, generator=generator) * torch.tensor(
+        [n**-0.5, 1.0]
+    ).view(2, 1, 1)
     config = OptimizerConfig(name=name, learning_rate=1e-4, weight_decay=0.0)  # type: ignore[arg-type]
     if rank is None:
         trained = nn.Parameter(weight.clone())
         trained.grad = gradient
         OptimizerSet({"weight": trained}, config).step(config.learning_rate)
-        change, expected = trained.detach() - weight, first_movement(config.name, 1e-4) * math.sqrt(n / WIDTH)
+        change, expected = (
+            trained.detach() - weight,
+            first_movement(config.name, 1e-4) * math.sqrt(n / WIDTH),
+        )
     else:
         a, b = nn.Parameter(torch.empty(rank, n)), nn.Parameter(torch.zeros(n, rank))
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # as peft does
         a.grad, b.grad = torch.zeros_like(a), scale * gradient @ a.detach().T
         OptimizerSet({"a": a, "b": b}, config).step(config.learning_rate)
-        change, expected = scale * (b @ a).detach(), first_movement(config.name, 1e-4, rank, scale)
+        change, expected = (
+            scale * (b @ a).detach(),
+            first_movement(config.name, 1e-4, rank, scale),
+        )
     assert float(change.norm() / weight.norm()) == pytest.approx(expected, rel=0.2)
 
 
@@ -133,7 +184,14 @@ def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(name: str, ran
     ("mode", "update", "name", "rate", "alpha", "words"),
     [
         ("lora", "two_phase", "adamw", 1e-4, None, None),
-        ("lora", "single_pass", "muon", 1e-5, None, "moves weights 0.012 times as far as that of Flow-Factory"),
+        (
+            "lora",
+            "single_pass",
+            "muon",
+            1e-5,
+            None,
+            "moves weights 0.012 times as far as that of Flow-Factory",
+        ),
         (
             "lora",
             "forward_process",
@@ -143,14 +201,33 @@ def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(name: str, ran
             "0.0028 times .*DiffusionNFT.* may not move. Set it to about 0.004",
         ),
         ("lora", "forward_process", "adamw", 3e-4, 64.0, None),
-        ("lora", "two_phase", "adamw", 1e-2, None, "71 times .* may break. Set it to about 0.0001"),
+        (
+            "lora",
+            "two_phase",
+            "adamw",
+            1e-2,
+            None,
+            "71 times .* may break. Set it to about 0.0001",
+        ),
         ("lora", "two_phase", "adamw", 1e-4, 1.0, "0.022 times"),
         ("full", "forward_process", "muon", 1e-5, 64.0, None),
-        ("full", "two_phase", "adamw", 1e-4, None, "59 times as far as that of SAGE-GRPO's code"),
+        (
+            "full",
+            "two_phase",
+            "adamw",
+            1e-4,
+            None,
+            "59 times as far as that of SAGE-GRPO's code",
+        ),
     ],
 )
 def test_a_rate_far_from_published_ones_is_named(
-    mode: str, update: str, name: str, rate: float, alpha: float | None, words: str | None
+    mode: str,
+    update: str,
+    name: str,
+    rate: float,
+    alpha: float | None,
+    words: str | None,
 ) -> None:
     sections = (
         OptimizerConfig(name=name, learning_rate=rate),  # type: ignore[arg-type]
@@ -167,6 +244,10 @@ def test_a_rate_far_from_published_ones_is_named(
 
 
 def test_published_recipes_differ_as_they_were_measured_to() -> None:
-    """A LoRA under Muon 1e-5 moves some 60 and 360 times less than in the two published kinds of recipe."""
+    """A LoRA under Muon 1e-5 moves some 60 and 360 times less than in the two published
+    kinds of recipe.
+    """
     ours = first_movement("muon", 1e-5, 32)
-    assert [round(PUBLISHED["lora", forward].movement / ours) for forward in (False, True)] == [83, 353]
+    assert [
+        round(PUBLISHED["lora", forward].movement / ours) for forward in (False, True)
+    ] == [83, 353]

@@ -1,4 +1,6 @@
-"""Noise levels, transition tables and the plain transition; golden values are in tests/parity."""
+"""Noise levels, transition tables and the plain transition; golden values are in
+tests/parity.
+"""
 
 import math
 from itertools import pairwise, product
@@ -14,8 +16,12 @@ NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
 # Noise levels
 
 
-@pytest.mark.parametrize(("num_steps", "shift"), [(1, 5.0), (2, 0.2), (20, 17.3), (1000, 1.0)])
-def test_schedule_falls_from_exactly_one_to_exactly_zero(num_steps: int, shift: float) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "shift"), [(1, 5.0), (2, 0.2), (20, 17.3), (1000, 1.0)]
+)
+def test_schedule_falls_from_exactly_one_to_exactly_zero(
+    num_steps: int, shift: float
+) -> None:
     sigmas = sigma_schedule(num_steps=num_steps, shift=shift)
     assert sigmas.dtype == torch.float64 and sigmas.shape == (num_steps + 1,)
     assert float(sigmas[0]) == 1 and float(sigmas[-1]) == 0
@@ -24,7 +30,9 @@ def test_schedule_falls_from_exactly_one_to_exactly_zero(num_steps: int, shift: 
 
 def test_schedule_by_hand() -> None:
     # t = 3/4, 1/2, 1/4 with shift 5: 3.75/4, 2.5/3, 1.25/2.
-    assert sigma_schedule(4, 5.0).tolist() == pytest.approx([1, 0.9375, 2.5 / 3, 0.625, 0], abs=1e-15)
+    assert sigma_schedule(4, 5.0).tolist() == pytest.approx(
+        [1, 0.9375, 2.5 / 3, 0.625, 0], abs=1e-15
+    )
 
 
 # Tables
@@ -47,49 +55,76 @@ def test_no_table_holds_anything_but_finite_numbers(sde_type: str) -> None:
         assert not bool(table.gain[still].any()) and not bool(table.scale[still].any())
         assert eta > 0 or bool(still.all())
         asked_for_noise = sde_type != "ode" and eta > 0
-        assert table.degenerate == (tuple(still.nonzero()[:, 0].tolist()) if asked_for_noise else ())
+        assert table.degenerate == (
+            tuple(still.nonzero()[:, 0].tolist()) if asked_for_noise else ()
+        )
         if bool(table.trainable.any()):
-            gain, scale = table.gain[table.trainable].abs(), table.scale[table.trainable]
-            torch.testing.assert_close(gain * scale, torch.median(gain).expand_as(gain), rtol=1e-12, atol=0)
+            gain, scale = (
+                table.gain[table.trainable].abs(),
+                table.scale[table.trainable],
+            )
+            torch.testing.assert_close(
+                gain * scale, torch.median(gain).expand_as(gain), rtol=1e-12, atol=0
+            )
 
 
 def test_sage_variance_is_exact_near_zero_noise() -> None:
-    """For small sigma the integral of sigma / (1 - sigma) is (s^2 - n^2)/2 + (s^3 - n^3)/3 + ..."""
+    """For small sigma the integral of sigma / (1 - sigma) is (s^2 - n^2)/2 + (s^3 -
+    n^3)/3 + ...
+    """
     s, n = 2e-6, 1e-6
-    table = transition_table("sage_grpo", torch.tensor([s, n], dtype=torch.float64), 1.0)
+    table = transition_table(
+        "sage_grpo", torch.tensor([s, n], dtype=torch.float64), 1.0
+    )
     series = (s**2 - n**2) / 2 + (s**3 - n**3) / 3 + (s**4 - n**4) / 4
     assert float(table.std[0]) ** 2 == pytest.approx(series, rel=1e-9, abs=0)
 
 
 def test_sage_exact_is_the_ornstein_uhlenbeck_step_of_sages_noise_rate() -> None:
-    """rho and std from the rate eta^2 sigma / (1 - sigma), integrated numerically; the mean from x0 and z by hand."""
+    """rho and std from the rate eta^2 sigma / (1 - sigma), integrated numerically; the
+    mean from x0 and z by hand.
+    """
     eta, s, n = 0.7, 0.8, 0.55
     levels = torch.linspace(n, s, 200_001, dtype=torch.float64)
     pull = eta**2 * levels / (1 - levels) / (2 * levels**2)
     rho = math.exp(-float(torch.trapezoid(pull, levels)))
-    table = transition_table("sage_exact", torch.tensor([s, n], dtype=torch.float64), eta)
+    table = transition_table(
+        "sage_exact", torch.tensor([s, n], dtype=torch.float64), eta
+    )
     assert float(table.std[0]) == pytest.approx(n * math.sqrt(1 - rho**2), rel=1e-9)
     data, noise = 0.3, -1.7
     x, v = (1 - s) * data + s * noise, noise - data
-    assert float(table.a[0] * x + table.b[0] * v) == pytest.approx((1 - n) * data + n * rho * noise, rel=1e-9)
+    assert float(table.a[0] * x + table.b[0] * v) == pytest.approx(
+        (1 - n) * data + n * rho * noise, rel=1e-9
+    )
 
 
 def test_sage_exact_forgets_the_noise_at_both_ends() -> None:
-    """rho = 0 at sigma = 1, where all noise is redrawn, and at 0, where none is left: x' is the estimated data."""
+    """rho = 0 at sigma = 1, where all noise is redrawn, and at 0, where none is left:
+    x' is the estimated data.
+    """
     table = transition_table("sage_exact", sigma_schedule(20, 5.0), 0.5)
     n = float(table.sigmas[1])
-    assert float(table.std[0]) == n and [float(table.a[0]), float(table.b[0])] == pytest.approx([1 - n, n - 1], abs=0)
+    assert float(table.std[0]) == n and [
+        float(table.a[0]),
+        float(table.b[0]),
+    ] == pytest.approx([1 - n, n - 1], abs=0)
     assert float(table.std[-1]) == 0
     assert [float(table.a[-1]), float(table.b[-1])] == [1, -float(table.sigmas[-2])]
 
 
 def test_the_margin_of_sage_moves_its_first_step_only() -> None:
     sigmas = sigma_schedule(20, 5.0)
-    variances = [transition_table("sage_grpo", sigmas, 0.5, sage_margin=m).std ** 2 for m in (1e-3, 3e-3, 1e-2)]
+    variances = [
+        transition_table("sage_grpo", sigmas, 0.5, sage_margin=m).std ** 2
+        for m in (1e-3, 3e-3, 1e-2)
+    ]
     assert [round(float(v[0]), 3) for v in variances] == [0.583, 0.309, 0.008]
     assert float(variances[1][0] / variances[1].sum()) == pytest.approx(0.26, abs=0.005)
     assert torch.equal(variances[0][1:], variances[2][1:])
-    assert torch.equal(transition_table("sage_grpo", sigmas, 0.5).std ** 2, variances[1])
+    assert torch.equal(
+        transition_table("sage_grpo", sigmas, 0.5).std ** 2, variances[1]
+    )
 
 
 @pytest.mark.parametrize("sde_type", NOISY)
@@ -104,7 +139,9 @@ def test_restrict_keeps_the_window_and_makes_the_rest_ode(sde_type: str) -> None
         assert torch.equal(getattr(window, name)[kept], getattr(full, name)[kept])
     assert bool((window.a[~kept] == 1).all())
     assert torch.equal(window.b[~kept], full.sigmas.diff()[~kept])
-    assert not bool(window.std[~kept].any() or window.gain[~kept].any() or window.scale[~kept].any())
+    assert not bool(
+        window.std[~kept].any() or window.gain[~kept].any() or window.scale[~kept].any()
+    )
     assert window.degenerate == full.degenerate
     assert not bool(full.restrict([]).trainable.any())
 
@@ -114,8 +151,8 @@ def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:
         transition_table("cps", sigma_schedule(4, 5.0), 1.2)
 
 
-# Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and the variance of a
-# rollout follow exactly from the table.
+# Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and
+# the variance of a rollout follow exactly from the table.
 
 MU = 1.0
 
@@ -142,11 +179,16 @@ def propagate(table: TransitionTable, spread: float) -> tuple[list[float], list[
     return means, variances
 
 
-def variance_errors(sde_type: str, num_steps: int, spread: float, eta: float = 0.5) -> list[float]:
+def variance_errors(
+    sde_type: str, num_steps: int, spread: float, eta: float = 0.5
+) -> list[float]:
     """variance / target - 1 after every step."""
     table = transition_table(sde_type, sigma_schedule(num_steps, 5.0), eta)
     targets = [target_variance(sigma, spread) for sigma in table.sigmas[1:].tolist()]
-    return [v / target - 1 for v, target in zip(propagate(table, spread)[1], targets, strict=True)]
+    return [
+        v / target - 1
+        for v, target in zip(propagate(table, spread)[1], targets, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("num_steps", [10, 100])
@@ -154,20 +196,26 @@ def variance_errors(sde_type: str, num_steps: int, spread: float, eta: float = 0
 def test_every_sampler_keeps_the_mean_exactly(sde_type: str, num_steps: int) -> None:
     table = transition_table(sde_type, sigma_schedule(num_steps, 5.0), 0.5)
     means, _ = propagate(table, 0.5)
-    assert means == pytest.approx([(1 - sigma) * MU for sigma in table.sigmas[1:].tolist()], abs=1e-13)
+    assert means == pytest.approx(
+        [(1 - sigma) * MU for sigma in table.sigmas[1:].tolist()], abs=1e-13
+    )
 
 
 @pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "ode"])
 def test_the_variance_converges_along_the_whole_way(sde_type: str) -> None:
     """First order: twice the steps, half the largest error on the way."""
-    largest = [max(map(abs, variance_errors(sde_type, n, 0.5))) for n in (100, 200, 400, 800)]
+    largest = [
+        max(map(abs, variance_errors(sde_type, n, 0.5))) for n in (100, 200, 400, 800)
+    ]
     for coarse, fine in pairwise(largest):
         assert coarse / fine == pytest.approx(2, abs=0.15)
     assert largest[-1] < (0.014 if sde_type == "sage_exact" else 0.012)
 
 
 def test_flow_grpo_converges_away_from_pure_noise_only() -> None:
-    """Its first step has V = eta^2 whatever T is and leaves an excess of V^2/4; the next ones too."""
+    """Its first step has V = eta^2 whatever T is and leaves an excess of V^2/4; the
+    next ones too.
+    """
     for num_steps in (1000, 10000):
         errors = variance_errors("flow_grpo", num_steps, 0.5)
         assert errors[0] == pytest.approx(0.5**4 / 4, rel=0.01)
@@ -179,9 +227,14 @@ def test_flow_grpo_converges_away_from_pure_noise_only() -> None:
 
 @pytest.mark.parametrize("eta", [0.3, 0.5, 1.0])
 def test_cps_tends_to_another_variance(eta: float) -> None:
-    """Its noise per step does not shrink with T: the last variance tends to (1 + cos(eta pi/2)) / 2."""
+    """Its noise per step does not shrink with T: the last variance tends to (1 +
+    cos(eta pi/2)) / 2.
+    """
     limit = (1 + math.cos(eta * math.pi / 2)) / 2
-    distances = [abs(variance_errors("cps", n, 0.5, eta)[-1] - (limit - 1)) for n in (100, 1000, 10000)]
+    distances = [
+        abs(variance_errors("cps", n, 0.5, eta)[-1] - (limit - 1))
+        for n in (100, 1000, 10000)
+    ]
     assert distances == sorted(distances, reverse=True)
     assert distances[-1] < 0.005
 
@@ -192,19 +245,35 @@ def _row(sde_type: str, values: list[str]) -> str:
 
 def leftover(sde_type: str, num_steps: int) -> float:
     """Standard deviation of the noise that the last step leaves in the sample."""
-    return float(transition_table(sde_type, sigma_schedule(num_steps, 5.0), 0.5).std[-1])
+    return float(
+        transition_table(sde_type, sigma_schedule(num_steps, 5.0), 0.5).std[-1]
+    )
 
 
 def dispersion(sde_type: str, num_steps: int, spread: float) -> float:
-    """Variance of the last step's mean over that of the data, less 1: what is left without the last step's noise."""
-    return variance_errors(sde_type, num_steps, spread)[-1] - (leftover(sde_type, num_steps) / spread) ** 2
+    """Variance of the last step's mean over that of the data, less 1: what is left
+    without the last step's noise.
+    """
+    return (
+        variance_errors(sde_type, num_steps, spread)[-1]
+        - (leftover(sde_type, num_steps) / spread) ** 2
+    )
 
 
 def leftover_rows() -> list[str]:
     """The rows of the table of leftover noise in docs/algorithm.md."""
-    return [_row(sde, [f"{leftover(sde, n):.3f}" for n in (10, 20, 50, 100)]) for sde in SDE_TYPES]
+    return [
+        _row(sde, [f"{leftover(sde, n):.3f}" for n in (10, 20, 50, 100)])
+        for sde in SDE_TYPES
+    ]
 
 
 def dispersion_rows(spread: float) -> list[str]:
     """The rows of the tables of dispersion in docs/algorithm.md."""
-    return [_row(sde, [f"{100 * dispersion(sde, n, spread):+.1f} %" for n in (10, 20, 50, 100)]) for sde in SDE_TYPES]
+    return [
+        _row(
+            sde,
+            [f"{100 * dispersion(sde, n, spread):+.1f} %" for n in (10, 20, 50, 100)],
+        )
+        for sde in SDE_TYPES
+    ]

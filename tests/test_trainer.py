@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from sage_fast import optim
-from sage_fast.checkpoint import CheckpointData, CheckpointWriter, list_checkpoints, open_checkpoint
+from sage_fast.checkpoint import (
+    CheckpointData,
+    CheckpointWriter,
+    list_checkpoints,
+    open_checkpoint,
+)
 from sage_fast.config.errors import ConfigError, DecodeError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import KLMode, ModelConfig, kl_uses
@@ -30,7 +35,13 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import decode, initial_latents, noise_keys, noise_seed, rollout_table
+from sage_fast.rollout import (
+    decode,
+    initial_latents,
+    noise_keys,
+    noise_seed,
+    rollout_table,
+)
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer
@@ -50,9 +61,17 @@ def weights(trainer: Trainer) -> dict[str, Tensor]:
 def test_every_algorithm_is_finite_and_its_kl_begins_with_the_first_move(
     tiny_run: MakeRun, number: int, kl_mode: str
 ) -> None:
-    words = [f"--rollout.sde_type={SDE_TYPES[number % 5]}", f"--objective.kl_mode={kl_mode}"]
-    words += [f"--training.mode={('lora', 'full')[number % 2]}", f"--objective.equalizer={number < 3}".lower()]
-    trainer = build_trainer(tiny_run(*words, "--kl_weight.minimum=1.0", "--kl_weight.maximum=1.0"))
+    words = [
+        f"--rollout.sde_type={SDE_TYPES[number % 5]}",
+        f"--objective.kl_mode={kl_mode}",
+    ]
+    words += [
+        f"--training.mode={('lora', 'full')[number % 2]}",
+        f"--objective.equalizer={number < 3}".lower(),
+    ]
+    trainer = build_trainer(
+        tiny_run(*words, "--kl_weight.minimum=1.0", "--kl_weight.maximum=1.0")
+    )
     start = weights(trainer)
     first, second = trainer.iterate(), trainer.iterate()
     assert any(not torch.equal(start[name], p) for name, p in weights(trainer).items())
@@ -62,45 +81,79 @@ def test_every_algorithm_is_finite_and_its_kl_begins_with_the_first_move(
 
 
 def test_micro_batch_size_changes_nothing_but_rounding(tiny_run: MakeRun) -> None:
-    """One group of four: in groups of two, advantages in the wrong order are a change of sign."""
+    """One group of four: in groups of two, advantages in the wrong order are a change
+    of sign.
+    """
     results = []
     for size in (4, 2, 1):
-        trainer = build_trainer(tiny_run("--rollout.num_generations=4", f"--rollout.micro_batch_size={size}"))
+        trainer = build_trainer(
+            tiny_run(
+                "--rollout.num_generations=4", f"--rollout.micro_batch_size={size}"
+            )
+        )
         before = weights(trainer)
         record = trainer.iterate()
-        moved = torch.cat([(after - before[name]).flatten() for name, after in weights(trainer).items()])
+        moved = torch.cat(
+            [
+                (after - before[name]).flatten()
+                for name, after in weights(trainer).items()
+            ]
+        )
         results.append((record["reward/mean"], record["grad_norm"], moved))
     for reward, grad_norm, moved in results[1:]:
-        assert reward == pytest.approx(results[0][0], abs=2e-4)  # a rounded pixel may differ by one
+        # a rounded pixel may differ by one
+        assert reward == pytest.approx(results[0][0], abs=2e-4)
         assert grad_norm == pytest.approx(results[0][1], rel=1e-3)
-        # AdamW's first step is the sign of the gradient, so compare directions rather than tiny entries.
-        assert torch.nn.functional.cosine_similarity(moved, results[0][2], dim=0) > 0.999
+        # AdamW's first step is the sign of the gradient, so compare directions rather
+        # than tiny entries.
+        assert (
+            torch.nn.functional.cosine_similarity(moved, results[0][2], dim=0) > 0.999
+        )
 
 
-def test_torch_may_not_pick_cudnn_whose_kernel_depends_on_the_gradient(tiny_run: MakeRun) -> None:
+def test_torch_may_not_pick_cudnn_whose_kernel_depends_on_the_gradient(
+    tiny_run: MakeRun,
+) -> None:
     torch.backends.cuda.enable_cudnn_sdp(True)
     build_trainer(tiny_run())
-    assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+    assert (
+        not torch.backends.cuda.cudnn_sdp_enabled()
+        and torch.backends.cuda.flash_sdp_enabled()
+    )
 
 
 def test_the_moving_anchor_follows_and_the_fixed_one_stays(tiny_run: MakeRun) -> None:
     for kl_mode in ("moving", "fixed"):
-        trainer = build_trainer(tiny_run(f"--objective.kl_mode={kl_mode}", "--training.anchor_interval=2"))
+        trainer = build_trainer(
+            tiny_run(f"--objective.kl_mode={kl_mode}", "--training.anchor_interval=2")
+        )
         start = weights(trainer)
         history = []
         for _ in range(3):
             trainer.iterate()
             assert trainer.objective.anchor is not None
-            history.append({n: v.clone() for n, v in trainer.objective.anchor.values.items()})
+            history.append(
+                {n: v.clone() for n, v in trainer.objective.anchor.values.items()}
+            )
         same = [all(torch.equal(h[n], start[n]) for n in start) for h in history]
-        assert same == ([True, True, False] if kl_mode == "moving" else [True, True, True])
+        assert same == (
+            [True, True, False] if kl_mode == "moving" else [True, True, True]
+        )
 
 
-def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is linear in lambda, takes two more passes of the update, and leaves every other number to the bit."""
+def test_the_kl_share_is_measured_and_changes_nothing(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is linear in lambda, takes two more passes of the update, and leaves every
+    other number to the bit.
+    """
     found = {}
     for every, weight in (("0", 0.01), ("2", 0.01), ("2", 0.02)):
-        fixed = [f"--kl_weight.minimum={weight}", f"--kl_weight.maximum={weight}", "--objective.kl_mode=fixed"]
+        fixed = [
+            f"--kl_weight.minimum={weight}",
+            f"--kl_weight.maximum={weight}",
+            "--objective.kl_mode=fixed",
+        ]
         trainer = build_trainer(tiny_run(f"--training.kl_share_every={every}", *fixed))
         first = untimed(trainer.iterate())
         assert "kl/grad_share" not in first
@@ -108,11 +161,18 @@ def test_the_kl_share_is_measured_and_changes_nothing(tiny_run: MakeRun, monkeyp
             counts = passes(trainer, patch)
             second = untimed(trainer.iterate())
         assert counts["update"] == (12 if every == "2" else 4)
-        found[every, weight] = second.pop("kl/grad_share", None), second, weights(trainer)
+        found[every, weight] = (
+            second.pop("kl/grad_share", None),
+            second,
+            weights(trainer),
+        )
     unmeasured, measured, doubled = found.values()
     assert unmeasured[0] is None and unmeasured[1] == measured[1]
-    assert all(torch.equal(measured[2][name], weight) for name, weight in unmeasured[2].items())
-    # The first update of both is the same: its anchor is the policy, so no KL has acted yet.
+    assert all(
+        torch.equal(measured[2][name], weight) for name, weight in unmeasured[2].items()
+    )
+    # The first update of both is the same: its anchor is the policy, so no KL has acted
+    # yet.
     assert 0 < 2 * measured[0] == pytest.approx(doubled[0], rel=1e-4)
 
 
@@ -124,7 +184,9 @@ def test_an_eps_that_rules_the_denominator_is_said_once(
     shares = [trainer.iterate()["optimizer/eps_share"] for _ in range(2)]
     assert all(share > 0.9 if eps > 1e-3 else share < 0.1 for share in shares)
     told = [message for message in caplog.messages if "optimizer.eps = " in message]
-    assert len(told) == (eps > 1e-3) and all("Update 1: " in message and "to 1e-05" in message for message in told)
+    assert len(told) == (eps > 1e-3) and all(
+        "Update 1: " in message and "to 1e-05" in message for message in told
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,48 +196,79 @@ def test_an_eps_that_rules_the_denominator_is_said_once(
         (["--rollout.batch_size=64"], False),
         (["--rollout.batch_size=56"], True),
         (["--rollout.batch_size=64", "--rollout.num_generations=16"], True),
-        (["--training.update=forward_process", "--objective.kl_mode=none", "--rollout.sde_type=ode"], True),
+        (
+            [
+                "--training.update=forward_process",
+                "--objective.kl_mode=none",
+                "--rollout.sde_type=ode",
+            ],
+            True,
+        ),
     ],
 )
 def test_few_videos_or_prompts_are_a_warning(
     words: list[str], told: bool, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
     build_trainer(tiny_run(*words))
-    assert told == any("per update: nearly all public recipes have at least 64 of 8" in m for m in caplog.messages)
+    assert told == any(
+        "per update: nearly all public recipes have at least 64 of 8" in m
+        for m in caplog.messages
+    )
 
 
 def test_the_controller_can_move_with_every_trained_step(tiny_run: MakeRun) -> None:
     """Four videos with four steps each: sixteen times per update."""
-    trainer = build_trainer(tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20"))
+    trainer = build_trainer(
+        tiny_run("--kl_weight.advance=step", "--kl_weight.warmup_updates=20")
+    )
     trainer.iterate()
     assert trainer.objective.kl_weight.update == 16
-    assert trainer.objective.kl_weight.weight == pytest.approx(1e-7 + 16 / 20 * (1e-5 - 1e-7))
+    assert trainer.objective.kl_weight.weight == pytest.approx(
+        1e-7 + 16 / 20 * (1e-5 - 1e-7)
+    )
     # Of a group of four the best and the worst are trained.
-    words = ["--kl_weight.advance=step", "--training.best_and_worst=1", "--rollout.num_generations=4"]
+    words = [
+        "--kl_weight.advance=step",
+        "--training.best_and_worst=1",
+        "--rollout.num_generations=4",
+    ]
     trainer = build_trainer(tiny_run(*words))
     trainer.iterate()
     assert trainer.objective.kl_weight.update == 8
 
 
 @pytest.mark.parametrize("forward", ["stock", "fused"])
-def test_what_cannot_influence_the_video_is_not_trained(tiny_run: MakeRun, forward: str) -> None:
+def test_what_cannot_influence_the_video_is_not_trained(
+    tiny_run: MakeRun, forward: str
+) -> None:
     for mode in ("lora", "full"):
-        trainer = build_trainer(tiny_run(f"--training.mode={mode}", f"--model.forward={forward}"))
+        trainer = build_trainer(
+            tiny_run(f"--training.mode={mode}", f"--model.forward={forward}")
+        )
         dead = dead_modules(trainer.policy.transformer)
         assert not any(is_dead(name, dead) for name in trainer.parameters)
         trainer.engine.zero_grad()
         trainer.engine.step = lambda: None  # type: ignore[method-assign]  # keep the gradients
         trainer.iterate()
-        # No toy prompt quotes text, and the weights that would embed it are not trained.
+        # No toy prompt quotes text, and the weights that would embed it are not
+        # trained.
         assert not [name for name, p in trainer.parameters.items() if p.grad is None]
-        zero = {name.split(".")[0] for name, p in trainer.parameters.items() if p.grad is not None and not p.grad.any()}
+        zero = {
+            name.split(".")[0]
+            for name, p in trainer.parameters.items()
+            if p.grad is not None and not p.grad.any()
+        }
         assert "context_embedder_2" not in zero
 
 
-def test_gradient_checkpointing_recomputes_and_changes_no_number(tiny_run: MakeRun) -> None:
+def test_gradient_checkpointing_recomputes_and_changes_no_number(
+    tiny_run: MakeRun,
+) -> None:
     records, forwards = [], []
     for checkpointing in ("full", "none"):
-        trainer = build_trainer(tiny_run("--model.forward=stock", f"--model.checkpointing={checkpointing}"))
+        trainer = build_trainer(
+            tiny_run("--model.forward=stock", f"--model.checkpointing={checkpointing}")
+        )
         count: list[int] = []
         # Before, not after: a recomputation ends as soon as it has what it needs.
         block = trainer.policy.transformer.transformer_blocks[0]
@@ -195,32 +288,70 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--model.adaln=table --training.mode=full", "is 'full', but with model.adaln table .*model.adaln to auto"),
-        (f"--model.adaln=offload {ADALN_TARGETS}", "has norm1.linear, norm1_context.linear, but model.adaln offload"),
-        (f"{SINGLE_PASS} --training.mode=full", "training.mode is 'full'.*Set it to lora, or .*two_phase"),
-        (f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4", "gradient is there before an advantage"),
+        (
+            "--model.adaln=table --training.mode=full",
+            "is 'full', but with model.adaln table .*model.adaln to auto",
+        ),
+        (
+            f"--model.adaln=offload {ADALN_TARGETS}",
+            "has norm1.linear, norm1_context.linear, but model.adaln offload",
+        ),
+        (
+            f"{SINGLE_PASS} --training.mode=full",
+            "training.mode is 'full'.*Set it to lora, or .*two_phase",
+        ),
+        (
+            f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4",
+            "gradient is there before an advantage",
+        ),
         (BEST_AND_WORST, "is 1, .*num_generations is 2.* Raise num_generations"),
-        ("--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise", "fraction is 0.5.*set it to 1"),
+        (
+            "--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise",
+            "fraction is 0.5.*set it to 1",
+        ),
         (f"{FORWARD} --objective.kl_mode=dual", "objective.kl_mode"),
-        (f"{FORWARD} --training.updates_per_rollout=2", "micro_batch_size is .*updates split the videos.* Set it to 1"),
-        (f"{FORWARD} --forward_process.sampling_guidance=5", "guidance_scale is 2.0, but with .*sampling_guidance 5"),
-        ("--forward_process.sampling_guidance=5 --rollout.guidance_scale=1", "training.update is 'two_phase'.*to null"),
-        (f"{FORWARD} --rollout.sde_type=ode --rollout.initial_noise=shared", "rollout.initial_noise"),
-        ("--rollout.negative_prompt=x --rollout.guidance_scale=1", "negative_prompt is .*empty with"),
+        (
+            f"{FORWARD} --training.updates_per_rollout=2",
+            "micro_batch_size is .*updates split the videos.* Set it to 1",
+        ),
+        (
+            f"{FORWARD} --forward_process.sampling_guidance=5",
+            "guidance_scale is 2.0, but with .*sampling_guidance 5",
+        ),
+        (
+            "--forward_process.sampling_guidance=5 --rollout.guidance_scale=1",
+            "training.update is 'two_phase'.*to null",
+        ),
+        (
+            f"{FORWARD} --rollout.sde_type=ode --rollout.initial_noise=shared",
+            "rollout.initial_noise",
+        ),
+        (
+            "--rollout.negative_prompt=x --rollout.guidance_scale=1",
+            "negative_prompt is .*empty with",
+        ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(tiny_run: MakeRun, words: str, message: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    tiny_run: MakeRun, words: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny_run(*(f"--{word}" for word in words.removeprefix("--").split(" --")))
 
 
-@pytest.mark.parametrize("trained", ["--training.mode=full", ADALN_TARGETS], ids=["full", "adapters"])
-def test_by_default_trained_adaln_weights_are_no_mistake(tiny_run: MakeRun, trained: str) -> None:
+@pytest.mark.parametrize(
+    "trained", ["--training.mode=full", ADALN_TARGETS], ids=["full", "adapters"]
+)
+def test_by_default_trained_adaln_weights_are_no_mistake(
+    tiny_run: MakeRun, trained: str
+) -> None:
     trainer = build_trainer(tiny_run(trained))
     trained_names = [name for name in trainer.parameters if "norm1.linear" in name]
     before = weights(trainer)
     assert trainer.iterate()["ratio/max_deviation"] == 0.0
-    assert trained_names and any(not torch.equal(before[n], p) for n, p in weights(trainer).items())
+    assert trained_names and any(
+        not torch.equal(before[n], p) for n, p in weights(trainer).items()
+    )
 
 
 def orders(config: RunConfig) -> list[list[int]]:
@@ -229,17 +360,26 @@ def orders(config: RunConfig) -> list[list[int]]:
     return [list(order) for order in trainer._score(*trainer._rollout())[0].orders]
 
 
-def test_timesteps_are_permuted_per_sample_and_fraction_counts(tiny_run: MakeRun) -> None:
-    permuted = orders(tiny_run("--rollout.num_steps=8", "--training.timestep_fraction=0.5"))
+def test_timesteps_are_permuted_per_sample_and_fraction_counts(
+    tiny_run: MakeRun,
+) -> None:
+    permuted = orders(
+        tiny_run("--rollout.num_steps=8", "--training.timestep_fraction=0.5")
+    )
     assert all(len(set(order)) == len(order) == 4 for order in permuted)
     assert any(order != permuted[0] for order in permuted)
     config = tiny_run("--rollout.num_steps=8", "--training.permute_timesteps=false")
-    assert orders(config) == [rollout_table(config.rollout, 0).trainable.nonzero().flatten().tolist()] * 4
+    assert (
+        orders(config)
+        == [rollout_table(config.rollout, 0).trainable.nonzero().flatten().tolist()] * 4
+    )
 
 
 def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     def window(rollout: int, *words: str) -> list[int]:
-        config = tiny_run("--rollout.num_steps=6", "--rollout.sde_window.size=2", *words)
+        config = tiny_run(
+            "--rollout.num_steps=6", "--rollout.sde_window.size=2", *words
+        )
         table = rollout_table(config.rollout, rollout)
         assert torch.equal(table.std > 0, table.trainable)
         return table.trainable.nonzero().flatten().tolist()
@@ -248,8 +388,15 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     assert [window(rollout, stride) for rollout in range(3)] == [[0, 1], [3, 4], [0, 1]]
     assert window(5) == [0, 5] and window(7, "--rollout.sde_window.stride=0") == [0, 1]
     half = "--rollout.sde_window.within=0.5"
-    assert [window(rollout, half) for rollout in range(4)] == [[0, 1], [1, 2], [0, 2], [0, 1]]
-    assert window(3, "--rollout.sde_window.within=0.1", "--rollout.sde_window.size=1") == [0], "at least one step"
+    assert [window(rollout, half) for rollout in range(4)] == [
+        [0, 1],
+        [1, 2],
+        [0, 2],
+        [0, 1],
+    ]
+    assert window(
+        3, "--rollout.sde_window.within=0.1", "--rollout.sde_window.size=1"
+    ) == [0], "at least one step"
     found = orders(tiny_run("--rollout.num_steps=6", "--rollout.sde_window.size=2"))
     assert all(set(order) == {0, 1} for order in found)
 
@@ -264,13 +411,25 @@ def test_shared_initial_noise_starts_a_group_alike(tiny_run: MakeRun) -> None:
 
 def test_a_prompt_seed_is_mixed_with_a_run_seed_that_is_not_the_default() -> None:
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    samples = [Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0) for i, s in ((0, 7), (1, None))]
+    samples = [
+        Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0)
+        for i, s in ((0, 7), (1, None))
+    ]
     for usual in (0, 1_000_003):
-        assert [key.seed for key in noise_keys(samples, usual, update=0, usual=usual)] == [7, usual]
+        assert [
+            key.seed for key in noise_keys(samples, usual, update=0, usual=usual)
+        ] == [7, usual]
     pairs = [(own, seed) for own in range(20) for seed in range(20)]
-    mixed = {noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs}
-    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), "1 and 2 are not 2 and 1"
-    assert [key.seed for key in noise_keys(samples, 3, update=0)] == [noise_seed(samples[0].prompt, 3), 3]
+    mixed = {
+        noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs
+    }
+    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), (
+        "1 and 2 are not 2 and 1"
+    )
+    assert [key.seed for key in noise_keys(samples, 3, update=0)] == [
+        noise_seed(samples[0].prompt, 3),
+        3,
+    ]
 
 
 def test_a_run_encodes_and_shows_to_rewards_what_it_will_use(
@@ -279,50 +438,80 @@ def test_a_run_encodes_and_shows_to_rewards_what_it_will_use(
     encoded: list[list[str]] = []
     prepare = WordEncoder.prepare
     monkeypatch.setattr(
-        WordEncoder, "prepare", lambda self, texts, *more: encoded.append(list(texts)) or prepare(self, texts, *more)
+        WordEncoder,
+        "prepare",
+        lambda self, texts, *more: (
+            encoded.append(list(texts)) or prepare(self, texts, *more)
+        ),
     )
     shown = Mock(wraps=CompositeReward.from_config)
     monkeypatch.setattr(CompositeReward, "from_config", shown)
     names = [caption.text for caption in all_captions()]
-    words = "--training.num_updates=6", "--training.updates_per_rollout=2", "--evaluation.num_prompts=2"
+    words = (
+        "--training.num_updates=6",
+        "--training.updates_per_rollout=2",
+        "--evaluation.num_prompts=2",
+    )
     config = tiny_run(*words)
     config = replace(config, data=replace(config.data, prompts=names))
     trainer = build_trainer(config)
     per_rollout = trainer.prompts_per_rollout
     taken = [prompt.text for prompt in trainer.schedule.take(0, 3 * per_rollout)]
     evaluated = [prompt.text for prompt in trainer.eval_prompts]
-    assert encoded[-1] == [config.rollout.negative_prompt, *dict.fromkeys([*taken, *evaluated])]
-    assert len(encoded[-1]) < len(names) / 2 and shown.call_args.args[1] == encoded[-1][1:]
-    build_trainer(replace(config, evaluation=replace(config.evaluation, every=0)), done=(4, 2))
-    assert encoded[-1][1:] == list(dict.fromkeys(taken[2 * per_rollout :])), "the rest of a run that goes on"
+    assert encoded[-1] == [
+        config.rollout.negative_prompt,
+        *dict.fromkeys([*taken, *evaluated]),
+    ]
+    assert (
+        len(encoded[-1]) < len(names) / 2 and shown.call_args.args[1] == encoded[-1][1:]
+    )
+    build_trainer(
+        replace(config, evaluation=replace(config.evaluation, every=0)), done=(4, 2)
+    )
+    assert encoded[-1][1:] == list(dict.fromkeys(taken[2 * per_rollout :])), (
+        "the rest of a run that goes on"
+    )
     build_trainer(replace(config, training=replace(config.training, num_updates=10**9)))
     assert set(encoded[-1][1:]) == {*names, *evaluated}
 
 
 def test_a_long_list_is_ordered_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    schedule = PromptSchedule([Prompt(text="", index=i) for i in range(50)], seed=0, shuffle=True)
+    schedule = PromptSchedule(
+        [Prompt(text="", index=i) for i in range(50)], seed=0, shuffle=True
+    )
     draw = Mock(wraps=torch.randperm)
     monkeypatch.setattr(torch, "randperm", draw)
     schedule.take(0, 120)
     assert draw.call_count == 3
 
 
-def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run("--rollout.initial_noise=fixed", "--rollout.num_generations=2"))
+def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_every_prompt(
+    tiny_run: MakeRun,
+) -> None:
+    trainer = build_trainer(
+        tiny_run("--rollout.initial_noise=fixed", "--rollout.num_generations=2")
+    )
     first = trainer._rollout()[0][0]
     trainer.update += 1
     second, start = trainer._rollout()[0][0], first.latents[0]
     assert first.keys[0].prompt_index != first.keys[2].prompt_index
     assert torch.equal(start[:2], start[2:4]) and not torch.equal(start[0], start[1])
-    assert torch.equal(start, second.latents[0]) and not torch.equal(first.latents[1], second.latents[1])
-    keys = [replace(first.keys[0], seed=seed, sample_index=member) for seed, member in ((5, 0), (6, 0), (5, 2))]
+    assert torch.equal(start, second.latents[0]) and not torch.equal(
+        first.latents[1], second.latents[1]
+    )
+    keys = [
+        replace(first.keys[0], seed=seed, sample_index=member)
+        for seed, member in ((5, 0), (6, 0), (5, 2))
+    ]
     one, other, again = initial_latents(keys, (4,), kind="fixed", members=2)
     assert not torch.equal(one, other), "a prompt's own seed counts"
     assert torch.equal(one, again), "its second group starts like its first"
 
 
 def test_ema_is_evaluated_and_lags(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1"))
+    trainer = build_trainer(
+        tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1")
+    )
     start = weights(trainer)
     trainer.iterate()
     assert trainer.ema is not None
@@ -343,7 +532,9 @@ def test_gradients_are_clipped_to_the_global_norm(tiny_run: MakeRun) -> None:
 
     def spy() -> None:
         grads = [p.grad for p in trainer.parameters.values() if p.grad is not None]
-        norms.append(float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))))
+        norms.append(
+            float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads])))
+        )
         step()
 
     trainer.engine.step = spy  # type: ignore[method-assign]
@@ -351,15 +542,23 @@ def test_gradients_are_clipped_to_the_global_norm(tiny_run: MakeRun) -> None:
     assert norms[0] == pytest.approx(1e-6, rel=1e-2)
 
 
-# ------------------------------------------------------------------------------------- updates that are not finite
+# -------------------------------------------------------------------------------------
+# updates that are not finite
 
 MODES = [
     pytest.param([], id="two_phase"),
-    pytest.param(["--training.update=single_pass", "--rollout.micro_batch_size=1"], id="single_pass"),
+    pytest.param(
+        ["--training.update=single_pass", "--rollout.micro_batch_size=1"],
+        id="single_pass",
+    ),
 ]
 
 
-def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, ruin: Callable[[PolicyTerms], object]) -> None:
+def poison(
+    trainer: Trainer,
+    monkeypatch: pytest.MonkeyPatch,
+    ruin: Callable[[PolicyTerms], object],
+) -> None:
     """Have the terms of every update, or the gradient that is there by then, ruined."""
     accumulate = trainer.objective.accumulate
 
@@ -371,28 +570,48 @@ def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, ruin: Callable[[Po
     monkeypatch.setattr(trainer.objective, "accumulate", poisoned)
 
 
-def poison_gradients(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, updates: set[int]) -> None:
+def poison_gradients(
+    trainer: Trainer, monkeypatch: pytest.MonkeyPatch, updates: set[int]
+) -> None:
     """Make the gradient of the given updates, counted from 0, NaN in one entry."""
 
     def ruin(terms: PolicyTerms) -> None:
         if trainer.update in updates:
-            next(p for p in trainer.parameters.values() if p.grad is not None).grad.flatten()[0] = float("nan")
+            next(
+                p for p in trainer.parameters.values() if p.grad is not None
+            ).grad.flatten()[0] = float("nan")
 
     poison(trainer, monkeypatch, ruin)
 
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Copies of weights, optimizer state and snapshots."""
-    snapshots = {name: value.tensors() for name, value in vars(trainer).items() if isinstance(value, WeightSnapshot)}
+    snapshots = {
+        name: value.tensors()
+        for name, value in vars(trainer).items()
+        if isinstance(value, WeightSnapshot)
+    }
     groups = {**trainer.engine.tensors(), **snapshots}
-    return {f"{group}/{name}": t.clone() for group, ts in groups.items() for name, t in ts.items()}
+    return {
+        f"{group}/{name}": t.clone()
+        for group, ts in groups.items()
+        for name, t in ts.items()
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_that_is_not_finite_is_skipped_as_often_as_allowed(
-    mode: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: list[str],
+    tiny_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    words = [*mode, "--training.skip_nonfinite_updates=1", "--training.ema_decay=0.9", "--optimizer.warmup_updates=9"]
+    words = [
+        *mode,
+        "--training.skip_nonfinite_updates=1",
+        "--training.ema_decay=0.9",
+        "--optimizer.warmup_updates=9",
+    ]
     trainer = build_trainer(tiny_run(*words, "--training.num_updates=4"))
     poison_gradients(trainer, monkeypatch, {1, 3})
     assert trainer.iterate()["update/skipped_nonfinite"] == 0
@@ -400,22 +619,34 @@ def test_a_gradient_that_is_not_finite_is_skipped_as_often_as_allowed(
     record = trainer.iterate()
     assert record["update"] == 2 and record["update/skipped_nonfinite"] == 1
     assert all(math.isfinite(value) for value in record.values())
-    assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in everything(trainer).items()
+    )
     assert trainer.engine.learning_rate == rate
     prompt = trainer.schedule.take(2, 1)[0]
     assert "Update 2 is skipped" in caplog.text and repr(prompt.text) in caplog.text
     record = trainer.iterate()
-    assert record["ratio/first_max_deviation"] == 0.0 and math.isfinite(record["grad_norm"])
+    assert record["ratio/first_max_deviation"] == 0.0 and math.isfinite(
+        record["grad_norm"]
+    )
     after = everything(trainer)
     assert not all(torch.equal(after[name], value) for name, value in before.items())
-    with pytest.raises(TrainingError, match=r"Update 4: .* is not finite, after 1 that training.skip_nonfinite"):
+    with pytest.raises(
+        TrainingError,
+        match=r"Update 4: .* is not finite, after 1 that training.skip_nonfinite",
+    ):
         trainer.iterate()
-    assert trainer.update == 3 and all(torch.equal(value, after[name]) for name, value in everything(trainer).items())
+    assert trainer.update == 3 and all(
+        torch.equal(value, after[name]) for name, value in everything(trainer).items()
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_that_is_not_finite_is_skipped_with_its_prompt_named(
-    mode: list[str], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    mode: list[str],
+    tiny_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     trainer = build_trainer(tiny_run(*mode, "--training.skip_nonfinite_updates=1"))
     poison(trainer, monkeypatch, lambda terms: terms.loss[0].fill_(float("inf")))
@@ -423,29 +654,49 @@ def test_a_loss_that_is_not_finite_is_skipped_with_its_prompt_named(
     record = trainer.iterate()
     assert record["update/skipped_nonfinite"] == 1 and "loss" not in record
     first, second = trainer.schedule.take(0, 2)
-    assert f"the loss of prompt {first.index} ({first.text!r}) is not finite" in caplog.text
+    assert (
+        f"the loss of prompt {first.index} ({first.text!r}) is not finite"
+        in caplog.text
+    )
     assert repr(second.text) not in caplog.text
-    assert all(torch.equal(value, before[name]) for name, value in everything(trainer).items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in everything(trainer).items()
+    )
 
 
 @pytest.mark.parametrize(
     "mode",
-    [["--training.ema_decay=0.9"], ["--training.update=forward_process", "--rollout.sde_type=ode"]],
+    [
+        ["--training.ema_decay=0.9"],
+        ["--training.update=forward_process", "--rollout.sde_type=ode"],
+    ],
     ids=["two_phase", "forward_process"],
 )
 def test_nothing_of_the_state_is_lost_in_a_checkpoint(
     mode: list[str], tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved where every part differs from a fresh trainer's: an anchor neither fresh nor due, a skipped update."""
-    words = [*mode, "--objective.kl_mode=moving", "--training.anchor_interval=2", "--training.skip_nonfinite_updates=1"]
-    config = tiny_run(*words, "--kl_weight.warmup_updates=3", "--optimizer.warmup_updates=9")
+    """Saved where every part differs from a fresh trainer's: an anchor neither fresh
+    nor due, a skipped update.
+    """
+    words = [
+        *mode,
+        "--objective.kl_mode=moving",
+        "--training.anchor_interval=2",
+        "--training.skip_nonfinite_updates=1",
+    ]
+    config = tiny_run(
+        *words, "--kl_weight.warmup_updates=3", "--optimizer.warmup_updates=9"
+    )
     trainer, resumed = build_trainer(config), build_trainer(config)
     poison_gradients(trainer, monkeypatch, {1})
     fresh = resumed.state()
     for _ in range(3):
         trainer.iterate()
     state = trainer.state()
-    assert not [key for key in state if state[key] == fresh[key]] and state["kl_weight"]["history"]
+    assert (
+        not [key for key in state if state[key] == fresh[key]]
+        and state["kl_weight"]["history"]
+    )
     before = everything(resumed)
     with CheckpointWriter(tmp_path, keep_last=1) as writer:
         folder = writer.save(3, CheckpointData(tensors=trainer.tensors(), state=state))
@@ -453,48 +704,74 @@ def test_nothing_of_the_state_is_lost_in_a_checkpoint(
     resumed.load(checkpoint, checkpoint.state)
     numbers = (int, KLWeightState)
     own, loaded = (
-        {k: v for k, v in (vars(t) | vars(t.objective)).items() if type(v) in numbers} for t in (trainer, resumed)
+        {k: v for k, v in (vars(t) | vars(t.objective)).items() if type(v) in numbers}
+        for t in (trainer, resumed)
     )
     assert own == loaded and "anchor_update" in own and resumed.state() == state
     after = everything(resumed)
     for name, value in everything(trainer).items():
-        assert torch.equal(value, after[name]) and not (value.any() and torch.equal(value, before[name])), name
+        assert torch.equal(value, after[name]) and not (
+            value.any() and torch.equal(value, before[name])
+        ), name
     assert untimed(resumed.iterate()) == untimed(trainer.iterate())
 
 
-def test_skipped_updates_are_part_of_the_state(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_updates_are_part_of_the_state(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = tiny_run("--training.skip_nonfinite_updates=1")
     trainer, resumed = build_trainer(config), build_trainer(config)
     poison_gradients(trainer, monkeypatch, {0})
     trainer.iterate()
-    resumed.load(Mock(tensors=trainer.tensors()), json.loads(json.dumps(trainer.state())))  # the weights have not moved
+    # the weights have not moved
+    resumed.load(
+        Mock(tensors=trainer.tensors()), json.loads(json.dumps(trainer.state()))
+    )
     poison_gradients(resumed, monkeypatch, {1})
     with pytest.raises(TrainingError, match="Update 2"):
         resumed.iterate()
 
 
-@pytest.mark.parametrize("first_steps", [(), ("--rollout.initial_noise=shared",)], ids=["own", "shared"])
+@pytest.mark.parametrize(
+    "first_steps", [(), ("--rollout.initial_noise=shared",)], ids=["own", "shared"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_latents_that_are_not_finite_are_no_fault_of_the_reward(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, value: float, first_steps: tuple[str, ...]
+    tiny_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
+    first_steps: tuple[str, ...],
 ) -> None:
     """The toy's codec clips them to pixels like any others."""
     trainer = build_trainer(tiny_run(*first_steps))
     monkeypatch.setattr(trainer.reward, "score", lambda *_: pytest.fail("scored"))
     trainer.policy.transformer.proj_out.bias.data.fill_(value)
-    with pytest.raises(DecodeError, match=r"Sampled latents are not finite.*check the weights, the adapter"):
+    with pytest.raises(
+        DecodeError,
+        match=r"Sampled latents are not finite.*check the weights, the adapter",
+    ):
         trainer.iterate()
     with pytest.raises(DecodeError, match="Sampled latents are not finite"):
         trainer.evaluate()
 
 
 @pytest.mark.parametrize("family", ["toy", "hunyuan15", "wan"])
-def test_one_latent_of_a_batch_is_enough_in_every_family(family: str, tmp_path: Path) -> None:
-    save = {"toy": lambda folder: None, "hunyuan15": save_diffusers_layout, "wan": save_wan}[family]
+def test_one_latent_of_a_batch_is_enough_in_every_family(
+    family: str, tmp_path: Path
+) -> None:
+    save = {
+        "toy": lambda folder: None,
+        "hunyuan15": save_diffusers_layout,
+        "wan": save_wan,
+    }[family]
     save(tmp_path)
-    section = ModelConfig(family=family, path=None if family == "toy" else str(tmp_path), device="cpu")
+    section = ModelConfig(
+        family=family, path=None if family == "toy" else str(tmp_path), device="cpu"
+    )
     decoder = load_components(section).video_decoder
-    latents = torch.zeros(2, *decoder.latent_shape(*((4, 16, 16) if family == "toy" else (5, 32, 32))))
+    latents = torch.zeros(
+        2, *decoder.latent_shape(*((4, 16, 16) if family == "toy" else (5, 32, 32)))
+    )
     assert len(decode(decoder, latents)) == 2
     for value in (math.nan, math.inf, -math.inf):
         latents[1, -1, -1, -1, -1] = value
@@ -503,24 +780,35 @@ def test_one_latent_of_a_batch_is_enough_in_every_family(family: str, tmp_path: 
 
 
 def test_weights_that_an_optimizer_step_ruined_are_not_saved(tiny_run: MakeRun) -> None:
-    config = tiny_run("--optimizer.learning_rate=1e30", "--evaluation.every=0", "--checkpoint.every=1")
-    with pytest.raises(TrainingError, match=r"Update 1: .* left weights that are not finite.*it is 1e\+30"):
+    config = tiny_run(
+        "--optimizer.learning_rate=1e30", "--evaluation.every=0", "--checkpoint.every=1"
+    )
+    with pytest.raises(
+        TrainingError,
+        match=r"Update 1: .* left weights that are not finite.*it is 1e\+30",
+    ):
         Run(config).train()
     assert not list_checkpoints(Path(config.output_dir) / "checkpoints")
 
 
 def test_ruined_weights_are_not_skipped_over(tiny_run: MakeRun) -> None:
-    """No later update is finite either, and the message must not say that the weights are sound."""
+    """No later update is finite either, and the message must not say that the weights
+    are sound.
+    """
     trainer = build_trainer(tiny_run("--training.skip_nonfinite_updates=9"))
     trainer.iterate()
     scored, _ = trainer._score(*trainer._rollout())
     with torch.no_grad():
         next(iter(trainer.parameters.values())).fill_(float("nan"))
-    with pytest.raises(TrainingError, match="Update 1: the optimizer step left weights that are not finite"):
+    with pytest.raises(
+        TrainingError,
+        match="Update 1: the optimizer step left weights that are not finite",
+    ):
         trainer._optimizer_update(scored, [0])
 
 
-# ------------------------------------------------------------------------------------------------ global generators
+# ------------------------------------------------------------------------------------------------
+# global generators
 
 
 def test_python_and_numpy_are_seeded_by_the_run(tiny_run: MakeRun) -> None:
@@ -533,12 +821,23 @@ def test_python_and_numpy_are_seeded_by_the_run(tiny_run: MakeRun) -> None:
 
 
 def draws(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    return torch.tensor([random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in prompts])
+    return torch.tensor(
+        [
+            random.random() + float(np.random.rand()) + float(torch.rand(()))
+            for _ in prompts
+        ]
+    )
 
 
-def test_what_a_reward_draws_is_a_function_of_seed_update_and_video(tiny_run: MakeRun) -> None:
-    """So a run that goes on, and one on other ranks, draws the same, and evaluations pair."""
-    config = tiny_run(f"--reward.rewards=[{__name__}:draws]", "--reward.weights={draws: 1}")
+def test_what_a_reward_draws_is_a_function_of_seed_update_and_video(
+    tiny_run: MakeRun,
+) -> None:
+    """So a run that goes on, and one on other ranks, draws the same, and evaluations
+    pair.
+    """
+    config = tiny_run(
+        f"--reward.rewards=[{__name__}:draws]", "--reward.weights={draws: 1}"
+    )
     trainer, again = build_trainer(config), build_trainer(config)
     first, second = trainer.iterate()["reward/mean"], trainer.iterate()["reward/mean"]
     assert first != second
@@ -560,32 +859,57 @@ def differs(videos: Tensor, prompts: Sequence[str]) -> Tensor:
 def test_a_rollout_without_spread_is_a_warning_once(
     name: str, warnings: int, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:
-    words = [f"--reward.rewards=[{__name__}:{name}]", f"--reward.weights={{{name}: 1.0}}"]
+    words = [
+        f"--reward.rewards=[{__name__}:{name}]",
+        f"--reward.weights={{{name}: 1.0}}",
+    ]
     trainer = build_trainer(tiny_run(*words))
     for _ in range(2):
         trainer.iterate()
-    told = [message for message in caplog.messages if "all have the same reward" in message]
+    told = [
+        message for message in caplog.messages if "all have the same reward" in message
+    ]
     assert len(told) == warnings
-    assert all(text.startswith("Update 1: ") and "Look at what constant returns" in text for text in told)
+    assert all(
+        text.startswith("Update 1: ") and "Look at what constant returns" in text
+        for text in told
+    )
 
 
-def test_guidance_leads_away_from_the_negative_prompt(tiny_run: Callable[..., RunConfig]) -> None:
+def test_guidance_leads_away_from_the_negative_prompt(
+    tiny_run: Callable[..., RunConfig],
+) -> None:
     text = "a red circle moving left"
-    plain, negative = (build_trainer(tiny_run(*words)) for words in ([], [f"--rollout.negative_prompt={text}"]))
+    plain, negative = (
+        build_trainer(tiny_run(*words))
+        for words in ([], [f"--rollout.negative_prompt={text}"])
+    )
     assert torch.equal(negative.policy.uncond.text, plain.embed(text).text)
     assert not torch.equal(negative.policy.uncond.text, plain.policy.uncond.text)
     first, other = plain.iterate(), negative.iterate()
-    assert other["ratio/first_max_deviation"] == 0 and other["reward/mean"] != first["reward/mean"]
+    assert (
+        other["ratio/first_max_deviation"] == 0
+        and other["reward/mean"] != first["reward/mean"]
+    )
 
 
-def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(tiny_run: MakeRun, tmp_path: Path) -> None:
-    trainer = build_trainer(tiny_run(*videos_of(tmp_path, "triangle", "square", "circle")))
+def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    trainer = build_trainer(
+        tiny_run(*videos_of(tmp_path, "triangle", "square", "circle"))
+    )
     records: list[RolloutRecord] = []
     trainer.on_rollout = records.append
     trainer.iterate()
     (record,) = records
-    assert record.trained.tolist() == [False, True, True] and not record.advantages[0].any()
-    assert torch.equal(record.advantages[1:], group_advantages(record.reward[1:]).advantages)
+    assert (
+        record.trained.tolist() == [False, True, True]
+        and not record.advantages[0].any()
+    )
+    assert torch.equal(
+        record.advantages[1:], group_advantages(record.reward[1:]).advantages
+    )
 
 
 @pytest.mark.parametrize(
@@ -594,7 +918,10 @@ def test_advantages_stay_with_their_group_when_an_earlier_one_is_dropped(tiny_ru
     ids=["one", "group", "all", "one-of-each"],
 )
 def test_a_group_that_lacks_a_score_is_not_trained(
-    lost: list[int], trained: list[bool], tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+    lost: list[int],
+    trained: list[bool],
+    tiny_run: MakeRun,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lose_scores(monkeypatch, lost)
     trainer = build_trainer(tiny_run())
@@ -604,24 +931,36 @@ def test_a_group_that_lacks_a_score_is_not_trained(
         trainer.iterate()
         assert records[0].trained.tolist() == trained
     else:
-        with pytest.raises(TrainingError, match="Update 1: the reward failed in every group of the rollout"):
+        with pytest.raises(
+            TrainingError,
+            match="Update 1: the reward failed in every group of the rollout",
+        ):
             trainer.iterate()
 
 
 def test_adapters_start_from_the_runs_seed(tiny_run: MakeRun) -> None:
-    first, same, other = (weights(build_trainer(tiny_run(f"--seed={seed}"))) for seed in (3, 3, 4))
+    first, same, other = (
+        weights(build_trainer(tiny_run(f"--seed={seed}"))) for seed in (3, 3, 4)
+    )
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
 def test_weights_come_back_after_an_exception(tiny_run: MakeRun) -> None:
-    trainer = build_trainer(tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1"))
+    trainer = build_trainer(
+        tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.1")
+    )
     trainer.iterate()
     trained = {name: value.clone() for name, value in weights(trainer).items()}
     with pytest.raises(KeyboardInterrupt), trainer.evaluated_weights():
-        assert any(not torch.equal(value, trained[name]) for name, value in weights(trainer).items())
+        assert any(
+            not torch.equal(value, trained[name])
+            for name, value in weights(trainer).items()
+        )
         raise KeyboardInterrupt
-    assert all(torch.equal(value, trained[name]) for name, value in weights(trainer).items())
+    assert all(
+        torch.equal(value, trained[name]) for name, value in weights(trainer).items()
+    )
 
 
 def test_the_start_looks_at_rates_steps_and_guidance(
@@ -631,11 +970,27 @@ def test_the_start_looks_at_rates_steps_and_guidance(
     build_trainer(tiny_run("--optimizer.learning_rate=0.1"))
     assert "optimizer.learning_rate" not in caplog.text
     monkeypatch.setattr(optim, "LARGE_MODEL", 1)
-    monkeypatch.setattr(WeightFacts, "few_steps", lambda self, steps: {key: f"{key} {n}" for key, n in steps.items()})
+    monkeypatch.setattr(
+        WeightFacts,
+        "few_steps",
+        lambda self, steps: {key: f"{key} {n}" for key, n in steps.items()},
+    )
     build_trainer(tiny_run("--optimizer.learning_rate=0.1", "--evaluation.num_steps=7"))
-    words = ("moves weights 1.8e+02 times as far", "rollout.num_steps 4", "evaluation.num_steps 7")
+    words = (
+        "moves weights 1.8e+02 times as far",
+        "rollout.num_steps 4",
+        "evaluation.num_steps 7",
+    )
     assert all(word in caplog.text for word in words), caplog.text
     seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(WeightFacts, "check_guidance", lambda self, *given: seen.append(given))
-    build_trainer(tiny_run(*FORWARD.split(), "--rollout.guidance_scale=1", "--forward_process.sampling_guidance=5"))
+    monkeypatch.setattr(
+        WeightFacts, "check_guidance", lambda self, *given: seen.append(given)
+    )
+    build_trainer(
+        tiny_run(
+            *FORWARD.split(),
+            "--rollout.guidance_scale=1",
+            "--forward_process.sampling_guidance=5",
+        )
+    )
     assert seen == [(1.0,), (5.0, "forward_process.sampling_guidance")]

@@ -1,1 +1,3 @@
-"""Counts of the guard without a GPU: operations, bytes, launches, waits, compiled code, imports, memory."""
+"""Counts of the guard without a GPU: operations, bytes, launches, waits, compiled code,
+imports, memory.
+"""

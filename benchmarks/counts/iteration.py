@@ -1,7 +1,9 @@
-"""Work of one iteration of the trainer, counted on a toy model: forwards, optimizer updates, waits, collectives.
+"""Work of one iteration of the trainer, counted on a toy model: forwards, optimizer
+updates, waits, collectives.
 
-The loop is the same for every model, so counts on the smallest one are those of the largest. Forwards and updates are
-counted on the CPU. Waits for the GPU are counted on the meta device, which plays the GPU (`traced.answer_of`).
+The loop is the same for every model, so counts on the smallest one are those of the
+largest. Forwards and updates are counted on the CPU. Waits for the GPU are counted on
+the meta device, which plays the GPU (`traced.answer_of`).
 """
 
 import contextlib
@@ -33,7 +35,9 @@ COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
 
 class Watch(TorchDispatchMode):
-    """Work of one iteration of a trainer: forwards and waits for the meta device by phase, updates, collectives."""
+    """Work of one iteration of a trainer: forwards and waits for the meta device by
+    phase, updates, collectives.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +46,9 @@ class Watch(TorchDispatchMode):
         self.waits = Counter[str]()
         self.updates = self.collectives = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator, or answer for it."""
         kwargs = kwargs or {}
         self.collectives += func.namespace in COLLECTIVES
@@ -84,10 +90,13 @@ class Watch(TorchDispatchMode):
 
 
 def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
-    """A trainer of two videos of two steps each, whose anchor is refreshed before every second update."""
+    """A trainer of two videos of two steps each, whose anchor is refreshed before every
+    second update.
+    """
     values = {
         "model.device": device,
-        # Reference kernels are hundreds of operators on the meta device; a fused one is one, as on a GPU.
+        # Reference kernels are hundreds of operators on the meta device; a fused one is
+        # one, as on a GPU.
         "model.kernels": "reference" if device == "cpu" else "triton",
         "video.num_frames": 4,
         "rollout.num_steps": NUM_STEPS,
@@ -104,12 +113,15 @@ def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
         "data.prompts": ROOT / "configs" / "prompts" / "toy_train.csv",
         "evaluation.prompts": ROOT / "configs" / "prompts" / "toy_eval.csv",
     }
-    return build_trainer(load_config(TOY, [f"--{key}={value}" for key, value in values.items()]))
+    return build_trainer(
+        load_config(TOY, [f"--{key}={value}" for key, value in values.items()])
+    )
 
 
 def measure_iteration() -> dict[str, float]:
-    """Forwards per video and step, and optimizer updates, of an iteration right after the anchor was refreshed and of
-    the one after it: by the way of computing the gradient, the guidance scale (1 for none) and the anchor.
+    """Forwards per video and step, and optimizer updates, of an iteration right after
+    the anchor was refreshed and of the one after it: by the way of computing the
+    gradient, the guidance scale (1 for none) and the anchor.
     """
     found: dict[str, float] = {}
     for update, scale in product(get_args(Update), (1, 6)):
@@ -117,23 +129,36 @@ def measure_iteration() -> dict[str, float]:
         for anchor in ("fresh", "behind"):
             case = f"{update}/{scale}/{anchor}"
             watch = Watch().iterate(trainer)
-            each = {phase: watch.forwards.pop(phase, 0) / (NUM_VIDEOS * NUM_STEPS) for phase in PHASES}
-            found |= {f"iteration.forwards/{case}/{phase}": number for phase, number in each.items()}
+            each = {
+                phase: watch.forwards.pop(phase, 0) / (NUM_VIDEOS * NUM_STEPS)
+                for phase in PHASES
+            }
+            found |= {
+                f"iteration.forwards/{case}/{phase}": number
+                for phase, number in each.items()
+            }
             found[f"iteration.forwards_elsewhere/{case}"] = watch.forwards.total()
             found[f"iteration.optimizer_updates/{case}"] = watch.updates
     return found
 
 
 def measure_loop() -> dict[str, float]:
-    """Waits and exchanges of the step loops of an iteration, with guidance and an anchor that lies behind."""
+    """Waits and exchanges of the step loops of an iteration, with guidance and an
+    anchor that lies behind.
+    """
     found: dict[str, float] = {}
     for update in get_args(Update):
         trainer: Any = toy_trainer(update, 6, "meta")
         trainer.update = 1
         # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
-        trainer.decoder.decode = lambda latents: torch.zeros(len(latents), 4, 3, 16, 16, dtype=torch.uint8)
+        trainer.decoder.decode = lambda latents: torch.zeros(
+            len(latents), 4, 3, 16, 16, dtype=torch.uint8
+        )
         watch = Watch().iterate(trainer)
-        found |= {f"loop.host_syncs/{update}/{phase}": watch.waits.pop(phase, 0) for phase in PHASES}
+        found |= {
+            f"loop.host_syncs/{update}/{phase}": watch.waits.pop(phase, 0)
+            for phase in PHASES
+        }
         # Whether latents are finite is asked where the pixels are waited for.
         watch.waits.pop("decode", 0)
         found[f"loop.host_syncs/{update}/elsewhere"] = watch.waits.total()

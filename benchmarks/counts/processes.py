@@ -18,13 +18,14 @@ import {module}
 seconds = time.perf_counter() - start
 print(json.dumps({{"seconds": seconds, "modules": sorted(set(sys.modules) - before)}}))
 """
-# Start-up hooks of other installed packages may have loaded `typing`, and load more at the first search for a module:
-# both happen before the count.
+# Start-up hooks of other installed packages may have loaded `typing`, and load more at
+# the first search for a module: both happen before the count.
 
 
 def measure_imports() -> dict[str, float]:
-    """Imports of the package and its command line: seconds; modules of sage_fast and sage_kernels, without the commands
-    (each is one more command's options); standard modules that were not loaded already; third-party packages.
+    """Imports of the package and its command line: seconds; modules of sage_fast and
+    sage_kernels, without the commands (each is one more command's options); standard
+    modules that were not loaded already; third-party packages.
     """
     costs: dict[str, float] = {}
     for module in ("sage_fast", "sage_fast.commands.cli"):
@@ -34,19 +35,33 @@ def measure_imports() -> dict[str, float]:
         own = [name for name in found["modules"] if name.split(".")[0] in project]
         costs |= {
             f"imports.seconds/{module}": found["seconds"],
-            f"imports.project_modules/{module}": sum(not name.startswith("sage_fast.commands") for name in own),
-            f"imports.standard_modules/{module}": sum(name in sys.stdlib_module_names for name in top),
-            f"imports.third_party/{module}": len(set(top).difference(project, sys.stdlib_module_names)),
+            f"imports.project_modules/{module}": sum(
+                not name.startswith("sage_fast.commands") for name in own
+            ),
+            f"imports.standard_modules/{module}": sum(
+                name in sys.stdlib_module_names for name in top
+            ),
+            f"imports.third_party/{module}": len(
+                set(top).difference(project, sys.stdlib_module_names)
+            ),
         }
     return costs
 
 
-RUN = "import sys\nfrom sage_fast.commands.cli import main\nsys.exit(main({words!r}) not in (0, 1))"
-"""A command that has done its work: `doctor` and `plan` end with 1 where the machine is not ready."""
+RUN = (
+    "import sys\nfrom sage_fast.commands.cli import main\nsys.exit(main({words!r}) "
+    "not in (0, 1))"
+)
+"""A command that has done its work: `doctor` and `plan` end with 1 where the machine is
+not ready.
+"""
 
 PROGRAMS = {
     "status": RUN.format(words=["status", "{run}"]),
-    "configuration": "from sage_fast.config.load import load_config\nload_config('hv15_480p_lora_8gpu')",
+    "configuration": (
+        "from sage_fast.config.load import "
+        "load_config\nload_config('hv15_480p_lora_8gpu')"
+    ),
     "doctor": RUN.format(words=["doctor"]),
     "plan": RUN.format(words=["plan", "hv15_480p_lora_8gpu"]),
 }
@@ -55,13 +70,17 @@ PROGRAMS = {
 def measure_commands() -> dict[str, float]:
     """CPU time of commands, user and system, over that of importing torch just before.
 
-    A busy machine lengthens both, by up to two where hyperthreads share a core, and their ratio little.
+    A busy machine lengthens both, by up to two where hyperthreads share a core, and
+    their ratio little.
     """
     costs = {}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.yaml").write_text("output_dir: here\n", encoding="utf-8")
         for name, program in PROGRAMS.items():
-            torch, command = (_cpu_seconds(code.replace("{run}", folder)) for code in ("import torch", program))
+            torch, command = (
+                _cpu_seconds(code.replace("{run}", folder))
+                for code in ("import torch", program)
+            )
             costs[f"commands.cpu_time/{name}"] = command / torch
     return costs
 
@@ -75,10 +94,21 @@ def _cpu_seconds(program: str) -> float:
 
 def _run(program: str) -> str:
     """Output of a program that Python runs in a fresh process, with this checkout."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SAGE_KERNELS")}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("SAGE_KERNELS")
+    }
+    environment |= {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]),
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()[-2000:]}")
+        raise RuntimeError(
+            f"{program} ended with {done.returncode}: {done.stderr.strip()[-2000:]}"
+        )
     return done.stdout

@@ -1,12 +1,15 @@
-"""Costs of a transformer block, counted on the meta device at the true size: FLOPs, bytes, launches, kept memory.
+"""Costs of a transformer block, counted on the meta device at the true size: FLOPs,
+bytes, launches, kept memory.
 
-Counts do not depend on the machine, so they guard on a CPU what a GPU would show as time. An op of sage_kernels or of
-attention is one operator; bytes are those of its arguments and results (`sage_kernels.tracer`). In units of
+Counts do not depend on the machine, so they guard on a CPU what a GPU would show as
+time. An op of sage_kernels or of attention is one operator; bytes are those of its
+arguments and results (`sage_kernels.tracer`). In units of
 
     S = (N + L) * D * bytes per element,     one tensor of all tokens
 
-N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products and attention. Products with a
-dimension of at most 128, as those of LoRA, are "thin": they too cost what they read and write.
+N video tokens, L text tokens, D width. "Elementwise" is everything but matrix products
+and attention. Products with a dimension of at most 128, as those of LoRA, are "thin":
+they too cost what they read and write.
 """
 
 from collections.abc import Sequence
@@ -35,7 +38,9 @@ from sage_fast.records import PromptEmbeds
 from sage_kernels.tracer import moved
 
 Trained = Literal["nothing", "lora", "everything"]
-"""Weights that need gradients; the gradient of the block's inputs is wanted in any case."""
+"""Weights that need gradients; the gradient of the block's inputs is wanted in any
+case.
+"""
 BLOCKS: tuple[tuple[Trained, Checkpointing], ...] = (
     ("lora", "feed_forward"),
     ("lora", "selective"),
@@ -44,8 +49,9 @@ BLOCKS: tuple[tuple[Trained, Checkpointing], ...] = (
 """Trained weights and checkpointing that the presets use."""
 
 
-# Waits for the GPU: the meta device plays it. A meta tensor has no data, so every operator that needs some on the host
-# would fail there; `answer_of` answers in its place, so that they can be counted and the program goes on.
+# Waits for the GPU: the meta device plays it. A meta tensor has no data, so every
+# operator that needs some on the host would fail there; `answer_of` answers in its
+# place, so that they can be counted and the program goes on.
 
 SCALARS = frozenset({"_local_scalar_dense", "item"})
 COMPARISONS = frozenset({"is_nonzero", "equal"})
@@ -54,14 +60,20 @@ MASKED = frozenset({"nonzero", "masked_select", "index"})
 
 
 def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """[what the operator would return], or nothing for an operator that does not wait for the device.
+    """[what the operator would return], or nothing for an operator that does not wait
+    for the device.
 
-    Numbers are 1, tensors copied to the host are full of ones (False where they are bool, since masks of what is wrong
-    come this way), masks select everything.
+    Numbers are 1, tensors copied to the host are full of ones (False where they are
+    bool, since masks of what is wrong come this way), masks select everything.
     """
     name = func.overloadpacket.__name__
-    if name in ("_to_copy", "copy_") and not kwargs.get("non_blocking") and args[2:] != (True,):
-        # To the device: a copy from memory that is not pinned waits for all work, unless it may be staged.
+    if (
+        name in ("_to_copy", "copy_")
+        and not kwargs.get("non_blocking")
+        and args[2:] != (True,)
+    ):
+        # To the device: a copy from memory that is not pinned waits for all work,
+        # unless it may be staged.
         copied = args[name == "copy_"]
         target = torch.device(kwargs.get("device") or args[0].device)
         if copied.device.type == "cpu" and target.type == "meta":
@@ -73,7 +85,11 @@ def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
         return [torch.ones((), dtype=args[0].dtype).item()]
     if name in COMPARISONS:
         return [True]
-    if name == "_to_copy" and "device" in kwargs and torch.device(kwargs["device"] or "meta").type == "cpu":
+    if (
+        name == "_to_copy"
+        and "device" in kwargs
+        and torch.device(kwargs["device"] or "meta").type == "cpu"
+    ):
         dtype = kwargs.get("dtype") or args[0].dtype
         return [torch.full(args[0].shape, float(dtype != torch.bool), dtype=dtype)]
     if name == "copy_" and args[0].device.type == "cpu":
@@ -82,7 +98,9 @@ def answer_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
         source: Tensor = args[0]
         if name == "nonzero":
             return [source.new_empty((source.numel(), source.ndim), dtype=torch.int64)]
-        masks = [m for m in (args[1] if name == "index" else args[1:2]) if m is not None]
+        masks = [
+            m for m in (args[1] if name == "index" else args[1:2]) if m is not None
+        ]
         if any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
             size = source.shape[masks[0].ndim :] if name == "index" else ()
             return [source.new_empty((masks[0].numel(), *size))]
@@ -112,7 +130,9 @@ class Record(TorchDispatchMode):
         self.calls: list[Call] = []
         self.syncs: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator and list it."""
         name = func.overloadpacket.__name__
         kwargs = kwargs or {}
@@ -142,12 +162,20 @@ class Record(TorchDispatchMode):
 RECOMPUTED = frozenset({"adaln", "gated_residual_adaln", "qk_norm_rope", "gelu_tanh"})
 
 
-def meta_transformer(num_layers: int, trained: Trained) -> HunyuanVideo15Transformer3DModel:
+def meta_transformer(
+    num_layers: int, trained: Trained
+) -> HunyuanVideo15Transformer3DModel:
     """The true configuration with fewer layers, bfloat16, on the meta device."""
     transformer = trace.meta_transformer(HUNYUAN_VIDEO_15, torch.bfloat16, num_layers)
     transformer.requires_grad_(trained == "everything")
     if trained == "lora":
-        add_lora(transformer, rank=32, alpha=None, target_modules=LoraConfig().target_modules, seed=0)
+        add_lora(
+            transformer,
+            rank=32,
+            alpha=None,
+            target_modules=LoraConfig().target_modules,
+            seed=0,
+        )
     return transformer
 
 
@@ -156,30 +184,46 @@ def accelerated(
 ) -> HunyuanVideo15Transformer3DModel:
     """`meta_transformer` with the fused forward, fused kernels and torch's attention."""
     transformer = meta_transformer(num_layers, trained)
-    # Not from the table, whose rows a forward computes for noise levels that it has not met.
-    accelerate(transformer, attention="sdpa", kernels="triton", checkpointing=checkpointing, adaln="weights")
+    # Not from the table, whose rows a forward computes for noise levels that it has not
+    # met.
+    accelerate(
+        transformer,
+        attention="sdpa",
+        kernels="triton",
+        checkpointing=checkpointing,
+        adaln="weights",
+    )
     return transformer
 
 
 def measure_block() -> dict[str, float]:
-    """One block in the middle, one sample at 352x624x81 with 250 text tokens; `budgets.yaml` says what each number is.
+    """One block in the middle, one sample at 352x624x81 with 250 text tokens;
+    `budgets.yaml` says what each number is.
 
     Frozen AdaLN weights come from the table.
     """
     found: dict[str, float] = {}
     for trained, checkpointing in BLOCKS:
         cost = block_cost(A, trained, checkpointing)
-        found |= {f"block.{name}/{trained}/{checkpointing}": value for name, value in cost.items()}
+        found |= {
+            f"block.{name}/{trained}/{checkpointing}": value
+            for name, value in cost.items()
+        }
     return found
 
 
-def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> dict[str, float]:
-    """Count one block; bytes in S. FLOPs, launches and thin products of the backward pass include work that it does
-    again; its elementwise bytes do not.
+def block_cost(
+    shape: Shape, trained: Trained, checkpointing: Checkpointing
+) -> dict[str, float]:
+    """Count one block; bytes in S. FLOPs, launches and thin products of the backward
+    pass include work that it does again; its elementwise bytes do not.
     """
     transformer = accelerated(3, trained, checkpointing)
     block = transformer.transformer_blocks[1]
-    width = transformer.config["num_attention_heads"] * transformer.config["attention_head_dim"]
+    width = (
+        transformer.config["num_attention_heads"]
+        * transformer.config["attention_head_dim"]
+    )
     unit = (shape.video_tokens + shape.text_tokens) * width * 2
 
     def activation(*size: int) -> Tensor:
@@ -187,8 +231,14 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
 
     x = activation(1, shape.video_tokens, width).requires_grad_()
     text = activation(1, shape.text_tokens, width).requires_grad_()
-    modulation = (None, None) if trained == "everything" else (activation(1, 6 * width), activation(1, 6 * width))
-    table = torch.empty(shape.video_tokens, transformer.config["attention_head_dim"], device="meta")
+    modulation = (
+        (None, None)
+        if trained == "everything"
+        else (activation(1, 6 * width), activation(1, 6 * width))
+    )
+    table = torch.empty(
+        shape.video_tokens, transformer.config["attention_head_dim"], device="meta"
+    )
     own = {p.untyped_storage()._cdata for p in transformer.parameters()}
     kept: dict[int, int] = {}
 
@@ -207,16 +257,22 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
         run()  # fills what is cached
     forward_flops = FlopCounterMode(display=False)
     backward_flops = FlopCounterMode(display=False)
-    with saved_tensors_hooks(keep, lambda tensor: tensor), forward_flops, Record() as forward:
+    with (
+        saved_tensors_hooks(keep, lambda tensor: tensor),
+        forward_flops,
+        Record() as forward,
+    ):
         outputs = run()
     cotangents = [torch.empty_like(output) for output in outputs]
     with backward_flops, Record() as backward:
         torch.autograd.backward(outputs, cotangents)
-    # The activation that the GELU's backward returns with its gradient is recomputed as well.
+    # The activation that the GELU's backward returns with its gradient is recomputed as
+    # well.
     again = sum(c.traffic for c in backward.calls if c.name in RECOMPUTED)
     again += sum(c.results[1] for c in backward.calls if c.name == "gelu_tanh_backward")
     del outputs, cotangents
-    # Beside weights and the block's input; of the backward pass gradients of weights count too.
+    # Beside weights and the block's input; of the backward pass gradients of weights
+    # count too.
     lasting = [*transformer.parameters(), x, text]
     for tensor in lasting:
         tensor.grad = None
@@ -225,14 +281,18 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
         outputs = run()
         forward_peak = alive.peak
         alive.peak = alive.now
-        torch.autograd.backward(outputs, [torch.empty_like(output) for output in outputs])
+        torch.autograd.backward(
+            outputs, [torch.empty_like(output) for output in outputs]
+        )
     calls = [*forward.calls, *backward.calls]
     return {
         "forward_bytes": forward.elementwise() / unit,
         "backward_bytes": (backward.elementwise() - again) / unit,
         "recomputed_bytes": again / unit,
-        "forward_thin_bytes": sum(call.traffic for call in forward.calls if call.thin) / unit,
-        "backward_thin_bytes": sum(call.traffic for call in backward.calls if call.thin) / unit,
+        "forward_thin_bytes": sum(call.traffic for call in forward.calls if call.thin)
+        / unit,
+        "backward_thin_bytes": sum(call.traffic for call in backward.calls if call.thin)
+        / unit,
         "forward_flops": forward_flops.get_total_flops(),
         "backward_flops": backward_flops.get_total_flops(),
         "launches": len(forward.calls),
@@ -246,31 +306,48 @@ def block_cost(shape: Shape, trained: Trained, checkpointing: Checkpointing) -> 
 
 
 def measure_forward() -> dict[str, float]:
-    """The whole packed forward of one sample without glyph tokens, as the trainer calls it, at the true configuration.
+    """The whole packed forward of one sample without glyph tokens, as the trainer calls
+    it, at the true configuration.
 
-    The closed form is that of packed tokens, less what does not reach a text-to-video velocity: the condition channels,
-    and the last block's text queries, projections and feed-forward.
+    The closed form is that of packed tokens, less what does not reach a text-to-video
+    velocity: the condition channels, and the last block's text queries, projections and
+    feed-forward.
     """
     config = HUNYUAN_VIDEO_15
     found: dict[str, float] = {}
     for shape in (A, B):
-        # A transformer each: the second forward of one would find its modulation in the table.
+        # A transformer each: the second forward of one would find its modulation in the
+        # table.
         transformer: Any = accelerated(config["num_layers"], "nothing")
         prompt = PromptEmbeds(
-            text=torch.empty(shape.text_tokens, transformer.config["text_embed_dim"], device="meta"),
+            text=torch.empty(
+                shape.text_tokens, transformer.config["text_embed_dim"], device="meta"
+            ),
             glyph=torch.empty(0, transformer.config["text_embed_2_dim"], device="meta"),
         )
         latents = torch.empty(1, *shape.latent, device="meta")
-        with torch.no_grad(), FlopCounterMode(display=False) as counter, Record() as record:
-            transformer(hidden_states=latents, timestep=torch.full((1,), 640.0), prompts=[prompt])
+        with (
+            torch.no_grad(),
+            FlopCounterMode(display=False) as counter,
+            Record() as record,
+        ):
+            transformer(
+                hidden_states=latents,
+                timestep=torch.full((1,), 640.0),
+                prompts=[prompt],
+            )
         flops = counter.get_total_flops()
         size = shape.video_tokens, shape.text_tokens
         needed = forward_work(config, *size).total - unused_work(config, *size).total
         found |= {
-            "forward.parameters": sum(weight.numel() for weight in transformer.parameters()),
+            "forward.parameters": sum(
+                weight.numel() for weight in transformer.parameters()
+            ),
             f"forward.flops_beyond_closed_form/{shape.name}": flops - needed,
             f"forward.flops/{shape.name}": flops,
-            f"forward.largest_tensor/{shape.name}": max(call.largest for call in record.calls),
+            f"forward.largest_tensor/{shape.name}": max(
+                call.largest for call in record.calls
+            ),
             f"forward.host_syncs/{shape.name}": len(record.syncs),
         }
     return found

@@ -1,1 +1,3 @@
-"""Timed suites, a file each: `SUITES`, whose cells `benchmarks.session` runs, saves and resumes one by one."""
+"""Timed suites, a file each: `SUITES`, whose cells `benchmarks.session` runs, saves and
+resumes one by one.
+"""

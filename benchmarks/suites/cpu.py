@@ -1,12 +1,14 @@
-"""On a CPU and in turns, what the guard times on every change: the fused forward against diffusers' packed one, and an
-iteration of the single pass against one of two phases.
+"""On a CPU and in turns, what the guard times on every change: the fused forward
+against diffusers' packed one, and an iteration of the single pass against one of two
+phases.
 
     python -m benchmarks cpu            any machine, some forty seconds on one core
     python -m benchmarks cpu --smoke    two rounds
 
-Seconds of a CPU say nothing about a GPU. But a pass, a copy or a graph that an edit adds to our side moves the ratio of
-the two contenders. Both compute on one thread and are timed by the clock of the process, so that other work of the
-machine does not count: by the wall's clock and on every core a step took 24 ms, and 370 on a busy machine.
+Seconds of a CPU say nothing about a GPU. But a pass, a copy or a graph that an edit
+adds to our side moves the ratio of the two contenders. Both compute on one thread and
+are timed by the clock of the process, so that other work of the machine does not count:
+by the wall's clock and on every core a step took 24 ms, and 370 on a busy machine.
 """
 
 import time
@@ -37,12 +39,18 @@ from sage_fast.trainer import Trainer
 
 SUITE = "cpu"
 CONTENDERS = ("ours", "P2")
-CONFIG = workload.TINY | {"num_attention_heads": 4, "attention_head_dim": 32, "rope_axes_dim": (8, 12, 12)}
+CONFIG = workload.TINY | {
+    "num_attention_heads": 4,
+    "attention_head_dim": 32,
+    "rope_axes_dim": (8, 12, 12),
+}
 SHAPE = Shape(name="small", latent=(32, 3, 8, 8), text_tokens=32, padding=(32, 0, 0))
 STEPS = {"forward": (forward, 120), "train": (train, 100)}
 """Step -> what it runs, and its rounds."""
 UPDATES = {"toy": (6, 3, 8, 10), "wide": (18, 9, 2, 4)}
-"""Network -> heads of 32, layers, videos at once, rounds: the demo's, and one of three times its width."""
+"""Network -> heads of 32, layers, videos at once, rounds: the demo's, and one of three
+times its width.
+"""
 TOLERANCE = 1e-4
 """Relative difference in float32."""
 
@@ -51,9 +59,13 @@ class Contest:
     """Both contenders over one small transformer in float32, with adapters."""
 
     def __init__(self) -> None:
-        self.transformer = workload.random_transformer(CONFIG, torch.device("cpu"), torch.float32)
+        self.transformer = workload.random_transformer(
+            CONFIG, torch.device("cpu"), torch.float32
+        )
         workload.adapt(self.transformer)
-        self.inputs = workload.random_inputs(SHAPE, CONFIG, torch.device("cpu"), torch.float32)
+        self.inputs = workload.random_inputs(
+            SHAPE, CONFIG, torch.device("cpu"), torch.float32
+        )
 
     def switch(self, contender: str) -> AbstractContextManager[Velocity]:
         """A contender, to be switched on by `with`."""
@@ -62,9 +74,15 @@ class Contest:
     def gradients(self, contender: str) -> dict[str, Tensor]:
         """Of the adapters, and the velocity."""
         with self.switch(contender) as velocity:
-            found = velocity(self.inputs.latents, self.inputs.sigma, self.inputs.conditional)
+            found = velocity(
+                self.inputs.latents, self.inputs.sigma, self.inputs.conditional
+            )
             found.backward(self.inputs.noise)
-        gradients = {name: p.grad for name, p in trainable_parameters(self.transformer).items() if p.grad is not None}
+        gradients = {
+            name: p.grad
+            for name, p in trainable_parameters(self.transformer).items()
+            if p.grad is not None
+        }
         self.transformer.zero_grad(set_to_none=True)
         return gradients | {"velocity": found.detach()}
 
@@ -84,8 +102,16 @@ class Contest:
         return in_turns(step, SHAPE.name, CONTENDERS, turn, 2 if smoke else rounds)
 
 
-def in_turns(step: str, shape: str, contenders: Sequence[str], turn: Callable[[str], float], rounds: int) -> Record:
-    """The rows of contenders, ours first, by their names in the rows; `turn` has one's seconds, on one thread."""
+def in_turns(
+    step: str,
+    shape: str,
+    contenders: Sequence[str],
+    turn: Callable[[str], float],
+    rounds: int,
+) -> Record:
+    """The rows of contenders, ours first, by their names in the rows; `turn` has one's
+    seconds, on one thread.
+    """
     seconds: dict[str, list[float]] = {contender: [] for contender in contenders}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -93,40 +119,70 @@ def in_turns(step: str, shape: str, contenders: Sequence[str], turn: Callable[[s
         for contender, found in seconds.items():
             found.append(turn(contender))
     torch.set_num_threads(threads)
-    rows = [timing(step, shape, who, quantiles(found)) for who, found in seconds.items()]
+    rows = [
+        timing(step, shape, who, quantiles(found)) for who, found in seconds.items()
+    ]
     ours, *others = contenders
     rows[0]["over"] = {
-        who: quantiles([mine / theirs for mine, theirs in zip(seconds[ours], seconds[who], strict=True)])
+        who: quantiles(
+            [
+                mine / theirs
+                for mine, theirs in zip(seconds[ours], seconds[who], strict=True)
+            ]
+        )
         for who in others
     }
     return {"rows": rows}
 
 
-def toy_trainer(update: str, heads: int, layers: int, videos: int, **more: Any) -> Trainer:
-    """Videos of the toy world at once, over random weights of a width; without a KL both gradients are one.
+def toy_trainer(
+    update: str, heads: int, layers: int, videos: int, **more: Any
+) -> Trainer:
+    """Videos of the toy world at once, over random weights of a width; without a KL
+    both gradients are one.
 
     more: settings of the run.
     """
-    from sage_fast.config.load import load_config  # its library may not be on a bare machine
+    # its library may not be on a bare machine
+    from sage_fast.config.load import load_config
 
-    changes = {"model.device": "cpu", "rollout.num_steps": 3, "rollout.num_generations": 2, "objective.kl_mode": "none"}
-    changes |= {"rollout.batch_size": videos, "rollout.micro_batch_size": videos, "lora.target_modules": None}
-    config = load_config("toy_cpu", changes | {"training.update": update, "training.ema_decay": None} | more)
+    changes = {
+        "model.device": "cpu",
+        "rollout.num_steps": 3,
+        "rollout.num_generations": 2,
+        "objective.kl_mode": "none",
+    }
+    changes |= {
+        "rollout.batch_size": videos,
+        "rollout.micro_batch_size": videos,
+        "lora.target_modules": None,
+    }
+    config = load_config(
+        "toy_cpu",
+        changes | {"training.update": update, "training.ema_decay": None} | more,
+    )
     model = TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers}
     components = Components(
-        transformer=workload.random_transformer(model, torch.device("cpu"), torch.float32),
+        transformer=workload.random_transformer(
+            model, torch.device("cpu"), torch.float32
+        ),
         prompt_encoder=WordEncoder(),
         video_decoder=PatchCodec(),
     )
     prompts = read_prompts(config.data.prompts)
-    reward = CompositeReward.from_config(config.reward, [prompt.text for prompt in prompts])
+    reward = CompositeReward.from_config(
+        config.reward, [prompt.text for prompt in prompts]
+    )
     return Trainer(config, components, reward, prompts, prompts)
 
 
 def measure_updates(shape: str, smoke: bool) -> Record:
     """The rows of an iteration, by single pass and by two phases, after one to warm up."""
     *size, rounds = UPDATES[shape]
-    trainers = {"ours": toy_trainer("single_pass", *size), "two_phase": toy_trainer("two_phase", *size)}
+    trainers = {
+        "ours": toy_trainer("single_pass", *size),
+        "two_phase": toy_trainer("two_phase", *size),
+    }
 
     def turn(contender: str) -> float:
         start = time.process_time()
@@ -149,7 +205,12 @@ def cells(session: Session) -> Iterator[Cell]:
     yield Cell(suite=SUITE, name="parity", work=check)
     for step in STEPS:
         work = lambda step=step: contest().measure(step, session.smoke)  # noqa: E731
-        yield Cell(suite=SUITE, name=f"{step} {SHAPE.name}", work=work, needs=(f"{SUITE} parity",))
+        yield Cell(
+            suite=SUITE,
+            name=f"{step} {SHAPE.name}",
+            work=work,
+            needs=(f"{SUITE} parity",),
+        )
     for shape in UPDATES:
         work = lambda shape=shape: measure_updates(shape, session.smoke)  # noqa: E731
         yield Cell(suite=SUITE, name=f"single_pass {shape}", work=work)

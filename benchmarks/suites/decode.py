@@ -1,11 +1,13 @@
-"""Decoding a video: `sage_fast.models.hunyuan15.video_vae` against diffusers' own decode, random weights.
+"""Decoding a video: `sage_fast.models.hunyuan15.video_vae` against diffusers' own
+decode, random weights.
 
     python -m benchmarks decode             on a GPU: the published size in float16, 81 frames of 352x624 and 480x832
     python -m benchmarks decode             on a CPU: a tiny autoencoder in float32, 9 frames of 48x64
     python -m benchmarks decode --smoke     the same anywhere, few rounds; the numbers mean nothing
 
-Both decode the same way, in tiles where one sample does not fit into `model.decode_memory_gib`, and end with bytes in
-CPU memory. Parity comes first: the pixels may differ by at most `ALLOWED` of 255 levels, and by none in float32.
+Both decode the same way, in tiles where one sample does not fit into
+`model.decode_memory_gib`, and end with bytes in CPU memory. Parity comes first: the
+pixels may differ by at most `ALLOWED` of 255 levels, and by none in float32.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,16 +28,26 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 
 SUITE = "decode"
-TINY: dict[str, Any] = {"latent_channels": 4, "block_out_channels": [8, 8, 16, 16, 16], "layers_per_block": 1}
+TINY: dict[str, Any] = {
+    "latent_channels": 4,
+    "block_out_channels": [8, 8, 16, 16, 16],
+    "layers_per_block": 1,
+}
 TINY_LATENT = (4, 3, 3, 4)
 """(C, F, H, W) on a CPU: 9 frames of 48x64."""
 CONTENDERS = ("ours", "stock")
 ALLOWED = 2
-"""Levels of 255 by which pixels in float16 may differ: both compute the same sums, cuDNN and SDPA choose the order."""
+"""Levels of 255 by which pixels in float16 may differ: both compute the same sums,
+cuDNN and SDPA choose the order.
+"""
 
 
-def random_vae(config: dict[str, Any], device: torch.device, dtype: torch.dtype) -> AutoencoderKLHunyuanVideo15:
-    """A frozen autoencoder with random weights; activations keep their scale from layer to layer."""
+def random_vae(
+    config: dict[str, Any], device: torch.device, dtype: torch.dtype
+) -> AutoencoderKLHunyuanVideo15:
+    """A frozen autoencoder with random weights; activations keep their scale from layer
+    to layer.
+    """
     with torch.device("meta"):
         vae = AutoencoderKLHunyuanVideo15(**config)
     for parameter in vae.parameters():
@@ -49,16 +61,23 @@ def stock_decode(vae: AutoencoderKLHunyuanVideo15, latents: Tensor) -> Tensor:
     The rounding to bytes is the image processor's, without a detour over PIL images.
     """
     with torch.no_grad():
-        decoded = vae.decode(latents.to(vae.dtype) / vae.config["scaling_factor"], return_dict=False)[0]
+        decoded = vae.decode(
+            latents.to(vae.dtype) / vae.config["scaling_factor"], return_dict=False
+        )[0]
     pixels = (decoded / 2 + 0.5).clamp(0, 1).transpose(1, 2).cpu().float()
     return (pixels * 255).round().to(torch.uint8)
 
 
 class Contest:
-    """Both ways to decode one latent; `stock` has the weights of `decoder` and its class's own attention mask."""
+    """Both ways to decode one latent; `stock` has the weights of `decoder` and its
+    class's own attention mask.
+    """
 
     def __init__(
-        self, decoder: VAEDecoder, stock: AutoencoderKLHunyuanVideo15, latent: tuple[int, int, int, int]
+        self,
+        decoder: VAEDecoder,
+        stock: AutoencoderKLHunyuanVideo15,
+        latent: tuple[int, int, int, int],
     ) -> None:
         self.decoder = decoder
         self.vae = stock
@@ -80,7 +99,10 @@ class Contest:
         """Largest difference in levels."""
         self.warm.update(CONTENDERS)
         difference = (self.ours().int() - self.stock().int()).abs().max()
-        return verdict({"levels": float(difference)}, 0 if self.vae.dtype == torch.float32 else ALLOWED)
+        return verdict(
+            {"levels": float(difference)},
+            0 if self.vae.dtype == torch.float32 else ALLOWED,
+        )
 
     def measure(self, session: Session, shape: str, contender: str) -> Record:
         """The row of a contender."""
@@ -88,11 +110,28 @@ class Contest:
         harness.forget_peak(session.device)
         rounds = 20 if session.device.type == "cpu" else 2
         # A process that goes on behind the check has not made the call yet.
-        seconds = session.time(call, rounds=rounds, warmup=0 if contender in self.warm else 1)
+        seconds = session.time(
+            call, rounds=rounds, warmup=0 if contender in self.warm else 1
+        )
         peak = harness.peak_memory_gb(session.device)
         size = " x ".join(str(n) for n in self.latents.shape[1:])
-        note = f"{size}, {str(self.vae.dtype).removeprefix('torch.')}, {'in tiles' if self.tiled else 'whole'}"
-        return {"rows": [timing("", shape, contender, seconds, peak_memory_gb=peak, note=note, tiled=self.tiled)]}
+        note = (
+            f"{size}, {str(self.vae.dtype).removeprefix('torch.')}, "
+            f"{'in tiles' if self.tiled else 'whole'}"
+        )
+        return {
+            "rows": [
+                timing(
+                    "",
+                    shape,
+                    contender,
+                    seconds,
+                    peak_memory_gb=peak,
+                    note=note,
+                    tiled=self.tiled,
+                )
+            ]
+        }
 
 
 def cells(session: Session) -> Iterator[Cell]:
@@ -102,14 +141,29 @@ def cells(session: Session) -> Iterator[Cell]:
     memory = ModelConfig().decode_limit_gib
     vae = partial(random_vae, config, session.device, dtype)
     decoders = cache(lambda: (VAEDecoder(vae(), memory_gib=memory), vae()))
-    for name, latent in [("tiny", TINY_LATENT)] if tiny else [(shape.name, shape.latent) for shape in SHAPES]:
+    for name, latent in (
+        [("tiny", TINY_LATENT)]
+        if tiny
+        else [(shape.name, shape.latent) for shape in SHAPES]
+    ):
         contest: Any = cache(lambda latent=latent: Contest(*decoders(), latent))  # type: ignore[misc]
         parity = f"parity {name}"
-        yield Cell(suite=SUITE, name=parity, work=lambda contest=contest: contest().check())  # type: ignore[misc]
+
+        def check(contest: Any = contest) -> Record:
+            return contest().check()
+
+        yield Cell(suite=SUITE, name=parity, work=check)
         for who in CONTENDERS:
 
-            def work(contest: Any = contest, name: str = name, who: str = who) -> Record:
+            def work(
+                contest: Any = contest, name: str = name, who: str = who
+            ) -> Record:
                 found: Record = contest().measure(session, name, who)
                 return found
 
-            yield Cell(suite=SUITE, name=f"{name} {who}", work=work, needs=(f"{SUITE} {parity}",))
+            yield Cell(
+                suite=SUITE,
+                name=f"{name} {who}",
+                work=work,
+                needs=(f"{SUITE} {parity}",),
+            )

@@ -1,11 +1,13 @@
-"""One update of SAGE-Fast beside one of public trainers, on a CPU: the same network, prompts, videos and steps.
+"""One update of SAGE-Fast beside one of public trainers, on a CPU: the same network,
+prompts, videos and steps.
 
     python -m benchmarks peers --public FOLDER            its flow_grpo, DiffusionNFT and UniRL are checkouts
     python -m benchmarks peers --public FOLDER --smoke    one round on the small network
 
-An update is the rollout, the loss, the backward passes and the optimizer's step; ours also decodes and scores the
-videos, whose FLOPs count. Trainers take turns on one thread, timed by the clock of the process. FLOPs are counted by
-torch in one update, and memory is what the process takes beyond its size before an update, at its peak.
+An update is the rollout, the loss, the backward passes and the optimizer's step; ours
+also decodes and scores the videos, whose FLOPs count. Trainers take turns on one
+thread, timed by the clock of the process. FLOPs are counted by torch in one update, and
+memory is what the process takes beyond its size before an update, at its peak.
 """
 
 import ctypes
@@ -18,7 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from benchmarks import public
 from benchmarks.results import Record
@@ -39,11 +45,16 @@ OURS = {
 """Objective -> contender -> `training.update`."""
 CHANGES: dict[str, dict[str, Any]] = {
     "grpo": {"training.timestep_fraction": (NUM_STEPS - 1) / NUM_STEPS + 1e-6},
-    "forward_process": {"rollout.sde_type": "ode", "forward_process.levels": public.LEVELS},
+    "forward_process": {
+        "rollout.sde_type": "ode",
+        "forward_process.levels": public.LEVELS,
+    },
 }
 """Objective -> settings of ours."""
 ATTENTION: dict[Any, Callable[..., int]] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
+        sdpa_flop_count(q, k, v)
+    ),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         lambda grad, q, k, v, *_, **__: sdpa_backward_flop_count(grad, q, k, v)
     ),
@@ -81,18 +92,27 @@ class Contender:
 def resident(name: str) -> float:
     """VmRSS or VmHWM, memory of this process now or at its peak, in MB of 1e6 bytes."""
     status = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return next(float(line.split()[1]) for line in status if line.startswith(name)) * 1024 / 1e6
+    return (
+        next(float(line.split()[1]) for line in status if line.startswith(name))
+        * 1024
+        / 1e6
+    )
 
 
 def task_of(network: str) -> public.Task:
-    """The task of `cpu.toy_trainer`, for public trainers; the pipeline's padding would be two tokens, none is made."""
+    """The task of `cpu.toy_trainer`, for public trainers; the pipeline's padding would
+    be two tokens, none is made.
+    """
     heads, layers, videos, _ = cpu.UPDATES[network]
     config = load_config("toy_cpu")
     video = config.video
     prompts = read_prompts(config.data.prompts)[: videos // 2]
-    encoded = WordEncoder().encode([prompt.text for prompt in prompts for _ in range(2)])
+    encoded = WordEncoder().encode(
+        [prompt.text for prompt in prompts for _ in range(2)]
+    )
     return public.Task(
-        config=TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers},
+        config=TRANSFORMER_CONFIG
+        | {"num_attention_heads": heads, "num_layers": layers},
         latent=PatchCodec().latent_shape(video.num_frames, video.height, video.width),
         text=torch.stack([record.text for record in encoded]),
         advantages=torch.tensor([1.0, -1.0]).repeat(len(prompts)),
@@ -101,22 +121,35 @@ def task_of(network: str) -> public.Task:
 
 
 def cells(session: Session) -> Iterator[Cell]:
-    """Each public trainer alone, which says what is missing; then those that work and ours in turns."""
+    """Each public trainer alone, which says what is missing; then those that work and
+    ours in turns.
+    """
     if (folder := session.public) is None:
-        sources = " ".join(f"git clone {source};" for source, _ in public.KNOWN.values())
-        raise ValueError(f"--public FOLDER is missing, with checkouts of the public trainers: {sources}")
+        sources = " ".join(
+            f"git clone {source};" for source, _ in public.KNOWN.values()
+        )
+        raise ValueError(
+            "--public FOLDER is missing, with checkouts of the public trainers: "
+            f"{sources}"
+        )
     for network in list(cpu.UPDATES)[: 1 if session.smoke else None]:
         for objective, trainers in public.TRAINERS.items():
             contender = cache(partial(make, folder, objective, network))
             names = {who: f"{objective} {network} {who}" for who in trainers}
             for who, name in names.items():
 
-                def made(contender: Callable[[str], Contender] = contender, who: str = who) -> Record:
+                def made(
+                    contender: Callable[[str], Contender] = contender, who: str = who
+                ) -> Record:
                     contender(who)
                     return {"checkout": public.commit_of(folder / who)}
 
                 yield Cell(suite=SUITE, name=name, work=made)
-            works = [who for who in trainers if session.cells[f"{SUITE} {names[who]}"]["status"] == "done"]
+            works = [
+                who
+                for who in trainers
+                if session.cells[f"{SUITE} {names[who]}"]["status"] == "done"
+            ]
             work = partial(measure, session, objective, network, contender, works)
             yield Cell(suite=SUITE, name=f"{objective} {network}", work=work)
 
@@ -129,23 +162,37 @@ def make(folder: Path, objective: str, network: str, who: str) -> Contender:
     update = OURS[objective][who]
     return Contender(
         cpu.toy_trainer(
-            update, heads, layers, videos, **CHANGES[objective] | {"lora.target_modules": public.TARGETS}
+            update,
+            heads,
+            layers,
+            videos,
+            **CHANGES[objective] | {"lora.target_modules": public.TARGETS},
         ).iterate
     )
 
 
 def measure(
-    session: Session, objective: str, network: str, contender: Callable[[str], Contender], works: list[str]
+    session: Session,
+    objective: str,
+    network: str,
+    contender: Callable[[str], Contender],
+    works: list[str],
 ) -> Record:
     """The rows of an objective."""
     made = {who: contender(who) for who in [*OURS[objective], *works]}
     turns = 1 if session.smoke else ROUNDS
-    record = cpu.in_turns(objective, network, list(made), lambda who: made[who].turn(), turns)
+    record = cpu.in_turns(
+        objective, network, list(made), lambda who: made[who].turn(), turns
+    )
     for row in record["rows"]:
         one = made[row["contender"]]
         alone = f"{SUITE} {objective} {network} {row['contender']}"
         peak = statistics.median(one.peaks) if one.peaks else None
         said = [f"{one.flop / 1e9:.1f} GFLOP", "" if peak is None else f"{peak:.0f} MB"]
         said.append(session.cells.get(alone, {}).get("checkout", ""))
-        row |= {"flop": one.flop, "peak_mb": peak, "note": ", ".join(filter(None, said))}
+        row |= {
+            "flop": one.flop,
+            "peak_mb": peak,
+            "note": ", ".join(filter(None, said)),
+        }
     return record

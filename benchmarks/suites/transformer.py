@@ -1,17 +1,20 @@
-"""The transformer at full width, fused, against diffusers: forward, training step, rollout step.
+"""The transformer at full width, fused, against diffusers: forward, training step,
+rollout step.
 
     python -m benchmarks transformer                 9 of 54 layers in bfloat16 on one GPU, shapes A and B
     python -m benchmarks transformer --budget 1500   more rounds of each measurement
     python -m benchmarks transformer --smoke         the same code anywhere on a tiny model; the numbers mean nothing
 
-Parity comes first: on two layers of full width the fused forward may be no further from float64 than `ALLOWED` times
-diffusers in the same type (P2 of `contenders.py`), in velocities and in LoRA gradients. At the timed size, where
-float64 does not fit, velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
+Parity comes first: on two layers of full width the fused forward may be no further from
+float64 than `ALLOWED` times diffusers in the same type (P2 of `contenders.py`), in
+velocities and in LoRA gradients. At the timed size, where float64 does not fit,
+velocities and gradients must resemble P2's. What fails is not timed and has no ratio.
 
-A ratio needs no depth, because all blocks but the last are alike. `iteration` has the whole depth.
+A ratio needs no depth, because all blocks but the last are alike. `iteration` has the
+whole depth.
 
-Where a kernel is wrong on this device (its own parity is red), the fused forward is timed with the plain twin of that
-op, and its rows say so.
+Where a kernel is wrong on this device (its own parity is red), the fused forward is
+timed with the plain twin of that op, and its rows say so.
 """
 
 import copy
@@ -43,8 +46,9 @@ SUITE = "transformer"
 LAYERS = 9
 """Of 54."""
 RESEMBLES = 0.5
-"""Relative difference from P2 at the timed size: bfloat16 through all blocks is well below, and what has nothing to do
-with P2 is above 1."""
+"""Relative difference from P2 at the timed size: bfloat16 through all blocks is well
+below, and what has nothing to do with P2 is above 1.
+"""
 ROUNDS = 5
 DTYPE = torch.bfloat16
 
@@ -75,8 +79,8 @@ class Timed:
 
     @property
     def compared(self) -> tuple[str, str]:
-        """(shape, step) of P2 that it is compared with. Rollouts have adapters and forwards have none, so their
-        velocities are two different things.
+        """(shape, step) of P2 that it is compared with. Rollouts have adapters and
+        forwards have none, so their velocities are two different things.
         """
         return self.shape, "train" if self.trains else self.step
 
@@ -87,10 +91,14 @@ def _order() -> Iterator[Timed]:
             yield Timed(step="forward", shape=shape, contender=contender)
         yield Timed(step="train", shape=shape, contender="P2", checkpointing="full")
         for step in ("train", "single_pass"):
-            yield Timed(step=step, shape=shape, contender="ours", checkpointing="selective")
+            yield Timed(
+                step=step, shape=shape, contender="ours", checkpointing="selective"
+            )
         yield Timed(step="forward", shape=shape, contender="P1")
     for shape in "BA":
-        yield Timed(step="train_split", shape=shape, contender="ours", checkpointing="selective")
+        yield Timed(
+            step="train_split", shape=shape, contender="ours", checkpointing="selective"
+        )
         for contender in ("P2", "ours"):
             yield Timed(step="rollout", shape=shape, contender=contender)
 
@@ -107,29 +115,43 @@ COMPILED_ORDER = (
 
 @dataclass(kw_only=True)
 class Model:
-    """The one transformer, which serves all contenders in turn, and what P2 computes with it."""
+    """The one transformer, which serves all contenders in turn, and what P2 computes
+    with it.
+    """
 
     session: Session
     transformer: HunyuanVideo15Transformer3DModel | None = None
-    expected: dict[tuple[str, str], dict[str, Tensor] | str] = field(default_factory=dict)
+    expected: dict[tuple[str, str], dict[str, Tensor] | str] = field(
+        default_factory=dict
+    )
     """(shape, step) -> P2's velocity, or gradients, on the CPU; or why P2 has none."""
     reference_ops: tuple[str, ...] = ()
     """Ops whose kernel is wrong on this device."""
 
     def __post_init__(self) -> None:
         smoke = self.session.smoke
-        self.config = workload.TINY if smoke else workload.HUNYUAN_VIDEO_15 | {"num_layers": LAYERS}
-        self.shapes = {shape.name: shape for shape in (shapes.SMOKE if smoke else shapes.SHAPES)}
+        self.config = (
+            workload.TINY
+            if smoke
+            else workload.HUNYUAN_VIDEO_15 | {"num_layers": LAYERS}
+        )
+        self.shapes = {
+            shape.name: shape for shape in (shapes.SMOKE if smoke else shapes.SHAPES)
+        }
         self.backend = attention.choose(self.session)
         self.reference_ops = kernels.red_ops(self.session.result)
         checks = {who: f"{SUITE} parity {who}" for who in ("P1", "P2", "ours")}
         self.parity = checks | {"P2c": checks["P2"]}
-        """Contender -> the check of what it runs; P2c computes what P2 does, by a compiler."""
+        """Contender -> the check of what it runs; P2c computes what P2 does, by a
+        compiler.
+        """
 
     def get(self, *, adapters: bool) -> HunyuanVideo15Transformer3DModel:
         """The transformer with LoRA adapters or without."""
         if self.transformer is None:
-            self.transformer = workload.random_transformer(self.config, self.session.device, DTYPE)
+            self.transformer = workload.random_transformer(
+                self.config, self.session.device, DTYPE
+            )
         if adapters and not trainable_parameters(self.transformer):
             workload.adapt(self.transformer)
         elif not adapters and trainable_parameters(self.transformer):
@@ -148,19 +170,37 @@ class Model:
             reference_ops=self.reference_ops,
         )
 
-    def outcome(self, timed: Timed, velocity: Velocity, inputs: Inputs) -> dict[str, Tensor]:
-        """Computation of a cell: a velocity, or the gradients of a step that trains; kept where it is P2's."""
+    def outcome(
+        self, timed: Timed, velocity: Velocity, inputs: Inputs
+    ) -> dict[str, Tensor]:
+        """Computation of a cell: a velocity, or the gradients of a step that trains;
+        kept where it is P2's.
+        """
         if timed.trains:
             transformer = self.get(adapters=True)
-            STEPS[timed.step](velocity, inputs, select_kernels("auto", self.session.device))
-            gradients = {name: p.grad for name, p in trainable_parameters(transformer).items()}
+            STEPS[timed.step](
+                velocity, inputs, select_kernels("auto", self.session.device)
+            )
+            gradients = {
+                name: p.grad for name, p in trainable_parameters(transformer).items()
+            }
             transformer.zero_grad(set_to_none=True)
-            found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            found = {
+                name: gradient
+                for name, gradient in gradients.items()
+                if gradient is not None
+            }
         else:
             with torch.no_grad():
-                found = {"velocity": velocity(inputs.latents, inputs.sigma, inputs.conditional)}
+                found = {
+                    "velocity": velocity(
+                        inputs.latents, inputs.sigma, inputs.conditional
+                    )
+                }
         if timed.contender == "P2":
-            self.expected[timed.compared] = {name: value.float().cpu() for name, value in found.items()}
+            self.expected[timed.compared] = {
+                name: value.float().cpu() for name, value in found.items()
+            }
         return found
 
     def expect(self, timed: Timed, inputs: Inputs) -> None:
@@ -188,13 +228,24 @@ class Model:
                 harness.forget_peak(session.device)
                 found = self.outcome(timed, velocity, inputs)
                 expected = self.expected[timed.compared]
-                difference = None if isinstance(expected, str) else pooled_error(found, expected)
+                difference = (
+                    None if isinstance(expected, str) else pooled_error(found, expected)
+                )
                 if difference is not None and not difference <= RESEMBLES:
-                    # Whatever else this contender was timed with is worth nothing either.
+                    # Whatever else this contender was timed with is worth nothing
+                    # either.
                     reason = f"{timed.name} differs from P2 by {difference:.2g}"
-                    session.cells[self.parity[timed.contender]] |= {"passed": False, "reason": reason}
+                    session.cells[self.parity[timed.contender]] |= {
+                        "passed": False,
+                        "reason": reason,
+                    }
                     return {"status": f"failed: {reason}"}
-                step = partial(STEPS[timed.step], velocity, inputs, select_kernels("auto", session.device))
+                step = partial(
+                    STEPS[timed.step],
+                    velocity,
+                    inputs,
+                    select_kernels("auto", session.device),
+                )
                 # The comparison has warmed up and compiled.
                 seconds = session.time(step, rounds=ROUNDS, warmup=0)
                 peak = harness.peak_memory_gb(session.device)
@@ -207,34 +258,58 @@ class Model:
             notes.append(f"without the kernels of {', '.join(self.reference_ops)}")
         if isinstance(expected, str):
             notes.append("not compared with P2 at this size")
-        more = {"peak_memory_gb": peak, "note": "; ".join(notes) or None, "difference_from_p2": difference}
-        more |= {"attention": self.backend, "layers": self.config["num_layers"], "flop": work.total}
+        more = {
+            "peak_memory_gb": peak,
+            "note": "; ".join(notes) or None,
+            "difference_from_p2": difference,
+        }
+        more |= {
+            "attention": self.backend,
+            "layers": self.config["num_layers"],
+            "flop": work.total,
+        }
         more |= {"linear_flop": work.linear, "attention_flop": work.attention}
-        return {"rows": [timing(timed.step, shape.name, timed.contender, seconds, **more)]}
+        return {
+            "rows": [timing(timed.step, shape.name, timed.contender, seconds, **more)]
+        }
 
 
 class TwoLayers:
-    """Two layers of full width with adapters, and their velocity and gradients in float64."""
+    """Two layers of full width with adapters, and their velocity and gradients in
+    float64.
+    """
 
     def __init__(self, model: Model) -> None:
         self.model = model
         session = model.session
         self.backend = model.backend
         self.shape = shapes.SMOKE[0] if session.smoke else shapes.PARITY
-        self.transformer = workload.random_transformer(model.config | {"num_layers": 2}, session.device, DTYPE)
+        self.transformer = workload.random_transformer(
+            model.config | {"num_layers": 2}, session.device, DTYPE
+        )
         workload.adapt(self.transformer)
-        self.inputs = workload.random_inputs(self.shape, model.config, session.device, DTYPE)
+        self.inputs = workload.random_inputs(
+            self.shape, model.config, session.device, DTYPE
+        )
         wide = copy.deepcopy(self.transformer).double()
         given = self.inputs.conditional
         prompt = PromptEmbeds(text=given.text.double(), glyph=given.glyph.double())
-        velocity = diffusers_velocity(wide, self.inputs.latents.double(), self.inputs.sigma, [prompt])
+        velocity = diffusers_velocity(
+            wide, self.inputs.latents.double(), self.inputs.sigma, [prompt]
+        )
         velocity.backward(self.inputs.noise.double())
         self.velocity = velocity.detach()
-        self.gradients = {name: p.grad for name, p in trainable_parameters(wide).items() if p.grad is not None}
+        self.gradients = {
+            name: p.grad
+            for name, p in trainable_parameters(wide).items()
+            if p.grad is not None
+        }
         assert len(self.gradients) == len(trainable_parameters(wide))
 
     def errors(self, contender: str, checkpointing: Checkpointing) -> dict[str, float]:
-        """Relative errors of a contender's velocity and gradient; P1 is timed without gradients."""
+        """Relative errors of a contender's velocity and gradient; P1 is timed without
+        gradients.
+        """
         trains = contender != "P1"
         switch = contenders.contender(
             contender,
@@ -246,18 +321,25 @@ class TwoLayers:
             reference_ops=self.model.reference_ops,
         )
         with switch as velocity, torch.set_grad_enabled(trains):
-            out = velocity(self.inputs.latents, self.inputs.sigma, self.inputs.conditional)
+            out = velocity(
+                self.inputs.latents, self.inputs.sigma, self.inputs.conditional
+            )
             if trains:
                 out.backward(self.inputs.noise)
-        gradients = {name: p.grad for name, p in trainable_parameters(self.transformer).items()}
+        gradients = {
+            name: p.grad for name, p in trainable_parameters(self.transformer).items()
+        }
         self.transformer.zero_grad(set_to_none=True)
         found = {"velocity": relative_error(out.detach(), self.velocity)}
-        return found | ({"gradient": pooled_error(gradients, self.gradients)} if trains else {})
+        return found | (
+            {"gradient": pooled_error(gradients, self.gradients)} if trains else {}
+        )
 
     def check(self, contender: str) -> Record:
-        """The verdict on a contender: P2's errors are the yardstick of the others; where P2 has failed, they are judged
-        by the bound that P2 is judged by. Ours is compared in both ways of keeping activations that are timed, and the
-        worse one counts.
+        """The verdict on a contender: P2's errors are the yardstick of the others;
+        where P2 has failed, they are judged by the bound that P2 is judged by. Ours is
+        compared in both ways of keeping activations that are timed, and the worse one
+        counts.
         """
         errors = self.errors(contender, "none")
         if contender == "ours":
@@ -267,7 +349,10 @@ class TwoLayers:
         p2 = self.model.parity["P2"]
         if contender == "P2" or not results.passed(result, p2):
             return verdict(errors, SANE)
-        return verdict(errors, {kind: ALLOWED * result["cells"][p2]["errors"][kind] for kind in errors})
+        return verdict(
+            errors,
+            {kind: ALLOWED * result["cells"][p2]["errors"][kind] for kind in errors},
+        )
 
 
 def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Cell]:
@@ -279,12 +364,17 @@ def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Ce
         return layers().check(contender)
 
     for contender in ("P2", "P1", "ours"):
-        yield Cell(suite=SUITE, name=f"parity {contender}", work=partial(parity, contender))
+        yield Cell(
+            suite=SUITE, name=f"parity {contender}", work=partial(parity, contender)
+        )
     layers.cache_clear()
     harness.release()
     for timed in ORDER if order is None else order:
         yield Cell(
-            suite=SUITE, name=timed.name, work=partial(model.measure, timed), needs=(model.parity[timed.contender],)
+            suite=SUITE,
+            name=timed.name,
+            work=partial(model.measure, timed),
+            needs=(model.parity[timed.contender],),
         )
 
 

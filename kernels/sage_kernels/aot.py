@@ -1,9 +1,11 @@
-"""Builds every kernel that the benchmark cases launch, without a GPU, and reports what the compiler made of it.
+"""Builds every kernel that the benchmark cases launch, without a GPU, and reports what
+the compiler made of it.
 
-Per kernel and architecture: registers a thread, bytes of stack and local memory, spill instructions, bytes of shared
-memory, how many of its programs fit a multiprocessor, instructions an element, and the width of every global access,
-attributed to the pointer argument it goes through by following the address arithmetic in the PTX. `violations` compares
-that with the limits.
+Per kernel and architecture: registers a thread, bytes of stack and local memory, spill
+instructions, bytes of shared memory, how many of its programs fit a multiprocessor,
+instructions an element, and the width of every global access, attributed to the pointer
+argument it goes through by following the address arithmetic in the PTX. `violations`
+compares that with the limits.
 
     python -m sage_kernels.aot             a table on standard output; exit status 1 on a violation
     python -m sage_kernels.aot --write     renew kernels/aot.json
@@ -38,8 +40,10 @@ ARCHITECTURES = (80, 89, 90, 100, 120)
 MAX_REGISTERS = 128
 STREAMING_BYTES = 16
 INSTRUCTIONS = {"gelu_tanh_forward": 14, "gelu_tanh_backward": 28}
-"""Most machine instructions an element of kernels that compute more than they wait: an H100 issues 128 a cycle on each
-of its multiprocessors and reads or writes some 15 bytes."""
+"""Most machine instructions an element of kernels that compute more than they wait: an
+H100 issues 128 a cycle on each of its multiprocessors and reads or writes some 15
+bytes.
+"""
 SHARED_MEMORY = {80: 164, 89: 100, 90: 228, 100: 228, 120: 100}
 """KiB of a multiprocessor; a program takes one of them beside its own."""
 WARPS = {80: 64, 89: 48, 90: 64, 100: 64, 120: 48}
@@ -61,7 +65,8 @@ class Build:
 
     op: str
     kernel: str
-    """Its function, the type of the large inputs and the first case that launches it."""
+    """Its function, the type of the large inputs and the first case that launches it.
+    """
     arch: int
     """80 for sm_80."""
     num_warps: int
@@ -82,7 +87,9 @@ class Build:
     late: list[str]
     """Streams that are loaded after a barrier, and not by an asynchronous copy."""
     loads: dict[str, list[int]]
-    """Pointer argument -> widths of the loads through it, in bytes a thread, without repetition."""
+    """Pointer argument -> widths of the loads through it, in bytes a thread, without
+    repetition.
+    """
     stores: dict[str, list[int]]
     """The same for stores."""
     streaming: tuple[str, ...]
@@ -99,7 +106,10 @@ class Build:
     def widths(self) -> dict[str, int]:
         """Stream -> bytes a thread of its narrowest access, 0 where it has none."""
         return {
-            name: min([*self.loads.get(name, []), *self.stores.get(name, [])], default=0) for name in self.streaming
+            name: min(
+                [*self.loads.get(name, []), *self.stores.get(name, [])], default=0
+            )
+            for name in self.streaming
         }
 
     def violations(self) -> list[str]:
@@ -107,25 +117,46 @@ class Build:
         where = f"{self.kernel} for sm_{self.arch}"
         broken = []
         if self.registers > MAX_REGISTERS:
-            broken.append(f"{where}: {self.registers} registers, the limit is {MAX_REGISTERS}")
+            broken.append(
+                f"{where}: {self.registers} registers, the limit is {MAX_REGISTERS}"
+            )
         if self.stack or self.local or self.spills:
             broken.append(
-                f"{where}: {self.stack} bytes of stack, {self.local} of local memory, {self.spills} spill instructions"
+                f"{where}: {self.stack} bytes of stack, {self.local} of local memory, "
+                f"{self.spills} spill instructions"
             )
         if self.programs_per_sm > self.fitting_programs:
-            broken.append(f"{where}: {self.programs_per_sm} programs a multiprocessor, {self.fitting_programs} fit")
+            broken.append(
+                f"{where}: {self.programs_per_sm} programs a multiprocessor, "
+                f"{self.fitting_programs} fit"
+            )
         most = INSTRUCTIONS.get(self.kernel.split("[")[0], self.instructions)
         if self.instructions > most:
-            broken.append(f"{where}: {self.instructions} instructions an element, the limit is {most}")
-        broken += [f"{where}: {pointer} is loaded after a barrier" for pointer in self.late]
-        for pointer in (name for name, width in self.widths.items() if width < STREAMING_BYTES):
-            widths = f"loads {self.loads.get(pointer, [])}, stores {self.stores.get(pointer, [])} bytes wide"
-            broken.append(f"{where}: {pointer} is a stream but has {widths}, the limit is {STREAMING_BYTES}")
+            broken.append(
+                f"{where}: {self.instructions} instructions an element, the limit is "
+                f"{most}"
+            )
+        broken += [
+            f"{where}: {pointer} is loaded after a barrier" for pointer in self.late
+        ]
+        for pointer in (
+            name for name, width in self.widths.items() if width < STREAMING_BYTES
+        ):
+            widths = (
+                f"loads {self.loads.get(pointer, [])}, stores "
+                f"{self.stores.get(pointer, [])} bytes wide"
+            )
+            broken.append(
+                f"{where}: {pointer} is a stream but has {widths}, the limit is "
+                f"{STREAMING_BYTES}"
+            )
         return broken
 
 
 def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
-    """The kernels that the op's cases launch on an architecture, each once, by their names in reports."""
+    """The kernels that the op's cases launch on an architecture, each once, by their
+    names in reports.
+    """
     cases = [(case, dtype) for dtype in spec.dtypes for case in spec.bench_cases]
     cases += [(case, torch.bfloat16) for case in spec.wide_cases]
     found: dict[tuple[object, ...], tuple[str, Kernel]] = {}
@@ -137,24 +168,37 @@ def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
             if backward:
                 backward()
         for kernel in kernels:
-            found.setdefault(kernel.identity, (f"{kernel.name}[{TRITON_TYPES[dtype]}, {case.id}]", kernel))
+            found.setdefault(
+                kernel.identity,
+                (f"{kernel.name}[{TRITON_TYPES[dtype]}, {case.id}]", kernel),
+            )
     return dict(found.values())
 
 
 def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
-    """Compile a kernel for an architecture (one of `ARCHITECTURES`) and read the result.
+    """Compile a kernel for an architecture (one of `ARCHITECTURES`) and read the
+    result.
 
     Raises:
         RuntimeError: kernels are interpreted, or a tool that comes with Triton failed.
     """
     if common.INTERPRETED:
-        raise RuntimeError("kernels are interpreted: unset TRITON_INTERPRET to compile them")
+        raise RuntimeError(
+            "kernels are interpreted: unset TRITON_INTERPRET to compile them"
+        )
     names = kernel.function.arg_names
     source = ASTSource(
         fn=kernel.function,
-        signature={name: "constexpr" if name in kernel.constexprs else kernel.signature[name] for name in names},
-        constexprs={(names.index(name),): value for name, value in kernel.constexprs.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned},
+        signature={
+            name: "constexpr" if name in kernel.constexprs else kernel.signature[name]
+            for name in names
+        },
+        constexprs={
+            (names.index(name),): value for name, value in kernel.constexprs.items()
+        },
+        attrs={
+            (names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned
+        },
     )
     compiled = triton.compile(
         source,
@@ -166,9 +210,14 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
 
     def widths(*kinds: str) -> dict[str, list[int]]:
         found = [(name, width) for kind, name, width in accesses if kind in kinds]
-        return {name: sorted({width for other, width in found if other == name}) for name, _ in found}
+        return {
+            name: sorted({width for other, width in found if other == name})
+            for name, _ in found
+        }
 
-    usage, code = _inspect(compiled.asm["cubin"], disassemble=kernel.name in INSTRUCTIONS)
+    usage, code = _inspect(
+        compiled.asm["cubin"], disassemble=kernel.name in INSTRUCTIONS
+    )
     elements = kernel.constexprs.get("BLOCK", 1) / (kernel.num_warps * _WARP_SIZE)
     return Build(
         op=op,
@@ -181,7 +230,9 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
         spills=sum(name in ("LDL", "STL") for name in code),
         shared=compiled.metadata.shared,
         programs_per_sm=kernel.programs_per_sm,
-        instructions=round(len(code) / elements, 1) if kernel.name in INSTRUCTIONS else 0,
+        instructions=round(len(code) / elements, 1)
+        if kernel.name in INSTRUCTIONS
+        else 0,
         late=sorted(set(widths("late ld")) & set(kernel.streaming)),
         loads=widths("ld", "late ld"),
         stores=widths("st"),
@@ -189,33 +240,46 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
     )
 
 
-def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, str, int]]:
+def global_accesses(
+    ptx: str, parameters: Sequence[str]
+) -> Iterator[tuple[str, str, int]]:
     """Every global access of a kernel as (kind, pointer parameter, bytes a thread).
 
-    Kinds are "ld" for loads and asynchronous copies to shared memory, "late ld" for loads that follow a barrier in
-    their basic block, as in the body of a loop, and "st" for stores.
+    Kinds are "ld" for loads and asynchronous copies to shared memory, "late ld" for
+    loads that follow a barrier in their basic block, as in the body of a loop, and "st"
+    for stores.
 
     Args:
         ptx: the assembly of one kernel.
         parameters: names of its run-time parameters in order.
 
     Raises:
-        RuntimeError: an address that comes from no parameter, or from more than one pointer.
+        RuntimeError: an address that comes from no parameter, or from more than one
+            pointer.
     """
     entry = re.search(r"\.entry\s+\w+\s*\((.*?)\)", ptx, re.S)
     if entry is None:
         raise RuntimeError("the PTX holds no kernel entry")
     # ".param .u64 .ptr .global .align 1 name_param_0": pointers are marked as such.
     is_pointer = [".ptr" in line for line in entry[1].split(",")]
-    pointers = {f"_param_{i}": name for i, name in enumerate(parameters) if is_pointer[i]}
+    pointers = {
+        f"_param_{i}": name for i, name in enumerate(parameters) if is_pointer[i]
+    }
 
-    # One instruction an entry, without comments, directives, labels of debugging and predicates.
+    # One instruction an entry, without comments, directives, labels of debugging and
+    # predicates.
     body = ptx[ptx.index("{", entry.end()) + 1 :]
     body = re.sub(r"^\$L__BB\w+:", "label;", body, flags=re.M)
-    body = re.sub(r"//[^\n]*|^\s*\.(?:loc|file|reg|pragma)\b[^\n]*|^\s*[$\w]+:", "", body, flags=re.M)
+    body = re.sub(
+        r"//[^\n]*|^\s*\.(?:loc|file|reg|pragma)\b[^\n]*|^\s*[$\w]+:",
+        "",
+        body,
+        flags=re.M,
+    )
     lines = [re.sub(r"^[\s{}]*(?:@!?%\w+\s+)?", "", line) for line in body.split(";")]
 
-    # Which pointer parameters a register's value is computed from, to a fixed point because loops carry addresses.
+    # Which pointer parameters a register's value is computed from, to a fixed point
+    # because loops carry addresses.
     origins: dict[str, set[str]] = {}
     changed = True
     while changed:
@@ -225,7 +289,11 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
             if parts is None or parts[1].startswith(("ld.global", "st.", "setp")):
                 continue
             found: set[str] = set()
-            for name in re.findall(r"_param_\d+\b", parts[3]) if parts[1].startswith("ld.param") else ():
+            for name in (
+                re.findall(r"_param_\d+\b", parts[3])
+                if parts[1].startswith("ld.param")
+                else ()
+            ):
                 found |= {pointers[name]} if name in pointers else set()
             for register in re.findall(r"%\w+", parts[3]):
                 found |= origins.get(register, set())
@@ -236,7 +304,9 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
 
     behind_barrier = False
     for line in lines:
-        behind_barrier = (behind_barrier or line.startswith("bar.sync")) and not line.startswith("label")
+        behind_barrier = (
+            behind_barrier or line.startswith("bar.sync")
+        ) and not line.startswith("label")
         access = re.match(r"(ld|st|cp\.async\.c[ag]\.shared)\.global([\w.:]*)", line)
         if access is None:
             continue
@@ -244,7 +314,10 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
         address = re.search(r"\],\s*\[\s*(%\w+)" if is_copy else r"\[\s*(%\w+)", line)
         names = origins.get(address[1], set()) if address else set()
         if len(names) != 1:
-            raise RuntimeError(f"cannot tell which pointer this goes through, candidates {sorted(names)}: {line}")
+            raise RuntimeError(
+                "cannot tell which pointer this goes through, candidates "
+                f"{sorted(names)}: {line}"
+            )
         if is_copy:
             yield "ld", next(iter(names)), int(line.split("],")[2].split(",")[0], 0)
             continue
@@ -253,19 +326,34 @@ def global_accesses(ptx: str, parameters: Sequence[str]) -> Iterator[tuple[str, 
         if bits is None:
             raise RuntimeError(f"no element type in {line}")
         kind = "late ld" if access[1] == "ld" and behind_barrier else access[1]
-        yield kind, next(iter(names)), (int(vector[1]) if vector else 1) * int(bits[1]) // 8
+        yield (
+            kind,
+            next(iter(names)),
+            (int(vector[1]) if vector else 1) * int(bits[1]) // 8,
+        )
 
 
 def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[str]]:
-    """Resource usage of a cubin (REG, STACK, LOCAL, ...) and its instructions by name, if something asks for them."""
+    """Resource usage of a cubin (REG, STACK, LOCAL, ...) and its instructions by name,
+    if something asks for them.
+    """
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name)
-        numbers = {key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)}
-        # Spilled registers lie in the stack or in local memory: without either the code need not be read (0.3 s).
+        usage = _run(
+            triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name
+        )
+        numbers = {
+            key: int(value) for key, value in re.findall(r"\b([A-Z]+):(\d+)", usage)
+        }
+        # Spilled registers lie in the stack or in local memory: without either the code
+        # need not be read (0.3 s).
         has_room = numbers["STACK"] or numbers["LOCAL"]
-        code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name) if has_room or disassemble else ""
+        code = (
+            _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
+            if has_room or disassemble
+            else ""
+        )
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
     return numbers, [name for name in names if name != "NOP"]
 
@@ -273,14 +361,17 @@ def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[s
 def _run(*command: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}: {done.stderr.strip()}"
+        )
     return done.stdout
 
 
 def table(builds: Sequence[Build]) -> str:
     """Markdown table: shared memory in bytes a program, accesses in bytes a thread."""
     lines = [
-        "| kernel | arch | warps | registers | stack + local | spills | shared | programs: wanted, fit "
+        "| kernel | arch | warps | registers | stack + local | spills | shared | "
+        "programs: wanted, fit "
         "| instructions | loads | stores |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -291,12 +382,16 @@ def table(builds: Sequence[Build]) -> str:
             short = name.removesuffix("_ptr").removeprefix("p_")
             text = f"**{short}**" if name in streaming else short
             groups.setdefault("/".join(map(str, widths)), []).append(text)
-        return "; ".join(f"{', '.join(names)} {widths}" for widths, names in groups.items())
+        return "; ".join(
+            f"{', '.join(names)} {widths}" for widths, names in groups.items()
+        )
 
     for item in builds:
         lines.append(
-            f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} | {item.stack + item.local} "
-            f"| {item.spills} | {item.shared} | {item.programs_per_sm}, {item.fitting_programs} "
+            f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} "
+            f"| {item.stack + item.local} "
+            f"| {item.spills} | {item.shared} | {item.programs_per_sm}, "
+            f"{item.fitting_programs} "
             f"| {item.instructions or ''} | {accesses(item.loads, item.streaming)} "
             f"| {accesses(item.stores, item.streaming)} |"
         )
@@ -305,12 +400,23 @@ def table(builds: Sequence[Build]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m sage_kernels.aot", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m sage_kernels.aot", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("ops", nargs="*", help="ops to build; all by default")
-    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHITECTURES, default=ARCHITECTURES, help="80: sm_80")
+    parser.add_argument(
+        "--arch",
+        type=int,
+        nargs="+",
+        choices=ARCHITECTURES,
+        default=ARCHITECTURES,
+        help="80: sm_80",
+    )
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--write", action="store_true", help=f"renew {RECORDS.name}")
-    output.add_argument("--json", action="store_true", help="print records instead of a table")
+    output.add_argument(
+        "--json", action="store_true", help="print records instead of a table"
+    )
     options = parser.parse_args(argv)
     known = specs()
     if unknown := sorted(set(options.ops) - known.keys()):

@@ -1,11 +1,14 @@
-"""Shared parts of the ops: argument checks, the choice of kernel or reference, allocation.
+"""Shared parts of the ops: argument checks, the choice of kernel or reference,
+allocation.
 
-Dispatch. A public op checks its arguments and calls an operator (`custom_op.py`), which runs the Triton kernel for CUDA
-tensors and the plain PyTorch reference for CPU tensors. With TRITON_INTERPRET=1 in the environment when Triton is
-imported, CPU tensors go through the Triton kernel itself, executed by Triton's interpreter.
+Dispatch. A public op checks its arguments and calls an operator (`custom_op.py`), which
+runs the Triton kernel for CUDA tensors and the plain PyTorch reference for CPU tensors.
+With TRITON_INTERPRET=1 in the environment when Triton is imported, CPU tensors go
+through the Triton kernel itself, executed by Triton's interpreter.
 
-Contiguity. A kernel reads its large inputs through strides as long as the last dimension is dense (`dense_rows`);
-anything else is copied once, explicitly, by the launcher. Outputs are always contiguous.
+Contiguity. A kernel reads its large inputs through strides as long as the last
+dimension is dense (`dense_rows`); anything else is copied once, explicitly, by the
+launcher. Outputs are always contiguous.
 
 Addresses are formed in int64: a 720p batch passes 2^31 elements.
 """
@@ -23,20 +26,26 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels read and write; they accumulate in float32."""
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""True if kernels run in Triton's interpreter. Triton decides when a kernel is defined, hence once, at import."""
+"""True if kernels run in Triton's interpreter. Triton decides when a kernel is defined,
+hence once, at import.
+"""
 
 POISON_EMPTY: bool = os.environ.get("SAGE_KERNELS_POISON_EMPTY") == "1"
-"""Fill fresh float buffers with NaN, so that an element no kernel wrote cannot pass a test."""
+"""Fill fresh float buffers with NaN, so that an element no kernel wrote cannot pass a
+test.
+"""
 
 _ROUND_BY_HAND = tl.constexpr(INTERPRETED)
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """Cast float32 to the type that is stored, rounding to nearest even; use it before every store.
+    """Cast float32 to the type that is stored, rounding to nearest even; use it before
+    every store.
 
-    The device rounds so by itself. The interpreter truncates float32 to bfloat16, which doubles the error and biases
-    it, so there the rounding is done on the bits (a carry into the exponent is what rounding up to a power of two is).
+    The device rounds so by itself. The interpreter truncates float32 to bfloat16, which
+    doubles the error and biases it, so there the rounding is done on the bits (a carry
+    into the exponent is what rounding up to a power of two is).
     """
     if _ROUND_BY_HAND and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
@@ -47,8 +56,11 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of `count` float32 numbers in an order that depends on nothing but the constants."""
-    # The number of chunks is a constant: 1 up to a million elements of a sample, 4 at 720p and 121 frames.
+    """Sum of `count` float32 numbers in an order that depends on nothing but the
+    constants.
+    """
+    # The number of chunks is a constant: 1 up to a million elements of a sample, 4 at
+    # 720p and 121 frames.
     b_sum = tl.zeros([BLOCK], dtype=tl.float32)
     for chunk in range(CHUNKS):
         o = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -57,7 +69,9 @@ def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """True if the op runs its Triton kernel on this tensor, False for its plain PyTorch reference."""
+    """True if the op runs its Triton kernel on this tensor, False for its plain PyTorch
+    reference.
+    """
     return tensor.is_cuda or INTERPRETED
 
 
@@ -81,11 +95,18 @@ def contiguous(*tensors: Tensor | None) -> Any:
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor itself where its last dimension has stride 1, else a contiguous copy."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+    return (
+        tensor
+        if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
+        else tensor.contiguous()
+    )
 
 
-def check_tensors(op: str, tensors: Mapping[str, object], *, optional: Sequence[str] = ()) -> None:
-    """Refuse arguments that are not tensors, not of a supported dtype, or on several devices.
+def check_tensors(
+    op: str, tensors: Mapping[str, object], *, optional: Sequence[str] = ()
+) -> None:
+    """Refuse arguments that are not tensors, not of a supported dtype, or on several
+    devices.
 
     Args:
         op: name of the op, for the message.
@@ -104,58 +125,93 @@ def check_tensors(op: str, tensors: Mapping[str, object], *, optional: Sequence[
             raise ValueError(f"{op}: {name} is {given}; it must be a torch.Tensor")
         if tensor.dtype not in FLOAT_DTYPES:
             raise ValueError(
-                f"{op}: {name} has dtype {tensor.dtype}; allowed are float32, bfloat16 and float16. "
-                f"Convert it, or call sage_kernels.reference.{op}, which takes any float dtype"
+                f"{op}: {name} has dtype {tensor.dtype}; allowed are float32, "
+                "bfloat16 and float16. "
+                f"Convert it, or call sage_kernels.reference.{op}, which takes any "
+                "float dtype"
             )
         if first is None:
             first = (name, tensor.device)
         elif tensor.device != first[1]:
             raise ValueError(
-                f"{op}: {name} is on {tensor.device} but {first[0]} is on {first[1]}; move them to one device"
+                f"{op}: {name} is on {tensor.device} but {first[0]} is on {first[1]}; "
+                "move them to one device"
             )
 
 
-def check_shape(op: str, name: str, tensor: Tensor, expected: Sequence[int], legend: str) -> None:
-    """Refuse a tensor whose shape is not `expected`; `legend` writes it in letters, for instance "(B, D)"."""
+def check_shape(
+    op: str, name: str, tensor: Tensor, expected: Sequence[int], legend: str
+) -> None:
+    """Refuse a tensor whose shape is not `expected`; `legend` writes it in letters, for
+    instance "(B, D)".
+    """
     if tuple(tensor.shape) != tuple(expected):
         raise ValueError(
-            f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {legend} = {tuple(expected)}, "
+            f"{op}: {name} has shape {tuple(tensor.shape)}; it must be {legend} = "
+            f"{tuple(expected)}, "
             "from the shapes of the other arguments"
         )
 
 
 def check_ndim(op: str, name: str, tensor: Tensor, legend: str) -> None:
-    """Refuse a tensor that has another number of dimensions than `legend`, for instance "(B, N, D)"."""
+    """Refuse a tensor that has another number of dimensions than `legend`, for instance
+    "(B, N, D)".
+    """
     ndim = legend.count(",") + 1
     if tensor.ndim != ndim:
-        raise ValueError(f"{op}: {name} has shape {tuple(tensor.shape)}; it must have {ndim} dimensions {legend}")
+        raise ValueError(
+            f"{op}: {name} has shape {tuple(tensor.shape)}; it must have {ndim} "
+            f"dimensions {legend}"
+        )
 
 
 def check_eps(op: str, eps: float) -> None:
-    """Refuse an epsilon that is not a positive number: a constant row would divide by zero."""
+    """Refuse an epsilon that is not a positive number: a constant row would divide by
+    zero.
+    """
     if not isinstance(eps, int | float) or not eps > 0.0:
-        raise ValueError(f"{op}: eps is {eps!r}; it must be a number above zero, for instance 1e-6")
+        raise ValueError(
+            f"{op}: eps is {eps!r}; it must be a number above zero, for instance 1e-6"
+        )
 
 
-def check_latents(op: str, tensors: Mapping[str, Tensor | None], noise_ids: Tensor | None) -> None:
-    """Refuse tensors that do not have one shape (B, ...) in common, or noise ids that are not int64 (B, 3) beside them.
+def check_latents(
+    op: str, tensors: Mapping[str, Tensor | None], noise_ids: Tensor | None
+) -> None:
+    """Refuse tensors that do not have one shape (B, ...) in common, or noise ids that
+    are not int64 (B, 3) beside them.
 
     Values on a GPU are not read: words and steps beyond 32 bits are taken modulo 2^32.
     """
     check_tensors(op, tensors, optional=("v_anchor",))
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    if len(set(shapes.values())) > 1 or any(len(shape) < 2 for shape in shapes.values()):
-        listed = ", ".join(f"{name} has shape {shape}" for name, shape in shapes.items())
-        raise ValueError(f"{op}: {listed}; they must have one shape (B, ...) of at least 2 dimensions")
+    if len(set(shapes.values())) > 1 or any(
+        len(shape) < 2 for shape in shapes.values()
+    ):
+        listed = ", ".join(
+            f"{name} has shape {shape}" for name, shape in shapes.items()
+        )
+        raise ValueError(
+            f"{op}: {listed}; they must have one shape (B, ...) of at least 2 "
+            "dimensions"
+        )
     first = next(iter(given.values()))
     if noise_ids is None:
         return
     expected = (torch.int64, (first.shape[0], 3), first.device)
-    if not isinstance(noise_ids, Tensor) or (noise_ids.dtype, tuple(noise_ids.shape), noise_ids.device) != expected:
+    if (
+        not isinstance(noise_ids, Tensor)
+        or (noise_ids.dtype, tuple(noise_ids.shape), noise_ids.device) != expected
+    ):
         is_tensor = isinstance(noise_ids, Tensor)
-        words = f"{noise_ids.dtype} {tuple(noise_ids.shape)} on {noise_ids.device}" if is_tensor else repr(noise_ids)
+        words = (
+            f"{noise_ids.dtype} {tuple(noise_ids.shape)} on {noise_ids.device}"
+            if is_tensor
+            else repr(noise_ids)
+        )
         raise ValueError(
-            f"{op}: noise_ids are {words}; they must be int64 (B, 3) = ({first.shape[0]}, 3) on {first.device}, "
+            f"{op}: noise_ids are {words}; they must be int64 (B, 3) = "
+            f"({first.shape[0]}, 3) on {first.device}, "
             "two key words and the step of each row"
         )

@@ -1,14 +1,17 @@
-"""Counter-based standard normal numbers, and the device functions that other kernels draw them with.
+"""Counter-based standard normal numbers, and the device functions that other kernels
+draw them with.
 
-Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and the Box-Muller transform:
+Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011)
+and the Box-Muller transform:
 
     counter = (block low 32 bits, block high 32 bits, step, stream),   key = two 32-bit words
     element e of a row = number e % 4 of block e // 4
     words (w, w') -> (r cos angle, r sin angle),  r = sqrt(-2 ln(w 2^-32 + 2^-33)),  angle = 2 pi w' 2^-32
 
-A number depends on (key, step, stream, e) alone: not on the launch geometry or the batch that asks for it.
-The integer words are those of the reference bit for bit; the numbers agree to about 1e-6, by which float32 logarithms
-and sines of different processors differ.
+A number depends on (key, step, stream, e) alone: not on the launch geometry or the
+batch that asks for it. The integer words are those of the reference bit for bit; the
+numbers agree to about 1e-6, by which float32 logarithms and sines of different
+processors differ.
 
 Shapes: B rows, N elements of a row, K blocks of four numbers.
 """
@@ -22,7 +25,8 @@ WEYL_0, WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 TWO_PI = tl.constexpr(6.283185307179586)
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
-# pi/2 in three parts. The first two have so few bits that their products with a quadrant number are exact.
+# pi/2 in three parts. The first two have so few bits that their products with a
+# quadrant number are exact.
 HALF_PI_HIGH = tl.constexpr(1.5703125)
 HALF_PI_MIDDLE = tl.constexpr(4.837512969970703125e-4)
 HALF_PI_LOW = tl.constexpr(7.54978995489188216e-8)
@@ -30,7 +34,9 @@ HALF_PI_LOW = tl.constexpr(7.54978995489188216e-8)
 
 @triton.jit
 def philox_words(i_block, k0, k1, step, stream):
-    """Four uint32 tensors for the blocks i_block (int64), key (k0, k1, uint32), step and stream."""
+    """Four uint32 tensors for the blocks i_block (int64), key (k0, k1, uint32), step
+    and stream.
+    """
     c0 = (i_block & 0xFFFFFFFF).to(tl.uint32)
     c1 = (i_block >> 32).to(tl.uint32)
     c2 = (tl.zeros_like(c0) + step).to(tl.uint32)
@@ -47,16 +53,29 @@ def philox_words(i_block, k0, k1, step, stream):
 
 @triton.jit
 def cos_sin(angle):
-    """Cosine and sine of an angle in [0, 2 pi], float32, within 2 units in the last place of 1.
+    """Cosine and sine of an angle in [0, 2 pi], float32, within 2 units in the last
+    place of 1.
 
-    libdevice's versions serve any angle, and the range reduction they carry for that spills an array to local memory.
-    Here the quadrant is one of 0..4 and the remainder, at most pi/4, goes through the polynomials of Cephes' sinf.c.
+    libdevice's versions serve any angle, and the range reduction they carry for that
+    spills an array to local memory. Here the quadrant is one of 0..4 and the remainder,
+    at most pi/4, goes through the polynomials of Cephes' sinf.c.
     """
     quadrant = tl.floor(angle * TWO_OVER_PI + 0.5)
-    x = angle - quadrant * HALF_PI_HIGH - quadrant * HALF_PI_MIDDLE - quadrant * HALF_PI_LOW
+    x = (
+        angle
+        - quadrant * HALF_PI_HIGH
+        - quadrant * HALF_PI_MIDDLE
+        - quadrant * HALF_PI_LOW
+    )
     z = x * x
     sine = ((-1.9515295891e-4 * z + 8.3321608736e-3) * z - 1.6666654611e-1) * z * x + x
-    cosine = ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2) * z * z - 0.5 * z + 1.0
+    cosine = (
+        ((2.443315711809948e-5 * z - 1.388731625493765e-3) * z + 4.166664568298827e-2)
+        * z
+        * z
+        - 0.5 * z
+        + 1.0
+    )
     q = quadrant.to(tl.int32)
     odd = (q & 1) == 1
     cos_value = tl.where(odd, sine, cosine)
@@ -88,7 +107,9 @@ def normal_tile(i_block, k0, k1, step, stream):
 
 @triton.jit
 def row_noise(p_noise_ids, i_row, i_tile, BLOCK: tl.constexpr):
-    """The numbers of a row's BLOCK elements from i_tile * BLOCK on; p_noise_ids (B, 3) int64."""
+    """The numbers of a row's BLOCK elements from i_tile * BLOCK on; p_noise_ids (B, 3)
+    int64.
+    """
     BLOCKS: tl.constexpr = BLOCK // 4
     k0 = tl.load(p_noise_ids + i_row * 3).to(tl.uint32)
     k1 = tl.load(p_noise_ids + i_row * 3 + 1).to(tl.uint32)

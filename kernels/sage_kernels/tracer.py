@@ -1,10 +1,12 @@
-"""Counts the bytes that PyTorch operators read and write, on any device, the meta device included.
+"""Counts the bytes that PyTorch operators read and write, on any device, the meta
+device included.
 
-Every operator that reaches the dispatcher counts the elements of its tensor arguments as read and those of its results
-as written; views and uninitialised allocations count nothing, an expanded tensor counts its stored elements, an
-argument given twice counts once, one that is given as `out` is not read. A custom op is one operator: what it does
-inside is its own affair, so its count is the traffic that a fused kernel cannot avoid. This is memory traffic without a
-cache, the model that byte formulas use.
+Every operator that reaches the dispatcher counts the elements of its tensor arguments
+as read and those of its results as written; views and uninitialised allocations count
+nothing, an expanded tensor counts its stored elements, an argument given twice counts
+once, one that is given as `out` is not read. A custom op is one operator: what it does
+inside is its own affair, so its count is the traffic that a fused kernel cannot avoid.
+This is memory traffic without a cache, the model that byte formulas use.
 
     with ByteCounter() as counter:
         model(x)
@@ -24,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 from sage_kernels.parity import run_forward
 from sage_kernels.registry import Case, Inputs, OpSpec
 
-_ALLOCATIONS = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+_ALLOCATIONS = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+)
 
 
 @dataclass(kw_only=True)
@@ -56,7 +60,9 @@ class ByteCounter(TorchDispatchMode):
         super().__init__()
         self.traffic = Traffic()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -67,18 +73,32 @@ class ByteCounter(TorchDispatchMode):
         return result
 
 
-def moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Traffic:
-    """Traffic of an operator that has run; nothing where it has written nothing, such as a view."""
+def moved(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Traffic:
+    """Traffic of an operator that has run; nothing where it has written nothing, such
+    as a view.
+    """
     if func.overloadpacket.__name__ in _ALLOCATIONS:
         return Traffic()
-    inputs = _tensors((args, {name: value for name, value in kwargs.items() if name != "out"}))
+    inputs = _tensors(
+        (args, {name: value for name, value in kwargs.items() if name != "out"})
+    )
     mutated: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            mutated += _tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+            mutated += _tensors(
+                args[position] if position < len(args) else kwargs.get(argument.name)
+            )
     storages = {_storage(tensor) for tensor in (*inputs, *mutated)}
-    written = mutated + [tensor for tensor in _tensors(result) if _storage(tensor) not in storages]
-    return Traffic(read=_bytes(inputs), written=_bytes(written), operators=1) if written else Traffic()
+    written = mutated + [
+        tensor for tensor in _tensors(result) if _storage(tensor) not in storages
+    ]
+    return (
+        Traffic(read=_bytes(inputs), written=_bytes(written), operators=1)
+        if written
+        else Traffic()
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -92,8 +112,17 @@ def _storage(tensor: Tensor) -> int:
 def _bytes(tensors: Iterable[Tensor]) -> int:
     seen: dict[tuple[object, ...], int] = {}
     for tensor in tensors:
-        sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
-        place = (_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+        sizes = [
+            size
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            if stride
+        ]
+        place = (
+            _storage(tensor),
+            tensor.storage_offset(),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+        )
         seen[place] = torch.Size(sizes).numel() * tensor.element_size()
     return sum(seen.values())
 
@@ -110,16 +139,21 @@ class _LastBackward(TorchDispatchMode):
 
     call: tuple[Any, dict[str, Any]] | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator and look at it."""
-        if func.namespace == "sage_kernels" and func.overloadpacket.__name__.endswith("_backward"):
+        if func.namespace == "sage_kernels" and func.overloadpacket.__name__.endswith(
+            "_backward"
+        ):
             names = [argument.name for argument in func._schema.arguments]
             self.call = func, dict(zip(names, args, strict=False)) | (kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 def backward_call(spec: OpSpec, case: Case, inputs: Inputs) -> Callable[[], object]:
-    """A call of the op's backward operator with the arguments that a backward pass of the case has.
+    """A call of the op's backward operator with the arguments that a backward pass of
+    the case has.
 
     Raises:
         ValueError: nothing is differentiable.
@@ -129,27 +163,47 @@ def backward_call(spec: OpSpec, case: Case, inputs: Inputs) -> Callable[[], obje
         raise ValueError(f"{spec.name} has no backward pass in case {case.id}")
     outputs = spec.with_gradient(outputs)
     with _LastBackward() as mode:
-        torch.autograd.grad(outputs, list(leaves.values()), [torch.randn_like(output) for output in outputs])
+        torch.autograd.grad(
+            outputs,
+            list(leaves.values()),
+            [torch.randn_like(output) for output in outputs],
+        )
     assert mode.call is not None
     function, arguments = mode.call
-    arguments = {name: value.detach() if isinstance(value, Tensor) else value for name, value in arguments.items()}
-    arguments |= {name: value(arguments) if callable(value) else value for name, value in case.backward.items()}
+    arguments = {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+    arguments |= {
+        name: value(arguments) if callable(value) else value
+        for name, value in case.backward.items()
+    }
     return partial(function, **arguments)
 
 
 def count_op(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
-    """Traffic of the op's forward and backward operator in a case, counted on the meta device without computing."""
+    """Traffic of the op's forward and backward operator in a case, counted on the meta
+    device without computing.
+    """
     inputs = spec.make_inputs(case, dtype, "meta", None)
     forward = count(partial(spec.op, **inputs))
-    return forward, count(backward_call(spec, case, inputs)) if spec.differentiable else Traffic()
+    return forward, count(
+        backward_call(spec, case, inputs)
+    ) if spec.differentiable else Traffic()
 
 
-def count_eager(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Traffic]:
-    """The same for the op as eager PyTorch writes it; cotangents are there before the backward pass is counted."""
+def count_eager(
+    spec: OpSpec, case: Case, dtype: torch.dtype
+) -> tuple[Traffic, Traffic]:
+    """The same for the op as eager PyTorch writes it; cotangents are there before the
+    backward pass is counted.
+    """
     inputs = spec.make_inputs(case, dtype, "meta", None)
     found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
     function = spec.eager or spec.reference
-    forward = count(lambda: found.append(run_forward(spec.for_case(case), function, inputs)))
+    forward = count(
+        lambda: found.append(run_forward(spec.for_case(case), function, inputs))
+    )
     outputs, leaves = spec.with_gradient(found[0][0]), list(found[0][1].values())
     if not leaves:
         return forward, Traffic()

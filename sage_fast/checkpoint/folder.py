@@ -1,4 +1,6 @@
-"""The folder of a checkpoint: its name, its manifest, and the check of every byte in it."""
+"""The folder of a checkpoint: its name, its manifest, and the check of every byte in
+it.
+"""
 
 import errno
 import hashlib
@@ -14,7 +16,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from sage_fast import __version__
-from sage_fast.config.errors import CheckpointError, DamagedCheckpointError, UnreadableCheckpointError
+from sage_fast.config.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    UnreadableCheckpointError,
+)
 from sage_fast.config.files import loads, sync
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 
@@ -29,8 +35,11 @@ FORMAT_VERSION = 2
 
 CHECKPOINT_NAME = re.compile(r"update-(\d{6,})")
 
-ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Errors of a file that is not there; any other error leaves open what the file holds."""
+ABSENT = frozenset(
+    {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+)
+"""Errors of a file that is not there; any other error leaves open what the file holds.
+"""
 
 
 T = TypeVar("T")
@@ -56,7 +65,11 @@ def list_checkpoints(root: Path) -> list[Path]:
     """
     try:
         with os.scandir(root) as entries:
-            names = [entry.name for entry in entries if CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_dir()]
+            names = [
+                entry.name
+                for entry in entries
+                if CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_dir()
+            ]
     except OSError as error:
         if error.errno in ABSENT:
             return []
@@ -65,8 +78,9 @@ def list_checkpoints(root: Path) -> list[Path]:
 
 
 def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
-    """The pinned update and its score, unless its checkpoint is gone or is of a part of the run that was gone back
-    behind. A file that is cut or altered is ignored with a warning.
+    """The pinned update and its score, unless its checkpoint is gone or is of a part of
+    the run that was gone back behind. A file that is cut or altered is ignored with a
+    warning.
     """
     path = root / BEST
     try:
@@ -76,9 +90,17 @@ def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is damaged (%s) and ignored; the next best evaluation replaces it.", path, error)
+        logger.warning(
+            "%s is damaged (%s) and ignored; the next best evaluation replaces it.",
+            path,
+            error,
+        )
         return None
-    return (update, score) if update <= newest and (root / checkpoint_name(update)).is_dir() else None
+    return (
+        (update, score)
+        if update <= newest and (root / checkpoint_name(update)).is_dir()
+        else None
+    )
 
 
 def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
@@ -87,11 +109,15 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
     Collective: each rank reads a share of the files, and all come to the same verdict.
 
     Raises:
-        DamagedCheckpointError: a file is missing or different. UnreadableCheckpointError: the system refuses to read
-        one, or a rank does not see the folder. CheckpointError: there is no such folder, or it has another format.
+        DamagedCheckpointError: a file is missing or different.
+            UnreadableCheckpointError: the system refuses to read one, or a rank does
+            not see the folder. CheckpointError: there is no such folder, or it has
+            another format.
     """
     # Rank 0's list, so that the ranks deal out the same files.
-    files = world.broadcast(agree(world, lambda: _read_manifest(folder) if world.is_main else {}))
+    files = world.broadcast(
+        agree(world, lambda: _read_manifest(folder) if world.is_main else {})
+    )
     where = f" as rank {world.rank} sees it" if world.size > 1 else ""
 
     def examine() -> None:
@@ -99,24 +125,33 @@ def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
             path = folder / name
             entry = files[name]
             try:
-                same = path.stat().st_size == entry["bytes"] and _sha256(path) == entry["sha256"]
+                same = (
+                    path.stat().st_size == entry["bytes"]
+                    and _sha256(path) == entry["sha256"]
+                )
             except OSError as error:
                 if error.errno not in ABSENT:
                     raise UnreadableCheckpointError.of(path, error) from error
-                if not os.path.isdir(folder):  # rank 0 has read its manifest: this machine has not mounted it
-                    raise UnreadableCheckpointError(folder, f"ENOENT: no such folder{where}") from error
+                # rank 0 has read its manifest: this machine has not mounted it
+                if not os.path.isdir(folder):
+                    raise UnreadableCheckpointError(
+                        folder, f"ENOENT: no such folder{where}"
+                    ) from error
                 same = False
             if not same:
-                raise DamagedCheckpointError(f"{path} is missing, truncated or altered{where}.")
+                raise DamagedCheckpointError(
+                    f"{path} is missing, truncated or altered{where}."
+                )
 
     agree(world, examine)
 
 
 def agree(world: World, step: Callable[[], T]) -> T:
-    """Do a step on this rank, and raise on all ranks what has failed on any of them. Collective.
+    """Do a step on this rank, and raise on all ranks what has failed on any of them.
+    Collective.
 
-    An unreadable file goes before a damaged one: a damaged checkpoint is passed over, which must not happen as long as
-    a rank cannot tell.
+    An unreadable file goes before a damaged one: a damaged checkpoint is passed over,
+    which must not happen as long as a rank cannot tell.
     """
     outcome: T | None = None
     failure: CheckpointError | None = None
@@ -126,16 +161,28 @@ def agree(world: World, step: Callable[[], T]) -> T:
         failure = error
     failures = [found for found in world.gather(failure) if found is not None]
     if failures:
-        raise next((found for found in failures if isinstance(found, UnreadableCheckpointError)), failures[0])
+        raise next(
+            (
+                found
+                for found in failures
+                if isinstance(found, UnreadableCheckpointError)
+            ),
+            failures[0],
+        )
     return outcome  # type: ignore[return-value]
 
 
 def describe_files(paths: Iterable[Path], folder: Path) -> Files:
-    """Force files to disk and describe what is there: {path within the folder: size and SHA-256}."""
+    """Force files to disk and describe what is there: {path within the folder: size and
+    SHA-256}.
+    """
     entries: Files = {}
     for path in sorted(paths):
         sync(path)
-        entries[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        entries[path.relative_to(folder).as_posix()] = {
+            "bytes": path.stat().st_size,
+            "sha256": _sha256(path),
+        }
     return entries
 
 
@@ -149,12 +196,23 @@ def write_manifest(folder: Path, update: int, files: Files) -> None:
         OSError: it cannot be written, or a file is not there.
     """
     for name, entry in files.items():
-        # A rank on another machine has written it, and this one would not miss it until the checkpoint is needed.
+        # A rank on another machine has written it, and this one would not miss it until
+        # the checkpoint is needed.
         if (folder / name).stat().st_size != entry["bytes"]:
-            raise OSError(f"{folder / name} is not what its writer has left; is the folder on a shared file system?")
-    manifest = {"format_version": FORMAT_VERSION, "sage_fast": __version__, "update": update, "files": dict(files)}
+            raise OSError(
+                f"{folder / name} is not what its writer has left; is the folder on a "
+                "shared file system?"
+            )
+    manifest = {
+        "format_version": FORMAT_VERSION,
+        "sage_fast": __version__,
+        "update": update,
+        "files": dict(files),
+    }
     manifest["sha256"] = _manifest_digest(manifest)
-    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8")
+    (folder / MANIFEST).write_text(
+        json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8"
+    )
     sync(folder / MANIFEST)
     # A file outlasts a crash of the machine only if the entry in its folder does.
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
@@ -164,13 +222,20 @@ def write_manifest(folder: Path, update: int, files: Files) -> None:
 def one_process_is_meant() -> None:
     """Silence torch's remark that a process reads or writes without the others.
 
-    Called each time, since what a test or a library does with warnings may undo it; it is the same filter each time.
+    Called each time, since what a test or a library does with warnings may undo it; it
+    is the same filter each time.
     """
-    warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)
+    warnings.filterwarnings(
+        "ignore",
+        "torch.distributed is disabled, unavailable or uninitialized",
+        UserWarning,
+    )
 
 
 def _read_manifest(folder: Path) -> Files:
-    """The files that the manifest of a checkpoint describes. Raises as `verify_checkpoint`."""
+    """The files that the manifest of a checkpoint describes. Raises as
+    `verify_checkpoint`.
+    """
     try:
         is_folder = stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
@@ -179,9 +244,12 @@ def _read_manifest(folder: Path) -> Files:
         is_folder = False
     if not is_folder:
         raise CheckpointError(
-            f"There is no checkpoint folder {folder}. Give a folder such as runs/NAME/checkpoints/update-000040."
+            f"There is no checkpoint folder {folder}. Give a folder such as "
+            "runs/NAME/checkpoints/update-000040."
         )
-    incomplete = DamagedCheckpointError(f"{folder} has no intact {MANIFEST}: it was not written completely or altered.")
+    incomplete = DamagedCheckpointError(
+        f"{folder} has no intact {MANIFEST}: it was not written completely or altered."
+    )
     try:
         manifest = loads((folder / MANIFEST).read_bytes())
     except OSError as error:
@@ -193,12 +261,19 @@ def _read_manifest(folder: Path) -> Files:
     if not isinstance(manifest, dict):
         raise incomplete
     version = manifest.get("format_version")
-    # The checksum first: a flipped bit of the version must not pass for another format. Format 1 had none.
+    # The checksum first: a flipped bit of the version must not pass for another format.
+    # Format 1 had none.
     intact = manifest.get("sha256") == _manifest_digest(manifest)
-    if type(version) is int and version != FORMAT_VERSION and (intact or "sha256" not in manifest):
+    if (
+        type(version) is int
+        and version != FORMAT_VERSION
+        and (intact or "sha256" not in manifest)
+    ):
         raise CheckpointError(
-            f"{folder} has checkpoint format {version} of SAGE-Fast {manifest.get('sage_fast')}; version {__version__} "
-            f"reads format {FORMAT_VERSION} alone. Finish that run with the version that started it, or start a new "
+            f"{folder} has checkpoint format {version} of SAGE-Fast "
+            f"{manifest.get('sage_fast')}; version {__version__} "
+            f"reads format {FORMAT_VERSION} alone. Finish that run with the version "
+            "that started it, or start a new "
             "run in another output_dir."
         )
     if not intact:
@@ -208,7 +283,12 @@ def _read_manifest(folder: Path) -> Files:
         raise incomplete
     for name in files:
         path = PurePosixPath(name)
-        if not name.isprintable() or not path.parts or path.is_absolute() or ".." in path.parts:
+        if (
+            not name.isprintable()
+            or not path.parts
+            or path.is_absolute()
+            or ".." in path.parts
+        ):
             raise incomplete  # it leads out of the folder
     return files
 

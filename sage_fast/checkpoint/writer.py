@@ -1,7 +1,8 @@
 """Writing a checkpoint on all ranks at once, if wanted while training goes on.
 
-`save` copies what has to be saved into CPU memory and returns; a thread writes the copies. What the ranks tell each
-other about it goes over a separate process group, because the training's collectives run at the same time.
+`save` copies what has to be saved into CPU memory and returns; a thread writes the
+copies. What the ranks tell each other about it goes over a separate process group,
+because the training's collectives run at the same time.
 """
 
 import contextlib
@@ -24,7 +25,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
@@ -58,12 +62,13 @@ logger = logging.getLogger(__name__)
 class CheckpointData:
     """Contents of a checkpoint.
 
-    tensors: group, a word without a dot -> {name: tensor}; `weights` always, `anchor`, `ema` and `optimizer` when the
-    run has them. A tensor is the same on every rank, a DTensor, or on one rank alone; numbers such as AdamW's step are
-    tensors too.
+    tensors: group, a word without a dot -> {name: tensor}; `weights` always, `anchor`,
+    `ema` and `optimizer` when the run has them. A tensor is the same on every rank, a
+    DTensor, or on one rank alone; numbers such as AdamW's step are tensors too.
     state: JSON-able counters and configuration, the same on every rank.
 
-    Example: `CheckpointData(tensors={"weights": {"proj_out.weight": weight}}, state={"update": 40})`
+    Example: `CheckpointData(tensors={"weights": {"proj_out.weight": weight}},
+    state={"update": 40})`
     """
 
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -80,9 +85,10 @@ class CheckpointWriter:
     Args:
         root: folder of the run's checkpoints, on a file system that all ranks share.
         keep_last: how many of the newest are kept.
-        asynchronous: return from `save` when the tensors are copied, and write them from a thread.
-        world: the ranks that save together.
-        timeout_seconds: longest that a rank waits for the others to have written their part.
+        asynchronous: return from `save` when the tensors are copied, and write them
+            from a thread. world: the ranks that save together.
+        timeout_seconds: longest that a rank waits for the others to have written their
+            part.
     """
 
     def __init__(
@@ -100,63 +106,94 @@ class CheckpointWriter:
         self._group = (
             None
             if world.mesh is None
-            else dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=OWN_TIMEOUT)
+            else dist.new_group(
+                backend="gloo",
+                timeout=timedelta(seconds=timeout_seconds),
+                group_desc=OWN_TIMEOUT,
+            )
         )
-        # Ranks of an earlier attempt at the run, which may not have ended yet, must not write into the same folder.
+        # Ranks of an earlier attempt at the run, which may not have ended yet, must not
+        # write into the same folder.
         self._attempt = world.gather(secrets.token_hex(4))[0]
-        # Python waits for its thread before it exits, so a rename is never cut short by the end of the program.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if asynchronous else None
+        # Python waits for its thread before it exits, so a rename is never cut short by
+        # the end of the program.
+        self._thread = (
+            ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            if asynchronous
+            else None
+        )
         self._has_root = False
         self._pending: Future[None] | None = None
         self.published: deque[Path] = deque()
-        """Checkpoints that have become complete, oldest first, on rank 0; who reads them takes them out."""
+        """Checkpoints that have become complete, oldest first, on rank 0; who reads
+        them takes them out.
+        """
         self._copies: dict[str, Tensor] = {}
         self._planner: _CopiesPlanner | None = None
 
-    def save(self, update: int, data: CheckpointData, extra: Extra | None = None) -> Path:
-        """Write a checkpoint, and delete those that are no longer kept when it is there.
+    def save(
+        self, update: int, data: CheckpointData, extra: Extra | None = None
+    ) -> Path:
+        """Write a checkpoint, and delete those that are no longer kept when it is
+        there.
 
-        The tensors may be changed in place as soon as this returns. An earlier checkpoint that is still being written
-        is waited for.
+        The tensors may be changed in place as soon as this returns. An earlier
+        checkpoint that is still being written is waited for.
 
         Args:
             update: optimizer updates done.
-            extra: called on every rank before this returns, with the folder being written; for files in other layouts,
-                which rank 0 alone may write. It may communicate. A function that it returns is called when the tensors
+            extra: called on every rank before this returns, with the folder being
+                written; for files in other layouts, which rank 0 alone may write. It
+                may communicate. A function that it returns is called when the tensors
                 are written; it must not communicate, nor need what training changes.
 
         Returns:
-            The folder as it will be named; when the call is asynchronous it is there after `wait`.
+            The folder as it will be named; when the call is asynchronous it is there
+            after `wait`.
 
         Raises:
-            CheckpointError: this or the earlier checkpoint could not be written (disk full, no permission) by some
-                rank. All ranks raise it, and older checkpoints are untouched.
+            CheckpointError: this or the earlier checkpoint could not be written (disk
+                full, no permission) by some rank. All ranks raise it, and older
+                checkpoints are untouched.
         """
         # Until it is on disk, the last save needs its copies and its plan.
         self.wait()
         # Text now: the thread must not see what training changes meanwhile.
         state = json.dumps(data.state, indent=1)
-        tensors = {f"{group}.{name}": t.detach() for group, named in data.tensors.items() for name, t in named.items()}
+        tensors = {
+            f"{group}.{name}": t.detach()
+            for group, named in data.tensors.items()
+            for name, t in named.items()
+        }
         planner = self._plan(tensors)
         self._agree(update, lambda: self._make_folder(update))
-        more = None if extra is None else self._agree(update, lambda: extra(self._partial(update)))
+        more = (
+            None
+            if extra is None
+            else self._agree(update, lambda: extra(self._partial(update)))
+        )
         own = ((key, tensors[key]) for key in planner.own_keys)
         parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in own}
         local = self._agree(update, lambda: self._copy(parts))
         if self._thread is None:
             self._write(update, state, planner, local, more)
         else:
-            self._pending = self._thread.submit(self._write, update, state, planner, local, more)
+            self._pending = self._thread.submit(
+                self._write, update, state, planner, local, more
+            )
         return self._final(update)
 
     def pin_best(self, update: int, score: float) -> None:
-        """Keep the checkpoint of an update whose evaluation has the highest score so far. Collective.
+        """Keep the checkpoint of an update whose evaluation has the highest score so
+        far. Collective.
 
-        To be called again after a kill: the same update and score change nothing. It waits for earlier saves.
-        The score is rank 0's. An update without a checkpoint is not pinned.
+        To be called again after a kill: the same update and score change nothing. It
+        waits for earlier saves. The score is rank 0's. An update without a checkpoint
+        is not pinned.
 
         Raises:
-            CheckpointError: that checkpoint could not be written, or the pin could not; on all ranks.
+            CheckpointError: that checkpoint could not be written, or the pin could not;
+                on all ranks.
         """
         self.wait()
 
@@ -165,19 +202,25 @@ class CheckpointWriter:
                 return
             best = read_best(self.root, newest=update)
             if best is None or best[0] == update or best[1] < score:
-                write_text(self.root / BEST, json.dumps({"update": update, "score": score}))
+                write_text(
+                    self.root / BEST, json.dumps({"update": update, "score": score})
+                )
 
         self._agree(update, pin)
 
     def wait(self) -> None:
-        """Wait until what was saved is on disk. CheckpointError when some rank could not write it, on all ranks."""
+        """Wait until what was saved is on disk. CheckpointError when some rank could
+        not write it, on all ranks.
+        """
         pending = self._pending
         self._pending = None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Wait, and let go of the thread, the memory and the process group. Raises as `wait`."""
+        """Wait, and let go of the thread, the memory and the process group. Raises as
+        `wait`.
+        """
         try:
             self.wait()
         finally:
@@ -193,24 +236,36 @@ class CheckpointWriter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is not None and is_communication_error(error):
-            # The others cannot complete a checkpoint either; to wait for them here would hide why the run ends.
-            logger.warning("A checkpoint that was being written is not complete; earlier ones are intact.")
+            # The others cannot complete a checkpoint either; to wait for them here
+            # would hide why the run ends.
+            logger.warning(
+                "A checkpoint that was being written is not complete; earlier ones "
+                "are intact."
+            )
             return
         try:
             self.close()
-        except RuntimeError as failure:  # a CheckpointError, or what a rank that is gone leaves the others with
+        # a CheckpointError, or what a rank that is gone leaves the others with
+        except RuntimeError as failure:
             if error is None:
                 raise
             # The user must see the error that has ended the run.
             if isinstance(failure, CheckpointError):
                 logger.error("%s", failure)
             elif self.world.is_main:
-                logger.warning("The checkpoint that was being written is not complete; earlier ones are intact.")
+                logger.warning(
+                    "The checkpoint that was being written is not complete; earlier "
+                    "ones are intact."
+                )
 
-    # ------------------------------------------------------------------------------------------ steps
+    # ------------------------------------------------------------------------------------------
+    # steps
 
     def _final(self, update: int) -> Path:
         return self.root / checkpoint_name(update)
@@ -219,13 +274,17 @@ class CheckpointWriter:
         return self.root / f".{checkpoint_name(update)}.{self._attempt}.partial"
 
     def _plan(self, tensors: Mapping[str, Tensor]) -> "_CopiesPlanner":
-        """Settle who writes what: as at the save before, unless a rank has other tensors than it had then.
+        """Settle who writes what: as at the save before, unless a rank has other
+        tensors than it had then.
 
-        Tensors that several ranks hold are dealt to them in turn, the largest first. All holders come to the same
-        answer by themselves, so nothing is copied or planned twice.
+        Tensors that several ranks hold are dealt to them in turn, the largest first.
+        All holders come to the same answer by themselves, so nothing is copied or
+        planned twice.
         """
         held = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        whole = sorted(key for key, tensor in tensors.items() if not isinstance(tensor, DTensor))
+        whole = sorted(
+            key for key, tensor in tensors.items() if not isinstance(tensor, DTensor)
+        )
         digest = hashlib.sha256("\n".join(whole).encode()).hexdigest()
         same = self._planner is not None and self._planner.held == held
         answers = self.world.gather((same, digest), self._group)
@@ -240,11 +299,16 @@ class CheckpointWriter:
             place = self.world.rank
             holders = self.world.size
             if isinstance(tensor, DTensor):
-                # Its part is on the ranks along the mesh dimensions that replicate it; `place` numbers them.
+                # Its part is on the ranks along the mesh dimensions that replicate it;
+                # `place` numbers them.
                 mesh = tensor.device_mesh
                 place = 0
                 holders = 1
-                for dim in (dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()):
+                for dim in (
+                    dim
+                    for dim, placement in enumerate(tensor.placements)
+                    if placement.is_replicate()
+                ):
                     place = place * mesh.size(dim) + mesh.get_local_rank(dim)
                     holders = holders * mesh.size(dim)
             elif not everywhere:
@@ -255,25 +319,33 @@ class CheckpointWriter:
             if dealt[kind] % holders == place:
                 own[key] = tensor
             dealt[kind] += 1
-        # The parts as the mesh has them; torch alone knows where a DTensor's part belongs.
-        self._planner = _CopiesPlanner(create_default_local_save_plan(own, self.world.is_main), held)
+        # The parts as the mesh has them; torch alone knows where a DTensor's part
+        # belongs.
+        self._planner = _CopiesPlanner(
+            create_default_local_save_plan(own, self.world.is_main), held
+        )
         return self._planner
 
     def _make_folder(self, update: int) -> None:
-        """An empty folder to write in; what runs that were killed have left behind makes room."""
+        """An empty folder to write in; what runs that were killed have left behind
+        makes room.
+        """
         if not self.world.is_main:
             return
         if not self._has_root:
             self.root.mkdir(parents=True, exist_ok=True)
             self._has_root = True
         for abandoned in self.root.glob(".update-*.partial"):
-            # One writer per run: nobody else's is needed. A rank that is just being ended may still write into one.
+            # One writer per run: nobody else's is needed. A rank that is just being
+            # ended may still write into one.
             shutil.rmtree(abandoned, ignore_errors=True)
         self._partial(update).mkdir()
         (self._partial(update) / SHARDS).mkdir()
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, in CPU memory that is kept for the next save; pinned for those of a GPU."""
+        """The tensors as they are now, in CPU memory that is kept for the next save;
+        pinned for those of a GPU.
+        """
         if self._thread is None:
             # They are written before anybody can change them.
             return {key: tensor.contiguous() for key, tensor in tensors.items()}
@@ -281,10 +353,13 @@ class CheckpointWriter:
         for key, tensor in tensors.items():
             copy = self._copies.get(key)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                copy = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda
+                )
             copies[key] = copy.copy_(tensor, non_blocking=True)
         if any(tensor.is_cuda for tensor in tensors.values()):
-            # The copies are under way, and the caller may change the tensors as soon as this returns.
+            # The copies are under way, and the caller may change the tensors as soon as
+            # this returns.
             torch.cuda.synchronize()
         self._copies = copies
         return copies
@@ -305,12 +380,21 @@ class CheckpointWriter:
         """
 
         def write() -> Files:
-            # Not ahead of time from the GPU: everything is in CPU memory, or goes there tensor by tensor.
-            storage = FileSystemWriter(self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0)
+            # Not ahead of time from the GPU: everything is in CPU memory, or goes there
+            # tensor by tensor.
+            storage = FileSystemWriter(
+                self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0
+            )
             if self._group is None:
                 one_process_is_meant()
             alone = self._group is None
-            save(dict(local), storage_writer=storage, planner=planner, process_group=self._group, no_dist=alone)
+            save(
+                dict(local),
+                storage_writer=storage,
+                planner=planner,
+                process_group=self._group,
+                no_dist=alone,
+            )
             # The planner outlives this save, and would keep its tensors alive.
             planner.state_dict = {}
             if more is not None:
@@ -323,14 +407,21 @@ class CheckpointWriter:
         self._agree(update, lambda: self._publish(update, files))
 
     def _describe_own(self, update: int, text: str) -> Files:
-        """Describe the files that this rank answers for; rank 0 for all but the shards of others."""
+        """Describe the files that this rank answers for; rank 0 for all but the shards
+        of others.
+        """
         partial = self._partial(update)
         mine = list((partial / SHARDS).glob(f"__{self.world.rank}_*"))
         if self.world.is_main:
             state = partial / STATE
             state.write_text(text, encoding="utf-8")
-            others = [p for p in partial.rglob("*") if p.is_file() and not p.match(f"{SHARDS}/__*")]
-            for path in others:  # safetensors makes files that nobody else may read, whatever the umask says
+            others = [
+                p
+                for p in partial.rglob("*")
+                if p.is_file() and not p.match(f"{SHARDS}/__*")
+            ]
+            # safetensors makes files that nobody else may read, whatever the umask says
+            for path in others:
                 path.chmod(stat.S_IMODE(state.stat().st_mode))
             mine += others
         return describe_files(mine, partial)
@@ -342,7 +433,8 @@ class CheckpointWriter:
         partial = self._partial(update)
         final = self._final(update)
         write_manifest(partial, update, files)
-        if final.exists():  # damaged, or of an attempt that this run has gone back behind
+        # damaged, or of an attempt that this run has gone back behind
+        if final.exists():
             self._discard(final)
         # From here on the checkpoint is there.
         partial.replace(final)
@@ -350,13 +442,21 @@ class CheckpointWriter:
         self.published.append(final)
         try:
             best = read_best(self.root, newest=update)
-            # A newer folder is a damaged one that this run has passed over; it must not push out what was just written.
-            folders = [folder for folder in list_checkpoints(self.root) if update_of(folder) <= update]
+            # A newer folder is a damaged one that this run has passed over; it must not
+            # push out what was just written.
+            folders = [
+                folder
+                for folder in list_checkpoints(self.root)
+                if update_of(folder) <= update
+            ]
             for old in folders[: -self.keep_last]:
                 if best is None or update_of(old) != best[0]:
                     self._discard(old)
-        except (OSError, CheckpointError) as error:  # the checkpoint is complete, and room is asked for another time
-            logger.warning("Checkpoints that are no longer kept could not be deleted: %s", error)
+        # the checkpoint is complete, and room is asked for another time
+        except (OSError, CheckpointError) as error:
+            logger.warning(
+                "Checkpoints that are no longer kept could not be deleted: %s", error
+            )
 
     def _discard(self, folder: Path) -> None:
         """Delete a checkpoint so that nobody meets half of one."""
@@ -364,26 +464,34 @@ class CheckpointWriter:
         folder.replace(doomed)
         shutil.rmtree(doomed)
 
-    # ------------------------------------------------------------------------------------------ ranks
+    # ------------------------------------------------------------------------------------------
+    # ranks
 
     def _agree(self, update: int, step: Callable[[], T]) -> T:
-        """Return the result of `step` on this rank. CheckpointError on all ranks when it fails on one."""
+        """Return the result of `step` on this rank. CheckpointError on all ranks when
+        it fails on one.
+        """
         outcome: T | None = None
         failure: BaseException | None = None
         try:
             outcome = step()
-        except CheckpointException as error:  # no Exception; it holds what went wrong on which rank
+        # no Exception; it holds what went wrong on which rank
+        except CheckpointException as error:
             failure = error.failures.get(self.world.rank, (None, None))[0]
         except Exception as error:  # noqa: BLE001  the other ranks wait for word of it
-            # torch.save and safetensors raise their own types for a full disk; all mean the same to the user.
+            # torch.save and safetensors raise their own types for a full disk; all mean
+            # the same to the user.
             failure = error
         reason = None
         if failure is not None:
             reason = f"{type(failure).__name__}: {failure}".removesuffix(".")
-            with contextlib.suppress(OSError):  # torch says of a full disk that a position was unexpected
+            # torch says of a full disk that a position was unexpected
+            with contextlib.suppress(OSError):
                 reason += f" ({shutil.disk_usage(self.root).free / 1e9:.1f} GB free)"
         reasons = self.world.gather(reason, self._group)
-        failures = [(rank, found) for rank, found in enumerate(reasons) if found is not None]
+        failures = [
+            (rank, found) for rank, found in enumerate(reasons) if found is not None
+        ]
         if not failures:
             return outcome  # type: ignore[return-value]
         self._planner = None  # it may know the plan of some ranks alone
@@ -394,19 +502,23 @@ class CheckpointWriter:
         rank, reason = failures[0]
         where = f" on rank {rank}" if self.world.size > 1 else ""
         raise CheckpointError(
-            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free space, raise the quota or fix "
-            "permissions, then resume with --resume auto: earlier checkpoints are intact."
+            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free "
+            "space, raise the quota or fix "
+            "permissions, then resume with --resume auto: earlier checkpoints are "
+            "intact."
         ) from failure
 
 
 class _CopiesPlanner(DefaultSavePlanner):
-    """Saves local copies of tensors by the plan that was made of the tensors themselves.
+    """Saves local copies of tensors by the plan that was made of the tensors
+    themselves.
 
-    Rank 0 plans for all at the first save, which takes seconds for thousands of tensors; from the second one on nobody
-    tells it anything, and it repeats its answer.
+    Rank 0 plans for all at the first save, which takes seconds for thousands of
+    tensors; from the second one on nobody tells it anything, and it repeats its answer.
 
     Args:
-        plan: of this rank. held: shapes and data types of all tensors of this rank, by key.
+        plan: of this rank. held: shapes and data types of all tensors of this rank, by
+            key.
     """
 
     def __init__(self, plan: SavePlan, held: Mapping[str, object]) -> None:
@@ -420,7 +532,9 @@ class _CopiesPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         return SavePlan([]) if self._finished else self.plan
 
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def create_global_plan(
+        self, all_plans: list[SavePlan]
+    ) -> tuple[list[SavePlan], Metadata]:
         if self._of_all is None:
             all_plans, self._of_all = super().create_global_plan(all_plans)
         return all_plans, self._of_all

@@ -17,10 +17,12 @@ BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Configuration files and `--key=value` overrides among the words that argparse left over.
+    """Configuration files and `--key=value` overrides among the words that argparse
+    left over.
 
-    The value of `--key value` is not a file, and `key=value` is an override unless there is such a file. Example:
-    `["more.yaml", "--resume", "auto", "seed=1"]` gives `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
+    The value of `--key value` is not a file, and `key=value` is an override unless
+    there is such a file. Example: `["more.yaml", "--resume", "auto", "seed=1"]` gives
+    `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
     """
     files: list[str] = []
     overrides: list[str] = []
@@ -29,7 +31,11 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if word.startswith("--"):
             overrides.append(word)
             takes_value = "=" not in word
-        elif not takes_value and BARE_OVERRIDE.fullmatch(word) and not os.path.lexists(word):
+        elif (
+            not takes_value
+            and BARE_OVERRIDE.fullmatch(word)
+            and not os.path.lexists(word)
+        ):
             overrides.append(f"--{word}")
         else:
             (overrides if takes_value else files).append(word)
@@ -38,9 +44,13 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def load_run_config(
-    options: argparse.Namespace, overrides: Sequence[str], *, builds_rewards: bool = True
+    options: argparse.Namespace,
+    overrides: Sequence[str],
+    *,
+    builds_rewards: bool = True,
 ) -> "RunConfig":
-    """The configuration that files (the first may be a run directory) and overrides make together.
+    """The configuration that files (the first may be a run directory) and overrides
+    make together.
 
     Args:
         options: with `config`, the files, and `trust_config`.
@@ -48,7 +58,8 @@ def load_run_config(
         builds_rewards: whether the command calls the rewards of the configuration.
 
     Raises:
-        ConfigError: it cannot run, or a run directory names code that the user has neither named nor trusted.
+        ConfigError: it cannot run, or a run directory names code that the user has
+            neither named nor trusted.
     """
     from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import check_trust, load_config, named_code
@@ -58,21 +69,28 @@ def load_run_config(
     if not options.config:
         return load_config(None, overrides)
     for word in options.config:
-        # An override with one hyphen, or with the dash that word processors make of two.
-        if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(word):
+        # An override with one hyphen, or with the dash that word processors make of
+        # two.
+        if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(
+            word
+        ):
             raise ConfigError(
-                f"There is no file {word!r}. If it sets a key, write two hyphens before it: --{word.lstrip(DASHES)}"
+                f"There is no file {word!r}. If it sets a key, write two hyphens "
+                f"before it: --{word.lstrip(DASHES)}"
             )
     first = Path(options.config[0])
     more = options.config[1:]
     if not RunDirectory(first).is_run:
         if os.path.isdir(first) and not os.path.isfile(config_file(first)):
             raise ConfigError(
-                f"{first} is a directory without config.yaml, so it is not a run. Give a run, a YAML file or a preset."
+                f"{first} is a directory without config.yaml, so it is not a run. "
+                "Give a run, a YAML file or a preset."
             )
         return load_config(options.config, overrides)
     # The directory may have been moved since: its checkpoints are where it is now.
-    config = load_config([RunDirectory(first).config, *more], [f"--output_dir={first}", *overrides])
+    config = load_config(
+        [RunDirectory(first).config, *more], [f"--output_dir={first}", *overrides]
+    )
     if not options.trust_config:
         check_trust(config, first, named_code(more, overrides), rewards=builds_rewards)
     return config
@@ -84,7 +102,8 @@ def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> No
         "config",
         nargs=nargs,
         metavar="CONFIG",
-        help="preset (`sage-fast configs` lists them), YAML file or run directory; further presets or files are laid "
+        help="preset (`sage-fast configs` lists them), YAML file or run directory; further "
+        "presets or files are laid "
         "over it, left to right, then --section.key=value",
     )
     argument.completer = _presets
@@ -103,7 +122,10 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trust-config",
         action="store_true",
-        help="import and call code of other packages (package.module:name) that a run directory's configuration names",
+        help=(
+            "import and call code of other packages (package.module:name) that a run "
+            "directory's configuration names"
+        ),
     )
 
 
@@ -120,32 +142,51 @@ def home_path(word: str) -> Path:
     return Path(os.path.expanduser(word))
 
 
-def add_output_argument(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+def add_output_argument(
+    parser: argparse.ArgumentParser, default: Path | None = None
+) -> None:
     """The option --output_dir; without a default it is required."""
     named = f"; default {default}" if default else ""
     words = ("--output_dir", "--output-dir")
     meaning = f"folder to write to{named}"
-    parser.add_argument(*words, type=home_path, required=not default, default=default, metavar="FOLDER", help=meaning)
+    parser.add_argument(
+        *words,
+        type=home_path,
+        required=not default,
+        default=default,
+        metavar="FOLDER",
+        help=meaning,
+    )
 
 
 def add_gpus_argument(parser: argparse.ArgumentParser) -> None:
-    """The option --gpus of commands that look ahead; `train --gpus` starts the processes."""
-    meaning = "processes, one per GPU; default: the fewest that the `distributed` section fits"
+    """The option --gpus of commands that look ahead; `train --gpus` starts the
+    processes.
+    """
+    meaning = (
+        "processes, one per GPU; default: the fewest that the `distributed` section "
+        "fits"
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help=meaning)
 
 
 def add_cpu_argument(parser: argparse.ArgumentParser) -> None:
     """The option --allow-cpu."""
     parser.add_argument(
-        "--allow-cpu", action="store_true", help="run a model of more than 1e9 parameters on a CPU, at hours per video"
+        "--allow-cpu",
+        action="store_true",
+        help="run a model of more than 1e9 parameters on a CPU, at hours per video",
     )
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_videos: int, counted: str) -> None:
-    """Configuration, weights, prompts and noise of the videos that `generate` and `evaluate` make.
+def add_sampling_arguments(
+    parser: argparse.ArgumentParser, *, base: str, num_videos: int, counted: str
+) -> None:
+    """Configuration, weights, prompts and noise of the videos that `generate` and
+    `evaluate` make.
 
-    base: how the base model can be asked for, where it can. num_videos: default of --num-videos. counted: what that
-    number counts.
+    base: how the base model can be asked for, where it can. num_videos: default of
+    --num-videos. counted: what that number counts.
     """
     add_config_argument(parser)
     add_output_argument(parser)
@@ -153,31 +194,58 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, base: str, num_vi
     weights.add_argument(
         "--checkpoint",
         default="auto",
-        help=f"auto (newest of the run), best (by its evaluations){base} or a checkpoint folder; default auto",
+        help=(
+            f"auto (newest of the run), best (by its evaluations){base} or a "
+            "checkpoint folder; default auto"
+        ),
     )
     weights.add_argument(
-        "--lora", type=Path, help="adapter: .safetensors of diffusers, peft, ComfyUI, musubi-tuner or the official code"
+        "--lora",
+        type=Path,
+        help=(
+            "adapter: .safetensors of diffusers, peft, ComfyUI, musubi-tuner or the "
+            "official code"
+        ),
     )
     add_cpu_argument(parser)
-    parser.add_argument("--prompts", help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts")
+    parser.add_argument(
+        "--prompts",
+        help="prompt file (.csv, .jsonl, .txt); default: the run's evaluation prompts",
+    )
     parser.add_argument(
         "--seed",
         dest="noise_seed",
         type=int,
         metavar="N",
-        help="seed of the noise, mixed with the seeds that prompts have; default: evaluation.seed",
+        help=(
+            "seed of the noise, mixed with the seeds that prompts have; default: "
+            "evaluation.seed"
+        ),
     )
     parser.add_argument(
-        "--num-videos", type=int, default=num_videos, metavar="N", help=f"{counted}; default {num_videos}"
+        "--num-videos",
+        type=int,
+        default=num_videos,
+        metavar="N",
+        help=f"{counted}; default {num_videos}",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace results that are there already")
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="replace results that are there already",
+    )
 
 
 def prompt_words(options: argparse.Namespace) -> list[str]:
-    """--prompts and --seed as overrides. Those that the user has written come after them, and so have the last say."""
+    """--prompts and --seed as overrides. Those that the user has written come after
+    them, and so have the last say.
+    """
     words = []
     if options.prompts is not None:
-        words += [f"--evaluation.prompts={options.prompts}", "--evaluation.num_prompts=null"]
+        words += [
+            f"--evaluation.prompts={options.prompts}",
+            "--evaluation.num_prompts=null",
+        ]
     if options.noise_seed is not None:
         words.append(f"--evaluation.seed={options.noise_seed}")
     return words

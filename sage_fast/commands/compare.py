@@ -1,11 +1,13 @@
-"""Compare the curves and final scores of several runs, with seed bands and a paired test.
+"""Compare the curves and final scores of several runs, with seed bands and a paired
+test.
 
 examples:
   sage-fast compare runs/sage_grpo runs/sage_exact
   sage-fast compare runs/study/sage/seed-* runs/study/cps/seed-* --output_dir runs/study/compared
 
-The other arms are compared with that of the first run. --output_dir gets comparison.html (everything, in one file) and
-comparison.json. Runs that are still training can be compared, too.
+The other arms are compared with that of the first run. --output_dir gets
+comparison.html (everything, in one file) and comparison.json. Runs that are still
+training can be compared, too.
 """
 
 import argparse

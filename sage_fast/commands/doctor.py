@@ -7,8 +7,9 @@ examples:
   sage-fast doctor hv15_352x624_lora_1gpu --deep --scores scores.json
                                                  once on the real weights: load and compare all
 
-Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Exit status: 0 if the configuration could
-run, 1 if something is missing or, with --deep, does not do what it should.
+Nothing is downloaded or changed; --deep fills model.cache_dir as a run does. Exit
+status: 0 if the configuration could run, 1 if something is missing or, with --deep,
+does not do what it should.
 """
 
 import argparse
@@ -18,9 +19,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from sage_fast import __version__
-from sage_fast.commands.common import add_config_argument, add_gpus_argument, load_run_config
+from sage_fast.commands.common import (
+    add_config_argument,
+    add_gpus_argument,
+    load_run_config,
+)
 
-USAGE = "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] [--section.key=value ...]"
+USAGE = (
+    "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] "
+    "[--section.key=value ...]"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--deep",
         action="store_true",
-        help="load everything and compute each part in two ways; ends with one small update",
+        help=(
+            "load everything and compute each part in two ways; ends with one small "
+            "update"
+        ),
     )
     parser.add_argument(
         "--scores",
@@ -46,19 +57,28 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.config.errors import ConfigError
     from sage_fast.tools.diagnosis import can_run, examine, to_text
 
-    config = load_run_config(options, overrides) if options.config or overrides else None
+    config = (
+        load_run_config(options, overrides) if options.config or overrides else None
+    )
     checks = examine(config, options.gpus)
     if options.deep or options.scores:
         if config is None or not options.deep:
-            raise ConfigError("--deep needs a configuration, and --scores belongs to --deep.")
-        # To load everything would only end at what is missing, which is on the list already.
+            raise ConfigError(
+                "--deep needs a configuration, and --scores belongs to --deep."
+            )
+        # To load everything would only end at what is missing, which is on the list
+        # already.
         if can_run(checks):
             from sage_fast.tools.acceptance import examine_deeply
 
             checks += examine_deeply(config, options.scores)
     runs = can_run(checks)
     if options.json:
-        tree = {"sage_fast": __version__, "can_run": runs, "checks": [asdict(check) for check in checks]}
+        tree = {
+            "sage_fast": __version__,
+            "can_run": runs,
+            "checks": [asdict(check) for check in checks],
+        }
         print(json.dumps(tree, indent=1))
     else:
         print(to_text(checks, config is not None))

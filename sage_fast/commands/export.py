@@ -1,4 +1,5 @@
-"""Export the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or peft.
+"""Export the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or
+peft.
 
 examples:
   sage-fast export runs/mine --output_dir exported                           the adapter of the newest checkpoint
@@ -7,13 +8,15 @@ examples:
   sage-fast export runs/mine --output_dir official --layout official         for `generate.py --lora_path official`
   sage-fast export runs/mine --output_dir best --checkpoint best             of the run's best evaluation
 
-An adapter has the layout of one program, and most programs ignore any other layout silently:
+An adapter has the layout of one program, and most programs ignore any other layout
+silently:
   diffusers   diffusers                             comfyui   ComfyUI, diffusion-pipe
   official    Tencent's generate.py, LightX2V       musubi    musubi-tuner
   peft        peft, vLLM-Omni
 
-FOLDER/README.md says how to load it; `hf upload me/mine FOLDER` publishes the folder. With
-training.ema_decay set the averaged weights are exported: those that the run evaluated.
+FOLDER/README.md says how to load it; `hf upload me/mine FOLDER` publishes the folder.
+With training.ema_decay set the averaged weights are exported: those that the run
+evaluated.
 """
 
 import argparse
@@ -27,13 +30,21 @@ USAGE = "CHECKPOINT_OR_RUN --output_dir FOLDER [options] [--section.key=value ..
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("config", nargs=1, metavar="CHECKPOINT_OR_RUN", help="checkpoint folder, or run directory")
+    parser.add_argument(
+        "config",
+        nargs=1,
+        metavar="CHECKPOINT_OR_RUN",
+        help="checkpoint folder, or run directory",
+    )
     add_trust_argument(parser)
     add_output_argument(parser)
     parser.add_argument(
         "--format",
         choices=["lora", "full"],
-        help="lora: the adapter; full: the whole transformer; default: what the run trained",
+        help=(
+            "lora: the adapter; full: the whole transformer; default: what the run "
+            "trained"
+        ),
     )
     parser.add_argument(
         "--layout",
@@ -42,10 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="program that an adapter is for; default diffusers",
     )
     parser.add_argument(
-        "--checkpoint", default="auto", help="of a run: auto (the newest), best (by its evaluations) or a folder"
+        "--checkpoint",
+        default="auto",
+        help="of a run: auto (the newest), best (by its evaluations) or a folder",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace an export of another run, format or layout in the folder"
+        "--overwrite",
+        action="store_true",
+        help="replace an export of another run, format or layout in the folder",
     )
 
 
@@ -55,7 +70,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.exporting import export
 
     if len(options.config) != 1:
-        raise ConfigError(f"export takes one checkpoint or run, and got {len(options.config)}: {options.config}.")
+        raise ConfigError(
+            f"export takes one checkpoint or run, and got {len(options.config)}: "
+            f"{options.config}."
+        )
     result = export(
         Path(options.config[0]),
         options.output_dir,
@@ -68,7 +86,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     kind = "adapter" if result.format == "lora" else "transformer"
     print(
-        f"Wrote the {kind} after update {result.update}{' (averaged weights)' if result.averaged else ''} to "
+        f"Wrote the {kind} after update "
+        f"{result.update}{' (averaged weights)' if result.averaged else ''} to "
         f"{result.folder}/; README.md there says how to load it."
     )
     return 0

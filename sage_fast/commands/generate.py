@@ -9,23 +9,34 @@ examples:
   sage-fast generate runs/mine --output_dir noisy --sampler sage_grpo --num-videos 4
                                                                         what the exploration of the training looks like
 
---output_dir gets an mp4 for every video, named after its prompt, and contact_sheet.png with frames of the first 16.
-A video that is in --output_dir already, made with the same settings, is kept, so the same command continues after an
-interruption. A video made with other settings is an error; --overwrite makes all of them again. Steps, guidance and
-size are keys of the configuration: --evaluation.num_steps=50 --rollout.guidance_scale=6 --video.num_frames=121.
+--output_dir gets an mp4 for every video, named after its prompt, and contact_sheet.png
+with frames of the first 16. A video that is in --output_dir already, made with the same
+settings, is kept, so the same command continues after an interruption. A video made
+with other settings is an error; --overwrite makes all of them again. Steps, guidance
+and size are keys of the configuration: --evaluation.num_steps=50
+--rollout.guidance_scale=6 --video.num_frames=121.
 """
 
 import argparse
 from collections.abc import Sequence
 
-from sage_fast.commands.common import add_sampling_arguments, load_run_config, prompt_words
+from sage_fast.commands.common import (
+    add_sampling_arguments,
+    load_run_config,
+    prompt_words,
+)
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_sampling_arguments(parser, base=", none (where the run starts)", num_videos=1, counted="videos per prompt")
+    add_sampling_arguments(
+        parser,
+        base=", none (where the run starts)",
+        num_videos=1,
+        counted="videos per prompt",
+    )
     parser.add_argument(
         "--sampler",
         default="ode",
@@ -37,14 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="a prompt, in any language that the model reads; repeat the option for more",
+        help=(
+            "a prompt, in any language that the model reads; repeat the option for more"
+        ),
     )
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
-        help="image-to-video: the picture that the video begins with; one for all prompts, or one for each",
+        help=(
+            "image-to-video: the picture that the video begins with; one for all "
+            "prompts, or one for each"
+        ),
     )
 
 
@@ -55,20 +71,30 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.tools.api import generate
 
     if options.prompt and options.prompts is not None:
-        raise ConfigError("--prompt and --prompts were both given. Give texts, or one file.")
-    if options.image and (not options.prompt or len(options.image) not in (1, len(options.prompt))):
         raise ConfigError(
-            f"{len(options.image)} --image and {len(options.prompt)} --prompt were given. Give one picture for all "
-            "prompts or one for each; a prompt file names pictures in its column 'image'."
+            "--prompt and --prompts were both given. Give texts, or one file."
+        )
+    if options.image and (
+        not options.prompt or len(options.image) not in (1, len(options.prompt))
+    ):
+        raise ConfigError(
+            f"{len(options.image)} --image and {len(options.prompt)} --prompt were "
+            "given. Give one picture for all "
+            "prompts or one for each; a prompt file names pictures in its column "
+            "'image'."
         )
     pictures = options.image * (len(options.prompt) if len(options.image) == 1 else 1)
     # Without pictures this is empty, and the texts go on alone.
     texts = enumerate(zip(options.prompt, pictures, strict=False))
-    pictured = [Prompt(text=text, index=index, image=file) for index, (text, file) in texts]
+    pictured = [
+        Prompt(text=text, index=index, image=file) for index, (text, file) in texts
+    ]
     # Looked up before, to tell afterwards how many videos were kept.
     there = set() if options.overwrite else set(options.output_dir.glob("*.mp4"))
     paths = generate(
-        load_run_config(options, [*prompt_words(options), *overrides], builds_rewards=False),
+        load_run_config(
+            options, [*prompt_words(options), *overrides], builds_rewards=False
+        ),
         pictured or options.prompt or None,
         options.output_dir,
         checkpoint=options.checkpoint,
@@ -80,7 +106,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     )
     kept = len(there.intersection(paths))
     print(
-        f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they and contact_sheet.png are in "
+        f"Wrote {len(paths) - kept} videos{f', kept {kept}' if kept else ''}; they "
+        "and contact_sheet.png are in "
         f"{options.output_dir}/"
     )
     return 0

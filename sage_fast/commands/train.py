@@ -31,7 +31,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from sage_fast.commands.common import add_config_argument, add_cpu_argument, load_run_config
+from sage_fast.commands.common import (
+    add_config_argument,
+    add_cpu_argument,
+    load_run_config,
+)
 from sage_fast.distributed.start import rank, world_size
 
 
@@ -39,26 +43,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_config_argument(parser, nargs="*")
     add_cpu_argument(parser)
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and exit")
+    parser.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the resolved configuration and exit",
+    )
     parser.add_argument(
         "--allow-changes",
         action="append",
         default=[],
         metavar="KEY,KEY",
-        help="configuration keys that may differ from those of the checkpoint from which --resume continues; what has "
+        help="configuration keys that may differ from those of the checkpoint from which "
+        "--resume continues; what has "
         "changed is recorded in metrics.jsonl",
     )
-    parser.add_argument("--keys", nargs="?", const="", metavar="WORD", help="list configuration keys and exit")
-    parser.add_argument("--gpus", type=int, metavar="N", help="start N processes on this node by torchrun")
-    parser.add_argument("--dry-run", action="store_true", help="check the configuration as doctor does, and exit")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="WORD",
+        help="list configuration keys and exit",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="start N processes on this node by torchrun",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the configuration as doctor does, and exit",
+    )
 
 
 def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
     """Become a torchrun that starts this command once per GPU."""
-    # `--gpus N` are two words and `--gpus=N` is one. With either, every rank would start more processes.
+    # `--gpus N` are two words and `--gpus=N` is one. With either, every rank would
+    # start more processes.
     at = next(i for i, word in enumerate(words) if word.startswith("--gpus"))
     rest = [*words[:at], *words[at + (1 if "=" in words[at] else 2) :]]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={count}",
+    ]
     # In the place of this process, so that signals reach the launcher itself.
     os.execv(sys.executable, [*launcher, "-m", "sage_fast", *rest])
 
@@ -73,7 +104,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             print(describe_keys(options.keys), end="")
         return 0
     if not options.config and not overrides:
-        raise ConfigError("which run? Give a preset or a YAML file: sage-fast train toy_cpu")
+        raise ConfigError(
+            "which run? Give a preset or a YAML file: sage-fast train toy_cpu"
+        )
     config = load_run_config(options, overrides)
     if options.print_config:
         if rank() == 0:
@@ -92,7 +125,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         if not torch.cuda.is_available():
             from sage_fast.tools.api import refuse_cpu
 
-            refuse_cpu(config, options.allow_cpu)  # before the ranks, whose launcher would print the traceback of each
+            # before the ranks, whose launcher would print the traceback of each
+            refuse_cpu(config, options.allow_cpu)
         _start_processes(options.gpus, options.words)
 
     from sage_fast.planning.estimate import settle_memory
@@ -108,18 +142,34 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if result.worse is not None:
         print(f"The model is {result.worse}.")
     if result.finished:
-        print(f"{'Done' if result.worse is None else 'Finished, but it got worse'}: look at {directory.page}")
+        print(
+            f"{'Done' if result.worse is None else 'Finished, but it got worse'}: "
+            f"look at {directory.page}"
+        )
     elif result.stop_reason is not None:
         print(
-            f"Stopped after update {result.update}, as evaluation.stop_when_worse says. Go on with it false, or from "
-            f"an earlier checkpoint by --resume {directory.checkpoints / 'update-N'}. Look at {directory.page}"
+            f"Stopped after update {result.update}, as evaluation.stop_when_worse "
+            "says. Go on with it false, or from "
+            f"an earlier checkpoint by --resume {directory.checkpoints / 'update-N'}. "
+            f"Look at {directory.page}"
         )
     elif world_size() > 1:
-        print(f"Stopped after update {result.update}. The same launch with --resume auto goes on.")
+        print(
+            f"Stopped after update {result.update}. The same launch with --resume "
+            "auto goes on."
+        )
     else:
         # A command that can be pasted, called as this program was.
         name = Path(sys.argv[0]).name
-        program = {"__main__.py": "python -m sage_fast", "sage-fast": sys.argv[0]}.get(name, "sage-fast")
-        words = [*sys.argv[1:], *(["--resume", "auto"] if config.resume != "auto" else [])]
-        print(f"Stopped after update {result.update}. Go on with:\n  {program} {shlex.join(words)}")
+        program = {"__main__.py": "python -m sage_fast", "sage-fast": sys.argv[0]}.get(
+            name, "sage-fast"
+        )
+        words = [
+            *sys.argv[1:],
+            *(["--resume", "auto"] if config.resume != "auto" else []),
+        ]
+        print(
+            f"Stopped after update {result.update}. Go on with:\n  {program} "
+            f"{shlex.join(words)}"
+        )
     return 0

@@ -1,1 +1,3 @@
-"""Run configuration: typed settings, the YAML they come from, and the names of pluggable parts."""
+"""Run configuration: typed settings, the YAML they come from, and the names of
+pluggable parts.
+"""

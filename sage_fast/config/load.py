@@ -1,7 +1,9 @@
-"""Configuration files: YAML to a typed `RunConfig` and back, overrides from the command line, errors that help.
+"""Configuration files: YAML to a typed `RunConfig` and back, overrides from the command
+line, errors that help.
 
-`files` reads them and refuses the ambiguous; pydantic checks types and ranges. A key that does not exist is
-an error, never a default; the message names the key, the value, and the fix.
+`files` reads them and refuses the ambiguous; pydantic checks types and ranges. A key
+that does not exist is an error, never a default; the message names the key, the value,
+and the fix.
 """
 
 import difflib
@@ -23,9 +25,18 @@ from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, SCORES, outside_n
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
-"""Keys of files that belong to a configuration: a path there is relative to the YAML that names it."""
+"""Keys of files that belong to a configuration: a path there is relative to the YAML
+that names it.
+"""
 
-PATHS = ("output_dir", "model.path", "model.adapter", "model.cache_dir", "data.prompts", "evaluation.prompts")
+PATHS = (
+    "output_dir",
+    "model.path",
+    "model.adapter",
+    "model.cache_dir",
+    "data.prompts",
+    "evaluation.prompts",
+)
 """Keys that hold paths."""
 
 MAX_SHOWN = 200
@@ -35,31 +46,38 @@ Tree = dict[str, Any]
 
 
 def load_config(
-    paths: str | Path | Sequence[str | Path] | None = None, overrides: Sequence[str] | Mapping[str, Any] = ()
+    paths: str | Path | Sequence[str | Path] | None = None,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> RunConfig:
     """Read a run's YAML files and apply overrides.
 
-    Files are merged from left to right: what a later file names replaces what an earlier one says, key by key inside
-    sections; a list or a mapping of the user's own names (`reward.weights`, `reward.options`) is replaced as a whole.
-    Other `reward.rewards` leave the options and the weights behind that belonged to those before.
-    A file may start from another one: `extends: NAME`. Prompt files are looked for as `locate` says, and are absolute
-    in the result.
+    Files are merged from left to right: what a later file names replaces what an
+    earlier one says, key by key inside sections; a list or a mapping of the user's own
+    names (`reward.weights`, `reward.options`) is replaced as a whole. Other
+    `reward.rewards` leave the options and the weights behind that belonged to those
+    before.
+    A file may start from another one: `extends: NAME`. Prompt files are looked for as
+    `locate` says, and are absolute in the result.
 
     Args:
-        paths: a preset (`"toy_cpu"`) or a YAML file, or several; None when everything comes from `overrides`.
-        overrides: values by dotted key, such as `{"rollout.eta": 0.3}`, or the words of a command line,
-            `--section.key=value`. `reward.options.NAME.KEY` sets one option of one reward, and `list.key+` appends to a
-            list.
+        paths: a preset (`"toy_cpu"`) or a YAML file, or several; None when everything
+            comes from `overrides`. overrides: values by dotted key, such as
+            `{"rollout.eta": 0.3}`, or the words of a command line,
+            `--section.key=value`. `reward.options.NAME.KEY` sets one option of one
+            reward, and `list.key+` appends to a list.
 
     Raises:
-        ConfigError: file missing or not YAML, unknown key, wrong type, impossible value or combination.
+        ConfigError: file missing or not YAML, unknown key, wrong type, impossible value
+            or combination.
     """
     files = [] if paths is None else [paths] if isinstance(paths, str | Path) else paths
     return _checked(read_tree(files, overrides))
 
 
 def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
-    """A configuration with other values by dotted key, as `load_config` takes them. ConfigError as there."""
+    """A configuration with other values by dotted key, as `load_config` takes them.
+    ConfigError as there.
+    """
     tree = to_dict(config)
     for key, value in overrides.items():
         _set(tree, key, value)
@@ -72,19 +90,33 @@ def _checked(tree: Tree) -> RunConfig:
     for key in PATHS:
         value = values.get(key)
         if isinstance(value, str) and re.search(r"\$\{|^\$\w+", value):
-            raise ConfigError(f"{key} is {value!r}, where variables are not filled in. Write the path; ~ is your home.")
+            raise ConfigError(
+                f"{key} is {value!r}, where variables are not filled in. Write the "
+                "path; ~ is your home."
+            )
     try:
-        # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of Python it would refuse.
-        # Numbers and arrays of numpy become Python's.
-        text = json.dumps(tree, default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+        # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of
+        # Python it would refuse. Numbers and arrays of numpy become Python's.
+        text = json.dumps(
+            tree,
+            default=lambda value: (
+                value.tolist() if hasattr(value, "tolist") else str(value)
+            ),
+        )
         return _adapter().validate_json(text)
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
 
 
-def read_tree(files: Sequence[str | Path], overrides: Sequence[str] | Mapping[str, Any]) -> Tree:
-    """Sections and keys of files and overrides, laid over one another; their values may still be wrong."""
-    given = overrides.items() if isinstance(overrides, Mapping) else _split_words(overrides)
+def read_tree(
+    files: Sequence[str | Path], overrides: Sequence[str] | Mapping[str, Any]
+) -> Tree:
+    """Sections and keys of files and overrides, laid over one another; their values may
+    still be wrong.
+    """
+    given = (
+        overrides.items() if isinstance(overrides, Mapping) else _split_words(overrides)
+    )
     # --config among the words is one more file, and so below every override.
     values = [(key, value) for key, value in given if key != "config"]
     # First, because the options and weights among the words are those of these rewards.
@@ -111,12 +143,19 @@ def read_config_file(name: str | Path, above: tuple[Path, ...] = ()) -> Tree:
     try:
         text = read_text(path)
     except FileNotFoundError as error:
-        raise ConfigError(f"There is no file, run or preset {str(path)!r}.{similar_preset(str(path))}") from error
+        raise ConfigError(
+            f"There is no file, run or preset {str(path)!r}.{similar_preset(str(path))}"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"Config file {str(path)!r} cannot be read: {error.strerror}.") from error
+        raise ConfigError(
+            f"Config file {str(path)!r} cannot be read: {error.strerror}."
+        ) from error
     tree = read_yaml(text, str(path))
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold sections such as `rollout:` and `training:`, found {type(tree).__name__}.")
+        raise ConfigError(
+            f"{path} must hold sections such as `rollout:` and `training:`, found "
+            f"{type(tree).__name__}."
+        )
     base = tree.pop("extends", None)
     _check_keys(tree, str(path))
     # Before the merge: a path is relative to the file that names it.
@@ -124,9 +163,14 @@ def read_config_file(name: str | Path, above: tuple[Path, ...] = ()) -> Tree:
     if base is None:
         return tree
     if path in above:
-        raise ConfigError(f"{path}: extends is {base!r}, which extends this file. Name another one.")
+        raise ConfigError(
+            f"{path}: extends is {base!r}, which extends this file. Name another one."
+        )
     beside = path.parent / str(base)
-    return _merged(read_config_file(beside if beside.is_file() else str(base), (*above, path)), tree)
+    return _merged(
+        read_config_file(beside if beside.is_file() else str(base), (*above, path)),
+        tree,
+    )
 
 
 def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
@@ -136,13 +180,17 @@ def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
     for word in rest:
         name, separator, value = word.partition("=")
         if not name.startswith("--"):
-            raise ConfigError(f"command line: {word!r} is not an override. Write --section.key=value.")
+            raise ConfigError(
+                f"command line: {word!r} is not an override. Write --section.key=value."
+            )
         if name != "--config":
             _kind(name[2:])
         if not separator:
             value = next(rest, "--")
             if value.startswith("--"):
-                raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
+                raise ConfigError(
+                    f"command line: {name} has no value. Write {name}=VALUE."
+                )
         pairs.append((name[2:], value))
     return pairs
 
@@ -151,28 +199,54 @@ def _set(tree: Tree, key: str, value: Any) -> None:
     """Lay an override over a tree, in place."""
     kind = _kind(key)
     append = key.endswith("+")
-    # A word is a value of these types as it stands, whatever it looks like; of the others it is YAML.
-    takes_text = kind is str or get_origin(kind) is Literal or (isinstance(kind, UnionType) and str in get_args(kind))
+    # A word is a value of these types as it stands, whatever it looks like; of the
+    # others it is YAML.
+    takes_text = (
+        kind is str
+        or get_origin(kind) is Literal
+        or (isinstance(kind, UnionType) and str in get_args(kind))
+    )
     if isinstance(value, str) and not takes_text:
         value = read_yaml(value, f"overrides: {key}")
     elif isinstance(value, str) and value == "null" and kind is not str:
         value = None
     key = key.removesuffix("+")
-    known = key if key in _fields() else "reward.options" if key.startswith("reward.options.") else "reward.weights"
+    known = (
+        key
+        if key in _fields()
+        else "reward.options"
+        if key.startswith("reward.options.")
+        else "reward.weights"
+    )
     *sections, name = known.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
     if append:
-        value = [*_grown(tree.get(name), known, list), *(value if isinstance(value, list) else [value])]
+        value = [
+            *_grown(tree.get(name), known, list),
+            *(value if isinstance(value, list) else [value]),
+        ]
     elif known == "reward.options" != key:
-        # The name of a reward may have dots in it, so the option is what stands after the last one.
+        # The name of a reward may have dots in it, so the option is what stands after
+        # the last one.
         reward, _, option = key.removeprefix("reward.options.").rpartition(".")
         options = _grown(tree.get(name), known, dict)
-        value = {**options, reward: {**_grown(options.get(reward) or {}, f"{known}.{reward}", dict), option: value}}
+        value = {
+            **options,
+            reward: {
+                **_grown(options.get(reward) or {}, f"{known}.{reward}", dict),
+                option: value,
+            },
+        }
     elif known == "reward.weights" != key:
-        value = {**_grown(tree.get(name), known, dict), key.removeprefix("reward.weights."): value}
+        value = {
+            **_grown(tree.get(name), known, dict),
+            key.removeprefix("reward.weights."): value,
+        }
     elif is_dataclass(kind):
-        _check_keys({name: value}, "overrides", "".join(f"{section}." for section in sections))
+        _check_keys(
+            {name: value}, "overrides", "".join(f"{section}." for section in sections)
+        )
         value = _merged(tree.get(name, {}), value, f"{known}.")
     elif known == "reward.rewards":
         _leave_behind(tree, value)
@@ -180,59 +254,82 @@ def _set(tree: Tree, key: str, value: Any) -> None:
 
 
 def _grown(value: Any, key: str, kind: type) -> Any:
-    """The list or mapping that a word adds to. Where no file has it, or has left it empty, it is the default."""
+    """The list or mapping that a word adds to. Where no file has it, or has left it
+    empty, it is the default.
+    """
     value = _default(key) if value is None else value
     if not isinstance(value, kind):
         word = "list" if kind is list else "mapping"
-        raise ConfigError(f"command line: {key} is not a {word}, so nothing can be added to it. Write --{key}=VALUE.")
+        raise ConfigError(
+            f"command line: {key} is not a {word}, so nothing can be added to it. "
+            f"Write --{key}=VALUE."
+        )
     return value
 
 
 def _check_keys(tree: Tree, where: str, prefix: str = "") -> None:
-    """ConfigError unless every key of a tree is one of the configuration, and every section has keys."""
+    """ConfigError unless every key of a tree is one of the configuration, and every
+    section has keys.
+    """
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if key not in _fields():
             raise ConfigError(_explain_unknown(key, where))
         if "." in name:
             nested = f"{name.replace('.', ': {')}: ...{'}' * name.count('.')}"
-            raise ConfigError(f"{where}: {name!r} has a dot in it. Write it nested: {nested}.")
+            raise ConfigError(
+                f"{where}: {name!r} has a dot in it. Write it nested: {nested}."
+            )
         kind: Any = _fields()[key].type
         if is_dataclass(kind):
             if not isinstance(value, dict):
                 example = f"{key}.{fields(kind)[0].name}"
                 raise ConfigError(
-                    f"{where}: {key} is {shown(value, MAX_SHOWN)}, but it must hold keys such as {example}."
+                    f"{where}: {key} is {shown(value, MAX_SHOWN)}, but it must hold "
+                    f"keys such as {example}."
                 )
             _check_keys(value, where, f"{key}.")
 
 
 def _merged(base: Tree, top: Tree, prefix: str = "") -> Tree:
-    """`top` laid over `base`, key by key inside sections; other values are replaced as a whole."""
+    """`top` laid over `base`, key by key inside sections; other values are replaced as
+    a whole.
+    """
     result = dict(base)
     if prefix == "reward." and "rewards" in top:
         _leave_behind(result, top["rewards"])
     for name, value in top.items():
         inside = is_dataclass(_fields()[f"{prefix}{name}"].type) and name in base
-        result[name] = _merged(base[name], value, f"{prefix}{name}.") if inside else value
+        result[name] = (
+            _merged(base[name], value, f"{prefix}{name}.") if inside else value
+        )
     return result
 
 
 def _leave_behind(reward: Tree, rewards: Any) -> None:
-    """Take out of the section `reward`, in place, what belongs to rewards that others replace.
+    """Take out of the section `reward`, in place, what belongs to rewards that others
+    replace.
 
-    Which scores are whose is not known before they are called: the weights go as soon as one reward goes.
+    Which scores are whose is not known before they are called: the weights go as soon
+    as one reward goes.
     """
     if not isinstance(rewards, list):
         return  # refused later
     if isinstance(options := reward.get("options"), dict):
-        reward["options"] = {name: given for name, given in options.items() if name in rewards}
-    if any(name not in rewards for name in reward.get("rewards") or _default("reward.rewards")):
+        reward["options"] = {
+            name: given for name, given in options.items() if name in rewards
+        }
+    if any(
+        name not in rewards
+        for name in reward.get("rewards") or _default("reward.rewards")
+    ):
         reward.pop("weights", None)
 
 
 def _check_weights(tree: Tree) -> None:
-    """ConfigError for weights that fit no score: a run would find it once it has a video."""
+    """ConfigError for weights that fit no score: a run would find it once it has a
+    video.
+    """
     reward = tree.get("reward")
     rewards = reward.get("rewards") if isinstance(reward, dict) else None
     if not isinstance(reward, dict) or not isinstance(rewards, list):
@@ -244,12 +341,21 @@ def _check_weights(tree: Tree) -> None:
         weights = reward["weights"]
         unknown = sorted(set(weights) - scores) if isinstance(weights, dict) else []
         if unknown and all(name in SCORES for name in rewards):
-            raise ConfigError(f"reward.weights names {unknown}, but {shown(rewards, MAX_SHOWN)} give {sorted(scores)}.")
+            raise ConfigError(
+                f"reward.weights names {unknown}, but {shown(rewards, MAX_SHOWN)} "
+                f"give {sorted(scores)}."
+            )
     elif not scores.issuperset(_default("reward.weights")):
-        named = [SCORES.get(str(name), (str(name).rpartition(":")[2],))[0] for name in rewards]
+        named = [
+            SCORES.get(str(name), (str(name).rpartition(":")[2],))[0]
+            for name in rewards
+        ]
         raise ConfigError(
-            f"reward.weights is missing: nothing says what the scores of {shown(rewards, MAX_SHOWN)} count. Name them, "
-            f"for instance --reward.weights={{{', '.join(f'{score}: 1.0' for score in named)}}}; a function's numbers "
+            "reward.weights is missing: nothing says what the scores of "
+            f"{shown(rewards, MAX_SHOWN)} count. Name them, "
+            "for instance "
+            f"--reward.weights={{{', '.join(f'{score}: 1.0' for score in named)}}}; a "
+            "function's numbers "
             "are the score of its name."
         )
 
@@ -261,7 +367,8 @@ def _located(tree: Tree, folder: Path | None = None) -> Tree:
     return tree
 
 
-# ------------------------------------------------------------------------------------------ keys
+# ------------------------------------------------------------------------------------------
+# keys
 
 
 @functools.cache
@@ -298,18 +405,23 @@ def _default(key: str) -> Any:
 
 def meanings() -> dict[str, str]:
     """Dotted key -> the text below its field."""
-    # pydantic reads the texts below the fields out of the source; Python itself drops them.
+    # pydantic reads the texts below the fields out of the source; Python itself drops
+    # them.
     schema = _adapter().json_schema()
     texts = {}
     for key in _fields():
         section, _, name = key.rpartition(".")
-        owner = schema["$defs"][type_name(_fields()[section].type)] if section else schema
+        owner = (
+            schema["$defs"][type_name(_fields()[section].type)] if section else schema
+        )
         texts[key] = owner["properties"][name].get("description", "")
     return texts
 
 
 def type_name(kind: Any) -> str:
-    """A type as a reader of YAML would write it: the words that are allowed, null for None."""
+    """A type as a reader of YAML would write it: the words that are allowed, null for
+    None.
+    """
     if get_origin(kind) is Literal:
         return " or ".join(map(str, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
@@ -317,12 +429,16 @@ def type_name(kind: Any) -> str:
     if hasattr(kind, "__metadata__"):
         return type_name(get_args(kind)[0])
     if get_origin(kind) is not None:
-        return f"{get_origin(kind).__name__}[{', '.join(map(type_name, get_args(kind)))}]"
+        return (
+            f"{get_origin(kind).__name__}[{', '.join(map(type_name, get_args(kind)))}]"
+        )
     return "null" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
 def describe_keys(word: str = "") -> str:
-    """Keys that have `word` in their name, with type, default and meaning, for a terminal. ConfigError for none."""
+    """Keys that have `word` in their name, with type, default and meaning, for a
+    terminal. ConfigError for none.
+    """
     parts = []
     word = _OTHER_NAMES.get(word, word).lower()
     for key, meaning in meanings().items():
@@ -341,7 +457,8 @@ def describe_keys(word: str = "") -> str:
     return "".join(parts)
 
 
-# ------------------------------------------------------------------------------------------ messages
+# ------------------------------------------------------------------------------------------
+# messages
 
 
 _OTHER_NAMES = {
@@ -356,15 +473,24 @@ _OTHER_NAMES = {
 def _explain_unknown(key: str, where: str) -> str:
     known = list(_fields())
     last = key.split(".")[-1]
-    # The last word alone is compared too, so that `num_step` in the wrong section is still found.
+    # The last word alone is compared too, so that `num_step` in the wrong section is
+    # still found.
     close = (
         [k for k in known if k.startswith(f"{key}_")]
         or difflib.get_close_matches(key, known, n=2, cutoff=0.6)
-        or [k for k in known if difflib.SequenceMatcher(None, k.split(".")[-1], last).ratio() > 0.8]
+        or [
+            k
+            for k in known
+            if difflib.SequenceMatcher(None, k.split(".")[-1], last).ratio() > 0.8
+        ]
     )
     if last in _OTHER_NAMES:
         close = [_OTHER_NAMES[last]]
-    hint = f" Did you mean {' or '.join(close[:2])}?" if close else " `sage-fast train --keys` lists every key."
+    hint = (
+        f" Did you mean {' or '.join(close[:2])}?"
+        if close
+        else " `sage-fast train --keys` lists every key."
+    )
     return f"{where}: unknown key {key!r}.{hint}"
 
 
@@ -385,13 +511,21 @@ def _explain(error: ValidationError) -> str:
         return f"{key}.{cause}" if own in _fields() else str(cause)
     kind = _fields()[key].type if key in _fields() else None
     if get_origin(kind) is tuple and first["type"] in ("missing", "too_long"):
-        return f"{key} is {shown(first['input'], MAX_SHOWN)}, but it must be a list of {len(get_args(kind))} numbers."
+        return (
+            f"{key} is {shown(first['input'], MAX_SHOWN)}, but it must be a list of "
+            f"{len(get_args(kind))} numbers."
+        )
     if first["type"] == "missing":
         key += f".{fields(kind)[0].name}" if is_dataclass(kind) else ""
         return f"{key} is missing. Set it in a file, or by --{key}=VALUE."
     # A union has one error for each of its types.
-    problems = [first["msg"], *(other["msg"] for other in rest if _key_of(other["loc"]) == key)]
-    allowed = " or ".join(dict.fromkeys(text.removeprefix("Input should be ") for text in problems))
+    problems = [
+        first["msg"],
+        *(other["msg"] for other in rest if _key_of(other["loc"]) == key),
+    ]
+    allowed = " or ".join(
+        dict.fromkeys(text.removeprefix("Input should be ") for text in problems)
+    )
     for words, example in _EXAMPLES.items():
         allowed = allowed.replace(words, example)
     if type(None) in get_args(kind):
@@ -400,22 +534,32 @@ def _explain(error: ValidationError) -> str:
 
 
 def _key_of(location: Sequence[int | str]) -> str:
-    """The longest key of the configuration that a location starts with; a union's location ends in its types."""
+    """The longest key of the configuration that a location starts with; a union's
+    location ends in its types.
+    """
     words = [str(part) for part in location]
     keys = (".".join(words[:end]) for end in range(len(words), 0, -1))
     key = next((key for key in keys if key in _fields()), "")
-    return key if key and get_origin(_fields()[key].type) is not dict else ".".join(words)
+    return (
+        key if key and get_origin(_fields()[key].type) is not dict else ".".join(words)
+    )
 
 
-# ------------------------------------------------------------------------------------------ trust
+# ------------------------------------------------------------------------------------------
+# trust
 
 
 def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str]:
     """Names under model.family and reward.{rewards,url,python} in files and overrides."""
     tree = read_tree(files, overrides)
     rewards = tree.get("reward", {}).get("rewards", [])
-    given = [tree.get("model", {}).get("family"), *(tree.get("reward", {}).get(key) for key in ("url", "python"))]
-    return {str(name) for name in (*given, *(rewards if isinstance(rewards, list) else []))}
+    given = [
+        tree.get("model", {}).get("family"),
+        *(tree.get("reward", {}).get(key) for key in ("url", "python")),
+    ]
+    return {
+        str(name) for name in (*given, *(rewards if isinstance(rewards, list) else []))
+    }
 
 
 def outside_code(config: RunConfig, rewards: bool = True) -> dict[str, list[str]]:
@@ -426,14 +570,20 @@ def outside_code(config: RunConfig, rewards: bool = True) -> dict[str, list[str]
     """
     outside = {
         "model.family": outside_names([config.model.family], MODEL_FAMILIES),
-        "reward.rewards": outside_names(config.reward.rewards if rewards else [], REWARDS),
-        "reward.python": [config.reward.python] if rewards and config.reward.python else [],
+        "reward.rewards": outside_names(
+            config.reward.rewards if rewards else [], REWARDS
+        ),
+        "reward.python": [config.reward.python]
+        if rewards and config.reward.python
+        else [],
         "reward.url": [config.reward.url] if rewards and config.reward.url else [],
     }
     return {key: names for key, names in outside.items() if names}
 
 
-def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards: bool = True) -> None:
+def check_trust(
+    config: RunConfig, source: Path, named: Collection[str], rewards: bool = True
+) -> None:
     """ConfigError where a run directory or a checkpoint names code outside SAGE-Fast.
 
     Args:
@@ -445,17 +595,22 @@ def check_trust(config: RunConfig, source: Path, named: Collection[str], rewards
     for key, names in outside_code(config, rewards).items():
         if unknown := [name for name in names if name not in named]:
             raise ConfigError(
-                f"{source} names {', '.join(map(repr, unknown))} under {key}: code that is not part of SAGE-Fast, and "
-                "that this command would import and call. If you trust whoever wrote it, add --trust-config; or name "
+                f"{source} names {', '.join(map(repr, unknown))} under {key}: code "
+                "that is not part of SAGE-Fast, and "
+                "that this command would import and call. If you trust whoever wrote "
+                "it, add --trust-config; or name "
                 f"it on the command line yourself, by --{key}. docs/trust.md says more."
             )
 
 
-# ------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------
+# writing
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal object."""
+    """The resolved configuration as YAML that `load_config` reads back to an equal
+    object.
+    """
     return dump_tree(to_dict(config))
 
 

@@ -1,7 +1,8 @@
 """Short names of pluggable parts, resolved only when a run asks for them.
 
-Everything that is specific to one model family or one reward is reached through this table (or through a
-`package.module:attribute` of the user's own), so the trainer imports none of it.
+Everything that is specific to one model family or one reward is reached through this
+table (or through a `package.module:attribute` of the user's own), so the trainer
+imports none of it.
 """
 
 import importlib
@@ -21,8 +22,13 @@ MODEL_FAMILIES = {
 }
 """`model.family` -> `ModelFamily`."""
 
-TRANSFORMERS = {"HunyuanVideo15Transformer3DModel": "hunyuan15", "WanTransformer3DModel": "wan"}
-"""Class of a transformer -> the family whose code computes with it; the first one is the default."""
+TRANSFORMERS = {
+    "HunyuanVideo15Transformer3DModel": "hunyuan15",
+    "WanTransformer3DModel": "wan",
+}
+"""Class of a transformer -> the family whose code computes with it; the first one is
+the default.
+"""
 
 UPDATES = {
     "two_phase": "sage_fast.objectives.two_phase:TwoPhase",
@@ -54,10 +60,11 @@ SCORES = {
 
 
 def register(found: Any, taken: Collection[str] = ()) -> str:
-    """Enter an object of this process, and return the name under which `resolve` finds it: `module:qualified name`.
+    """Enter an object of this process, and return the name under which `resolve` finds
+    it: `module:qualified name`.
 
-    Of an object that is neither a function nor a class it is the name of its class. A number follows where it is that
-    of another object among those `taken`.
+    Of an object that is neither a function nor a class it is the name of its class. A
+    number follows where it is that of another object among those `taken`.
     """
     named = found if hasattr(found, "__qualname__") else type(found)
     name = first = f"{named.__module__}:{named.__qualname__}"
@@ -69,10 +76,12 @@ def register(found: Any, taken: Collection[str] = ()) -> str:
 
 
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
-    """The object behind a short name, a name that this process has entered, or a `package.module:attribute`.
+    """The object behind a short name, a name that this process has entered, or a
+    `package.module:attribute`.
 
     Raises:
-        ConfigError: the name is unknown, is not a name, or importing its module failed; the message names `key`.
+        ConfigError: the name is unknown, is not a name, or importing its module failed;
+            the message names `key`.
     """
     if name in REGISTERED:
         return REGISTERED[name]
@@ -80,23 +89,35 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
     module_name, separator, attribute = target.partition(":")
     if not separator:
         raise ConfigError(
-            f"{key} is {name!r}, which is not one of {sorted(table)}. Use one of them, or package.module:attribute."
+            f"{key} is {name!r}, which is not one of {sorted(table)}. Use one of "
+            "them, or package.module:attribute."
         )
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
         # `sage-fast` does not look into the folder it is called from.
-        hint = " If it is a file of your own, set PYTHONPATH to its folder." if target == name else ""
-        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}") from error
+        hint = (
+            " If it is a file of your own, set PYTHONPATH to its folder."
+            if target == name
+            else ""
+        )
+        raise ConfigError(
+            f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}"
+        ) from error
     except (Exception, SystemExit) as error:
         # A module of the user's own may fail in any way, or end the process.
-        raise ConfigError(f"{key} is {name!r}, but importing {module_name!r} failed: {describe(error)}.") from error
+        raise ConfigError(
+            f"{key} is {name!r}, but importing {module_name!r} failed: "
+            f"{describe(error)}."
+        ) from error
 
 
 def describe(error: BaseException) -> str:
     """Type, message and place of an error in code that is not this project's."""
     place = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    return (
+        f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+    )
 
 
 def outside_names(names: Iterable[str], table: Mapping[str, str]) -> list[str]:

@@ -1,4 +1,5 @@
-"""Run configuration: one typed section per concern, and the checks that need two of them.
+"""Run configuration: one typed section per concern, and the checks that need two of
+them.
 
 The sections are in `sections.py`. `load.py` reads and writes all of them as YAML.
 """
@@ -59,8 +60,10 @@ class RunConfig:
     seed: int = 0
     """Every random number of the run is a function of it."""
     resume: str = free("none", PACE)
-    """`none` starts a new run, `auto` continues from the newest complete checkpoint of output_dir (or starts one),
-    a path continues from that checkpoint, `restart` moves the run in output_dir aside and starts over."""
+    """`none` starts a new run, `auto` continues from the newest complete checkpoint of
+    output_dir (or starts one), a path continues from that checkpoint, `restart` moves
+    the run in output_dir aside and starts over.
+    """
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model."""
     video: VideoConfig = field(default_factory=VideoConfig, metadata={FIXED: PAIRS})
@@ -85,46 +88,94 @@ class RunConfig:
     """Objective of training.update forward_process."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     """Evaluation and samples."""
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata={FREE: PACE})
+    checkpoint: CheckpointConfig = field(
+        default_factory=CheckpointConfig, metadata={FREE: PACE}
+    )
     """Checkpoints."""
     logging: LoggingConfig = field(default_factory=LoggingConfig, metadata={FREE: PACE})
     """Loggers."""
-    distributed: DistributedConfig = field(default_factory=DistributedConfig, metadata={FREE: MACHINE})
+    distributed: DistributedConfig = field(
+        default_factory=DistributedConfig, metadata={FREE: MACHINE}
+    )
     """Processes and how they share the work; they are started by torchrun or SLURM."""
 
     def __post_init__(self) -> None:
         self.output_dir = os.path.expanduser(self.output_dir)
-        # Every number, with a range in its type or without; the options of a reward are for the reward to judge.
+        # Every number, with a range in its type or without; the options of a reward are
+        # for the reward to judge.
         for key, value in by_dotted_key(asdict(self), ("reward.options",)).items():
             if isinstance(value, int | float):
-                require(abs(value) < (2**63 if isinstance(value, int) else 1e31), key, value, "at most 2^63 or 1e30")
+                require(
+                    abs(value) < (2**63 if isinstance(value, int) else 1e31),
+                    key,
+                    value,
+                    "at most 2^63 or 1e30",
+                )
         require(self.seed >= 0, "seed", self.seed, "in 0 .. 2^63 - 1")
-        require(bool(self.output_dir.strip()), "output_dir", self.output_dir, "a directory name")
+        require(
+            bool(self.output_dir.strip()),
+            "output_dir",
+            self.output_dir,
+            "a directory name",
+        )
         require(
             not self.rollout.negative_prompt or self.sampling_guidance != 1,
             "rollout.negative_prompt",
             self.rollout.negative_prompt,
-            "empty with rollout.guidance_scale 1, where there is no unconditional branch",
+            (
+                "empty with rollout.guidance_scale 1, where there is no unconditional "
+                "branch"
+            ),
         )
         if (scale := self.forward_process.sampling_guidance) is not None:
             trained = self.rollout.guidance_scale
             update = self.training.update
             needs: list[Need] = [
-                ("training.update", update, ("forward_process",), "no other update samples another velocity"),
-                ("rollout.guidance_scale", trained, (1.0,), "it is the unguided velocity that is trained"),
+                (
+                    "training.update",
+                    update,
+                    ("forward_process",),
+                    "no other update samples another velocity",
+                ),
+                (
+                    "rollout.guidance_scale",
+                    trained,
+                    (1.0,),
+                    "it is the unguided velocity that is trained",
+                ),
             ]
-            check_needs(f"forward_process.sampling_guidance {scale:g}", "sampling_guidance to null", needs)
+            check_needs(
+                f"forward_process.sampling_guidance {scale:g}",
+                "sampling_guidance to null",
+                needs,
+            )
         if self.forward_process.states == "path":
-            why = "two_phase and single_pass train by the drawn noise, and a single pass before its video is finished"
-            needs = [("training.update", self.training.update, ("forward_process",), why)]
+            why = (
+                "two_phase and single_pass train by the drawn noise, and a single "
+                "pass before its video is finished"
+            )
+            needs = [
+                ("training.update", self.training.update, ("forward_process",), why)
+            ]
             check_needs("forward_process.states path", "states to noised", needs)
         if self.model.adapter is not None:
-            needs = [("training.mode", self.training.mode, ("lora",), "no other mode has an adapter")]
-            check_needs(f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs)
+            needs = [
+                (
+                    "training.mode",
+                    self.training.mode,
+                    ("lora",),
+                    "no other mode has an adapter",
+                )
+            ]
+            check_needs(
+                f"model.adapter {self.model.adapter!r}", "model.adapter to null", needs
+            )
         if 2 * self.training.best_and_worst >= self.rollout.num_generations:
             raise ConfigError(
-                f"training.best_and_worst is {self.training.best_and_worst}, but rollout.num_generations is "
-                f"{self.rollout.num_generations}, so that no video would be left out. Raise num_generations, or set "
+                f"training.best_and_worst is {self.training.best_and_worst}, but "
+                "rollout.num_generations is "
+                f"{self.rollout.num_generations}, so that no video would be left out. "
+                "Raise num_generations, or set "
                 "best_and_worst to 0, which trains all videos."
             )
         # What one objective alone needs or refuses is said by its own class.
@@ -140,8 +191,14 @@ class RunConfig:
 
     @property
     def compute_dtype(self) -> Literal["float32", "bfloat16"]:
-        """Type in which the transformer computes: its own, or that in which FSDP gathers float32 masters."""
-        return self.distributed.param_dtype if self.training.mode == "full" else self.model.dtype
+        """Type in which the transformer computes: its own, or that in which FSDP
+        gathers float32 masters.
+        """
+        return (
+            self.distributed.param_dtype
+            if self.training.mode == "full"
+            else self.model.dtype
+        )
 
     @property
     def sampling_guidance(self) -> float:
@@ -153,12 +210,18 @@ class RunConfig:
     def evaluation_video(self) -> VideoConfig:
         """Size of the evaluation's videos."""
         own = {key: getattr(self.evaluation, key) for key in ("height", "width")}
-        return replace(self.video, **{key: value for key, value in own.items() if value is not None})
+        return replace(
+            self.video,
+            **{key: value for key, value in own.items() if value is not None},
+        )
 
     @property
     def steps_by_key(self) -> dict[str, int]:
         """Denoising steps of rollout and evaluation."""
-        return {"rollout.num_steps": self.rollout.num_steps, "evaluation.num_steps": self.evaluation_steps}
+        return {
+            "rollout.num_steps": self.rollout.num_steps,
+            "evaluation.num_steps": self.evaluation_steps,
+        }
 
     @property
     def evaluation_steps(self) -> int:
@@ -181,35 +244,66 @@ class RunConfig:
                     ("two_phase", "forward_process"),
                     "it sums gradients at once",
                 ),
-                ("optimizer.name", self.optimizer.name, ("adamw",), "it cuts weights, and Muon takes whole matrices"),
-                ("model.adaln", self.model.adaln, ("auto", "weights"), "it keeps the AdaLN weights with the others"),
+                (
+                    "optimizer.name",
+                    self.optimizer.name,
+                    ("adamw",),
+                    "it cuts weights, and Muon takes whole matrices",
+                ),
+                (
+                    "model.adaln",
+                    self.model.adaln,
+                    ("auto", "weights"),
+                    "it keeps the AdaLN weights with the others",
+                ),
             ]
-            check_needs(f"distributed.zero_stage {section.zero_stage}", "zero_stage to null", needs)
+            check_needs(
+                f"distributed.zero_stage {section.zero_stage}",
+                "zero_stage to null",
+                needs,
+            )
         if self.training.mode == "lora":
             why = "frozen weights are computed with in model.dtype"
-            needs = [("distributed.param_dtype", section.param_dtype, ("float32",), why)]
+            needs = [
+                ("distributed.param_dtype", section.param_dtype, ("float32",), why)
+            ]
             check_needs("training.mode lora", "training.mode to full", needs)
 
     def _check_frozen_adaln(self) -> None:
-        """A table of the timestep modulation is right as long as the weights it was computed from do not change."""
+        """A table of the timestep modulation is right as long as the weights it was
+        computed from do not change.
+        """
         setting = f"model.adaln {self.model.adaln}"
-        needs = [("training.mode", self.training.mode, ("lora",), "it needs frozen AdaLN weights")]
+        needs = [
+            (
+                "training.mode",
+                self.training.mode,
+                ("lora",),
+                "it needs frozen AdaLN weights",
+            )
+        ]
         check_needs(setting, "model.adaln to auto", needs)
-        # To read a configuration must not import code that it names: a run asks such a family once it is trusted.
+        # To read a configuration must not import code that it names: a run asks such a
+        # family once it is trusted.
         if self.model.family in {*MODEL_FAMILIES, *REGISTERED}:
             family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
             self.check_frozen_adaln(getattr(family, "adaln_targets", ()))
 
     def check_frozen_adaln(self, adaln_targets: Collection[str]) -> None:
-        """ConfigError where an adapter trains layers whose results `model.adaln` replaces by a table.
+        """ConfigError where an adapter trains layers whose results `model.adaln`
+        replaces by a table.
 
         Args:
-            adaln_targets: these layers, see `ModelFamily`; its own `lora_targets` are none of them.
+            adaln_targets: these layers, see `ModelFamily`; its own `lora_targets` are
+                none of them.
         """
-        trained = [name for name in self.lora.target_modules or () if name in adaln_targets]
+        trained = [
+            name for name in self.lora.target_modules or () if name in adaln_targets
+        ]
         if trained and self.model.adaln in ("table", "offload"):
             raise ConfigError(
-                f"lora.target_modules has {', '.join(trained)}, but model.adaln {self.model.adaln} needs frozen AdaLN "
+                f"lora.target_modules has {', '.join(trained)}, but model.adaln "
+                f"{self.model.adaln} needs frozen AdaLN "
                 "weights. Leave them out, or set model.adaln to auto."
             )
 
@@ -222,54 +316,79 @@ def check_needs(setting: str, way_out: str, needs: Iterable[Need]) -> None:
     """ConfigError for the first key that has another value than a setting allows."""
     for key, value, allowed, why in needs:
         if value not in allowed:
-            words = " or ".join("null" if one is None else str(one).lower() for one in allowed)
+            words = " or ".join(
+                "null" if one is None else str(one).lower() for one in allowed
+            )
             raise ConfigError(
-                f"{key} is {value!r}, but with {setting} it must be {words}: {why}. Set it to {words}, or {way_out}."
+                f"{key} is {value!r}, but with {setting} it must be {words}: {why}. "
+                f"Set it to {words}, or {way_out}."
             )
 
 
 def check_gathering(
-    section: DistributedConfig, model: ModelConfig, training: TrainingConfig, *, launched: bool, shards: int
+    section: DistributedConfig,
+    model: ModelConfig,
+    training: TrainingConfig,
+    *,
+    launched: bool,
+    shards: int,
 ) -> None:
     """ConfigError for FSDP2 settings that have no effect or exclude each other.
 
     Args:
-        launched: whether the process is one of a group. shards: ranks that share the weights.
+        launched: whether the process is one of a group. shards: ranks that share the
+            weights.
     """
     mode = training.mode
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):
         raise ConfigError(
-            f"distributed.cpu_offload keeps weights off the GPU, but distributed.keep_gathered is "
-            f"{section.keep_gathered}, which keeps them there. Set keep_gathered to auto or never."
+            "distributed.cpu_offload keeps weights off the GPU, but "
+            "distributed.keep_gathered is "
+            f"{section.keep_gathered}, which keeps them there. Set keep_gathered to "
+            "auto or never."
         )
     if not launched and (section.cpu_offload or section.param_dtype != "float32"):
         name = "cpu_offload" if section.cpu_offload else "param_dtype"
         raise ConfigError(
-            f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but this process was not launched as "
-            "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast train ...`, one or more per node."
+            f"distributed.{name} is {getattr(section, name)!r}, which FSDP2 does, but "
+            "this process was not launched as "
+            "one of a group. Start it by `torchrun --nproc_per_node=1 -m sage_fast "
+            "train ...`, one or more per node."
         )
     if section.param_dtype != "float32" and model.forward == "stock":
         raise ConfigError(
-            f"distributed.param_dtype is {section.param_dtype}, but model.forward stock feeds float32 inputs to "
-            "weights that are gathered in that dtype. Set model.forward to fused, or param_dtype to float32."
+            f"distributed.param_dtype is {section.param_dtype}, but model.forward "
+            "stock feeds float32 inputs to "
+            "weights that are gathered in that dtype. Set model.forward to fused, or "
+            "param_dtype to float32."
         )
     one_holder = not launched or (mode == "lora" and shards == 1)
     if one_holder and section.keep_gathered in ("never", "rollout"):
         raise ConfigError(
-            f"distributed.keep_gathered is {section.keep_gathered}, but nothing is gathered here: every rank holds the "
-            "weights whole. Set it to auto, or with training.mode lora raise distributed.dp_shard."
+            f"distributed.keep_gathered is {section.keep_gathered}, but nothing is "
+            "gathered here: every rank holds the "
+            "weights whole. Set it to auto, or with training.mode lora raise "
+            "distributed.dp_shard."
         )
     if section.cpu_offload and mode == "lora" and shards == 1:
         raise ConfigError(
-            "distributed.cpu_offload moves shards of the weights, but with training.mode lora they are whole on every "
-            "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, or leave cpu_offload out."
+            "distributed.cpu_offload moves shards of the weights, but with "
+            "training.mode lora they are whole on every "
+            "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, "
+            "or leave cpu_offload out."
         )
 
 
-def check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, kl_position_fraction: float) -> None:
-    """ConfigError if a pass over one video may be a forward alone, and over another, on another rank, a backward too.
+def check_steps_agree(
+    distributed: DistributedConfig,
+    training: TrainingConfig,
+    kl_position_fraction: float,
+) -> None:
+    """ConfigError if a pass over one video may be a forward alone, and over another, on
+    another rank, a backward too.
 
-    They would gather the weights of different layers. Where weights stay gathered through a rollout it does not matter.
+    They would gather the weights of different layers. Where weights stay gathered
+    through a rollout it does not matter.
     """
     shares = {
         "objective.kl_position_fraction": kl_position_fraction,
@@ -277,12 +396,19 @@ def check_steps_agree(distributed: DistributedConfig, training: TrainingConfig, 
     }
     given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
     if training.update == "single_pass" and given and training.permute_timesteps:
-        remedy = "Set cpu_offload to false" if distributed.cpu_offload else "Set keep_gathered to rollout"
+        remedy = (
+            "Set cpu_offload to false"
+            if distributed.cpu_offload
+            else "Set keep_gathered to rollout"
+        )
         raise ConfigError(
-            f"training.update single_pass takes gradients at different steps of every video ({', '.join(given)}, "
+            "training.update single_pass takes gradients at different steps of every "
+            f"video ({', '.join(given)}, "
             f"permute_timesteps true), but every pass gathers layers from all "
-            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, cpu_offload "
-            f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same ones. {remedy}, "
+            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, "
+            "cpu_offload "
+            f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same "
+            f"ones. {remedy}, "
             "training.permute_timesteps to false, or training.update to two_phase."
         )
 
@@ -296,11 +422,15 @@ def check_batch(batch_size: int, dp_degree: int, num_generations: int) -> None:
     if total % num_generations:
         # The next size that fits: of any num_generations sizes in a row one does.
         step = next(
-            b for b in range(batch_size, batch_size + num_generations + 1) if b * dp_degree % num_generations == 0
+            b
+            for b in range(batch_size, batch_size + num_generations + 1)
+            if b * dp_degree % num_generations == 0
         )
         raise ConfigError(
-            f"rollout.batch_size {batch_size} * {dp_degree} data-parallel rank(s) = {total} videos per rollout is not "
-            f"a multiple of rollout.num_generations = {num_generations}, so a prompt's group would be incomplete. "
+            f"rollout.batch_size {batch_size} * {dp_degree} data-parallel rank(s) = "
+            f"{total} videos per rollout is not "
+            f"a multiple of rollout.num_generations = {num_generations}, so a "
+            "prompt's group would be incomplete. "
             f"Set rollout.batch_size to {step}, or choose another group size."
         )
 
@@ -310,8 +440,11 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return asdict(config)
 
 
-def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: str = "") -> dict[str, Any]:
-    """Values of nested dicts by dotted key, tuples as the lists that files make of them.
+def by_dotted_key(
+    tree: Mapping[str, Any], whole: Collection[str] = (), prefix: str = ""
+) -> dict[str, Any]:
+    """Values of nested dicts by dotted key, tuples as the lists that files make of
+    them.
 
     Args:
         whole: dotted keys of dicts that count as one value.
@@ -331,16 +464,24 @@ def by_dotted_key(tree: Mapping[str, Any], whole: Collection[str] = (), prefix: 
 def settings_of(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A run's configuration by dotted key, from `to_dict` or its file.
 
-    Weights and options of rewards are one value each: there a missing entry is a difference.
+    Weights and options of rewards are one value each: there a missing entry is a
+    difference.
     """
     return by_dotted_key(tree, whole=("reward.weights", "reward.options"))
 
 
 def tried_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that make an experiment another one: not its seed, nor what a resumed run may change.
+    """The settings that make an experiment another one: not its seed, nor what a
+    resumed run may change.
 
-    Length, size and model are among those all the same: a run may go on with other ones, and then proves another thing.
+    Length, size and model are among those all the same: a run may go on with other
+    ones, and then proves another thing.
     """
-    told = {"rollout.batch_size", "training.num_updates", "training.update", "model.path"}
+    told = {
+        "rollout.batch_size",
+        "training.num_updates",
+        "training.update",
+        "model.path",
+    }
     ignored = {*marked_keys(RunConfig, FREE), "seed"} - told
     return {key: value for key, value in settings.items() if key not in ignored}

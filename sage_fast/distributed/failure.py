@@ -1,7 +1,9 @@
-"""Failures of a run on several ranks: ranks that differ are refused, ranks that hang end, ranks that are left say why.
+"""Failures of a run on several ranks: ranks that differ are refused, ranks that hang
+end, ranks that are left say why.
 
-A rank without progress dumps the stacks of its threads to stderr and ends (`faulthandler`); its launcher ends the
-others, and starts all again where it was asked to (`torchrun --max-restarts`). NCCL writes its own flight record where
+A rank without progress dumps the stacks of its threads to stderr and ends
+(`faulthandler`); its launcher ends the others, and starts all again where it was asked
+to (`torchrun --max-restarts`). NCCL writes its own flight record where
 TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT are set; `torchfrtrace` reads it.
 """
 
@@ -21,11 +23,14 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.distributed.world import World, set_group_timeouts
 
 # torch 2.13 has other names for some collectives, which 2.11 lacks.
-warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+warnings.filterwarnings(
+    "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+)
 
 STACKS_AFTER = 15.0
-"""Seconds by which a hung rank outlives the timeout of the others' collectives, whose records NCCL writes first. Less
-than the 30 s that torchrun gives a rank to end."""
+"""Seconds by which a hung rank outlives the timeout of the others' collectives, whose
+records NCCL writes first. Less than the 30 s that torchrun gives a rank to end.
+"""
 MOST_SHOWN = 4
 
 # Packages that can change a number or a speed; those not installed are left out.
@@ -47,13 +52,15 @@ PACKAGES = (
 
 
 class HangGuard:
-    """Ends this process, with the stacks of its threads on stderr, when it makes no progress for too long.
+    """Ends this process, with the stacks of its threads on stderr, when it makes no
+    progress for too long.
 
     A context manager; on a single process, which nobody waits for, it does nothing.
 
     Args:
         world: the ranks.
-        seconds: longest time between two calls of `progress`, until `use_steady_timeout`.
+        seconds: longest time between two calls of `progress`, until
+            `use_steady_timeout`.
     """
 
     def __init__(self, world: World, seconds: float) -> None:
@@ -66,8 +73,11 @@ class HangGuard:
         self.progress()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # A thread that writes a checkpoint may wait for the ranks that are gone, and Python for the thread.
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        # A thread that writes a checkpoint may wait for the ranks that are gone, and
+        # Python for the thread.
         if self._armed and not (error and is_communication_error(error)):
             faulthandler.cancel_dump_traceback_later()
         self._armed = False
@@ -75,14 +85,16 @@ class HangGuard:
     def progress(self) -> None:
         """Start counting again. Takes microseconds: nothing is sent."""
         if self._armed:
-            # Its thread is not Python's, so it ends even a process that hangs with the GIL held.
+            # Its thread is not Python's, so it ends even a process that hangs with the
+            # GIL held.
             faulthandler.dump_traceback_later(self.seconds + STACKS_AFTER, exit=True)
 
     def use_steady_timeout(self, seconds: float) -> None:
         """Allow `seconds` alone from now on, between progress and in a collective.
 
-        To be called once the first update is done, after which nothing is compiled or loaded any more. torchtitan
-        lowers the timeouts of its process groups at the same place.
+        To be called once the first update is done, after which nothing is compiled or
+        loaded any more. torchtitan lowers the timeouts of its process groups at the
+        same place.
         """
         if self._armed and seconds != self.seconds:
             self.seconds = seconds
@@ -91,28 +103,40 @@ class HangGuard:
 
 
 def is_communication_error(error: BaseException) -> bool:
-    """True for an error that torch.distributed raises because of another rank or of the network."""
+    """True for an error that torch.distributed raises because of another rank or of the
+    network.
+    """
     if isinstance(error, dist.DistError):
         return True
     # Gloo raises plain RuntimeErrors, which name its source file.
     text = str(error)
     return type(error) is RuntimeError and any(
-        sign in text for sign in ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+        sign in text
+        for sign in (
+            "gloo/transport",
+            "Connection closed by peer",
+            "Connection reset by peer",
+        )
     )
 
 
-# ------------------------------------------------------------------------------------------ ranks that differ
+# ------------------------------------------------------------------------------------------
+# ranks that differ
 
 
-def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = None) -> None:
-    """Refuse ranks that would train on something else than the user believes. Collective, over the default group.
+def check_same_everywhere(
+    own: Mapping[str, str], device: torch.device | None = None
+) -> None:
+    """Refuse ranks that would train on something else than the user believes.
+    Collective, over the default group.
 
-    Called before the groups of the mesh are made, whose shape the configuration decides, and again for what is loaded;
-    no-op on one process.
+    Called before the groups of the mesh are made, whose shape the configuration
+    decides, and again for what is loaded; no-op on one process.
 
     Args:
-        own: values that all ranks must share, by name: configuration by dotted key, software, digests of files.
-        device: this rank's; two ranks must not have the same GPU.
+        own: values that all ranks must share, by name: configuration by dotted key,
+            software, digests of files. device: this rank's; two ranks must not have the
+            same GPU.
 
     Raises:
         ConfigError: what differs, and on which ranks; the same on all of them.
@@ -120,7 +144,11 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
     if not dist.is_initialized():
         return
     # By UUID, since two processes may know one GPU by different numbers.
-    gpu = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
+    gpu = (
+        str(torch.cuda.get_device_properties(device).uuid)
+        if device and device.type == "cuda"
+        else ""
+    )
     gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
     dist.all_gather_object(gathered, (own, gpu))
     everywhere = [values for values, _ in gathered]
@@ -130,19 +158,34 @@ def check_same_everywhere(own: Mapping[str, str], device: torch.device | None = 
         if len(owners) > 1:
             # What most ranks have comes first.
             shown = sorted(owners.items(), key=lambda item: -len(item[1]))[:MOST_SHOWN]
-            differences.append(f"{name}: " + ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in shown))
+            differences.append(
+                f"{name}: "
+                + ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in shown)
+            )
     if differences:
-        more = f"; and {len(differences) - MOST_SHOWN} more" if len(differences) > MOST_SHOWN else ""
+        more = (
+            f"; and {len(differences) - MOST_SHOWN} more"
+            if len(differences) > MOST_SHOWN
+            else ""
+        )
         raise ConfigError(
-            f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}{more}. Start every process with the same files "
-            "and overrides, in one environment and on one file system that all nodes share."
+            f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}{more}. Start "
+            "every process with the same files "
+            "and overrides, in one environment and on one file system that all nodes "
+            "share."
         )
     # The empty name is that of ranks without a GPU.
-    shared = [ranks for name, ranks in _ranks_by_value([name for _, name in gathered]).items() if name and ranks[1:]]
+    shared = [
+        ranks
+        for name, ranks in _ranks_by_value([name for _, name in gathered]).items()
+        if name and ranks[1:]
+    ]
     if shared:
         raise ConfigError(
-            f"{'; '.join(in_words(ranks) for ranks in shared[:MOST_SHOWN])} share one GPU. Start as many processes per "
-            "node as it has GPUs, with model.device auto, and see that CUDA_VISIBLE_DEVICES shows every process all of "
+            f"{'; '.join(in_words(ranks) for ranks in shared[:MOST_SHOWN])} share one "
+            "GPU. Start as many processes per "
+            "node as it has GPUs, with model.device auto, and see that "
+            "CUDA_VISIBLE_DEVICES shows every process all of "
             "them or one each."
         )
 
@@ -156,18 +199,25 @@ def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
 
 def in_words(ranks: Sequence[int]) -> str:
     """Example: [0, 1, 5] -> "ranks 0, 1, 5"; of more than four the first ones."""
-    words = ", ".join(map(str, ranks[:MOST_SHOWN])) + (", ..." if len(ranks) > MOST_SHOWN else "")
+    words = ", ".join(map(str, ranks[:MOST_SHOWN])) + (
+        ", ..." if len(ranks) > MOST_SHOWN else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {words}"
 
 
-# ------------------------------------------------------------------------------------------ software
+# ------------------------------------------------------------------------------------------
+# software
 
 
 def software() -> dict[str, str]:
-    """Versions of Python and of the packages that compute, and a digest of this package's Python files."""
+    """Versions of Python and of the packages that compute, and a digest of this
+    package's Python files.
+    """
     found = [find_spec(name) for name in ("sage_fast", "sage_kernels")]
     digest = hashlib.sha256()
-    for root in [Path(spec.origin).parent for spec in found if spec is not None and spec.origin]:
+    for root in [
+        Path(spec.origin).parent for spec in found if spec is not None and spec.origin
+    ]:
         for file in sorted(root.rglob("*.py")):
             digest.update(f"{root.name}/{file.relative_to(root).as_posix()}\n".encode())
             digest.update(file.read_bytes())
@@ -181,7 +231,9 @@ def software() -> dict[str, str]:
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages in ``PACKAGES``, by name."""
-    return {name: version for name in PACKAGES if (version := version_of(name)) is not None}
+    return {
+        name: version for name in PACKAGES if (version := version_of(name)) is not None
+    }
 
 
 def version_of(package: str) -> str | None:

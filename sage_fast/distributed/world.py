@@ -1,10 +1,12 @@
 """The processes of a run: which rank does what, and the small exchanges between them.
 
-Rank r works on the videos of data-parallel rank r // sp, and on share r % sp of their tokens. Ranks of one video are
-neighbours, so their exchange stays inside a node. Every method that communicates is called by all ranks.
+Rank r works on the videos of data-parallel rank r // sp, and on share r % sp of their
+tokens. Ranks of one video are neighbours, so their exchange stays inside a node. Every
+method that communicates is called by all ranks.
 
-On GPUs each process group has two backends: NCCL for tensors on the GPU, and gloo for Python objects and tensors in CPU
-memory, so that small messages neither wait for the GPU nor stall it.
+On GPUs each process group has two backends: NCCL for tensors on the GPU, and gloo for
+Python objects and tensors in CPU memory, so that small messages neither wait for the
+GPU nor stall it.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
     from torch import distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
 
-# torch is imported where ranks talk: `sage-fast status`, which asks who a run's only process is, need not wait for it.
+# torch is imported where ranks talk: `sage-fast status`, which asks who a run's only
+# process is, need not wait for it.
 
 T = TypeVar("T")
 
@@ -29,11 +32,12 @@ OWN_TIMEOUT = "own timeout"
 class World:
     """This process among all of a run.
 
-    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), in which sp ranks shard weights like
-    any others. Both are None without a process group; then every method is a no-op on one rank.
+    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), in
+    which sp ranks shard weights like any others. Both are None without a process group;
+    then every method is a no-op on one rank.
 
-    Example: rank 5 of 8 with sp 2 is `World(rank=5, size=8, dp_shard=4, sp=2, ...)`: data-parallel rank 2 of 4, second
-    share of the tokens.
+    Example: rank 5 of 8 with sp 2 is `World(rank=5, size=8, dp_shard=4, sp=2, ...)`:
+    data-parallel rank 2 of 4, second share of the tokens.
     """
 
     rank: int = 0
@@ -64,7 +68,8 @@ class World:
         return None if self.mesh is None else self.mesh.get_group("sp")
 
     def gather(self, value: T, group: "dist.ProcessGroup | None" = None) -> list[T]:
-        """Every rank's value, by rank; any picklable object. Through CPU memory, so for small things.
+        """Every rank's value, by rank; any picklable object. Through CPU memory, so for
+        small things.
 
         group: another process group of all ranks, for a thread.
         """
@@ -101,7 +106,9 @@ class World:
         return bool(value)
 
     def sum_(self, tensors: "Sequence[Tensor]") -> None:
-        """Replace tensors of one dtype and device by their sums over all ranks, in one all-reduce."""
+        """Replace tensors of one dtype and device by their sums over all ranks, in one
+        all-reduce.
+        """
         if self.mesh is None or not tensors:
             return
         import torch
@@ -110,14 +117,20 @@ class World:
         with torch.no_grad():
             flat = torch.cat([t.flatten() for t in tensors])
             dist.all_reduce(flat)
-            for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            for tensor, part in zip(
+                tensors, flat.split([t.numel() for t in tensors]), strict=True
+            ):
                 tensor.copy_(part.view(tensor.shape))
 
-    def exchange(self, rows: "Tensor", sent: Sequence[int], received: Sequence[int]) -> "Tensor":
-        """Rows (sum(received), ...) that data-parallel ranks have for this one, by sender; an all-to-all.
+    def exchange(
+        self, rows: "Tensor", sent: Sequence[int], received: Sequence[int]
+    ) -> "Tensor":
+        """Rows (sum(received), ...) that data-parallel ranks have for this one, by
+        sender; an all-to-all.
 
         Args:
-            rows: (sum(sent), ...), by receiver. Ranks that share a video have the same ones.
+            rows: (sum(sent), ...), by receiver. Ranks that share a video have the same
+                ones.
             sent, received: numbers of rows by data-parallel rank.
         """
         if self.mesh is None:
@@ -125,8 +138,14 @@ class World:
         from torch import distributed as dist
 
         def by_rank(counts: Sequence[int]) -> list[int]:
-            """Numbers of rows by rank: a share of a video's ranks exchanges with the same share of another's."""
-            return [count if share == self.rank % self.sp else 0 for count in counts for share in range(self.sp)]
+            """Numbers of rows by rank: a share of a video's ranks exchanges with the
+            same share of another's.
+            """
+            return [
+                count if share == self.rank % self.sp else 0
+                for count in counts
+                for share in range(self.sp)
+            ]
 
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(found, rows, by_rank(received), by_rank(sent))
@@ -138,8 +157,8 @@ SINGLE_PROCESS = World()
 
 
 def set_group_timeouts(seconds: float) -> None:
-    """Set how long a collective of any group may wait. A group that waits for something other than training, such as
-    a disk, keeps its own timeout (`OWN_TIMEOUT`).
+    """Set how long a collective of any group may wait. A group that waits for something
+    other than training, such as a disk, keeps its own timeout (`OWN_TIMEOUT`).
     """
     from torch import distributed as dist
 

@@ -1,1 +1,3 @@
-"""Video models. `family.py` says what the trainer needs of one; each family has a folder."""
+"""Video models. `family.py` says what the trainer needs of one; each family has a
+folder.
+"""

@@ -1,7 +1,9 @@
-"""One pass of a transformer block, as far as the families compute it alike: linear layers with adapters, and the MLP.
+"""One pass of a transformer block, as far as the families compute it alike: linear
+layers with adapters, and the MLP.
 
-The last branch of a block is gate_mlp (gelu(y W_1 + b) W_2 + b) in every family. Its product h W_2 is never recomputed
-for its own sake. The backward needs it only for the gradient of the gate, and
+The last branch of a block is gate_mlp (gelu(y W_1 + b) W_2 + b) in every family. Its
+product h W_2 is never recomputed for its own sake. The backward needs it only for the
+gradient of the gate, and
 
     dgate = sum_n dx (h W_2^T + b) = rowsum(W_2 * (dx^T h)) + b sum_n dx,    with   dW_2 = gate * (dx^T h),
 
@@ -34,22 +36,30 @@ EPS = 1e-6
 """Of the norms of all blocks."""
 
 _FEW_TOKENS = 1024
-"""Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2 once, the formula above three
-times."""
+"""Up to this many tokens h W_2 is recomputed for the gate after all: that reads W_2
+once, the formula above three times.
+"""
 
 
 class Weights(NamedTuple):
-    """Linear layers of a block by the input that they share, and the position of its norms in the flat list of tensors.
+    """Linear layers of a block by the input that they share, and the position of its
+    norms in the flat list of tensors.
 
-    Every block has `qkv`, `out`, `ff_in` and `ff_out`, without layers where nothing reads them.
+    Every block has `qkv`, `out`, `ff_in` and `ff_out`, without layers where nothing
+    reads them.
     """
 
     groups: dict[str, list[Projection]]
     norms: int
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Weights":
-        """The same layers over the tensors that autograd saved; `tensors` is the block's flat list."""
-        groups = {name: [layer.rebuilt(tensors) for layer in layers] for name, layers in self.groups.items()}
+        """The same layers over the tensors that autograd saved; `tensors` is the
+        block's flat list.
+        """
+        groups = {
+            name: [layer.rebuilt(tensors) for layer in layers]
+            for name, layers in self.groups.items()
+        }
         return self._replace(groups=groups)
 
 
@@ -72,15 +82,19 @@ class BlockPass:
     adapters: dict[str, Adapter | None]
     """Their low-rank updates."""
     low: dict[str, Tensor | None] = field(default_factory=dict, init=False)
-    """Inputs times the first factors of the low-rank updates, as the forward left them."""
+    """Inputs times the first factors of the low-rank updates, as the forward left them.
+    """
 
     def modulate(self, x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        """The input of `qkv`, with y A^T of low-rank updates behind it where `room_for_low` says so."""
+        """The input of `qkv`, with y A^T of low-rank updates behind it where
+        `room_for_low` says so.
+        """
         adapter = self.adapters["qkv"]
         tail = room_for_low(adapter, x.shape[1])
         y = self.kernels.adaln(x, scale, shift, EPS, tail)
         if adapter is not None and tail:
-            # x A^T once for q, k and v, where their product reads it as more columns of its input.
+            # x A^T once for q, k and v, where their product reads it as more columns of
+            # its input.
             y = y[..., : x.shape[2] + tail]
             rows, low = y.flatten(0, 1).tensor_split([x.shape[2]], dim=1)
             torch.mm(rows, adapter.a.t(), out=low)
@@ -93,9 +107,15 @@ class BlockPass:
         return result
 
     def project_backward(
-        self, name: str, grads: Sequence[Tensor], x: Tensor | None, gradients: Gradients, out: Tensor | None = None
+        self,
+        name: str,
+        grads: Sequence[Tensor],
+        x: Tensor | None,
+        gradients: Gradients,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Gradient of the input of a group of layers, of rows or of tokens (B, N, ...), as of `input_backward`.
+        """Gradient of the input of a group of layers, of rows or of tokens (B, N, ...),
+        as of `input_backward`.
 
         Those of the layers' tensors go into `gradients`.
         """
@@ -105,7 +125,15 @@ class BlockPass:
         rows = x.flatten(0, -2) if x is not None and gradients.wants(*layers) else None
         flat = [grad.flatten(0, -2) for grad in grads]
         result, low_grad = input_backward(flat, layers, adapter, rows, out=out)
-        weights_backward(flat, rows, layers, gradients, adapter, low_grad=low_grad, low=self.low.get(name))
+        weights_backward(
+            flat,
+            rows,
+            layers,
+            gradients,
+            adapter,
+            low_grad=low_grad,
+            low=self.low.get(name),
+        )
         return result.view(*grads[0].shape[:-1], -1)
 
     def feed_forward_backward(
@@ -118,7 +146,8 @@ class BlockPass:
         *,
         modulation: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Gradients of y (B, N, D), through W_2, the GELU and W_1, and of the gate where `modulation` wants it.
+        """Gradients of y (B, N, D), through W_2, the GELU and W_1, and of the gate
+        where `modulation` wants it.
 
         Args:
             grad: of the block's result.
@@ -129,10 +158,14 @@ class BlockPass:
         adapter = self.adapters["ff_out"]
         wanted = gradients.wants(ff_out)
         hidden = self.project("ff_in", normed) if hidden is None else hidden
-        branch_grad, _ = self.kernels.gated_residual_backward(grad, None, gate, hidden.dtype)
+        branch_grad, _ = self.kernels.gated_residual_backward(
+            grad, None, gate, hidden.dtype
+        )
         branch_grad = branch_grad.flatten(0, 1)
-        # dh = branch_grad W_2 needs nothing of the forward, so it comes before h exists.
-        # h = gelu(hidden) is never saved: the kernel that differentiates the GELU writes it on the way, if anyone asks.
+        # dh = branch_grad W_2 needs nothing of the forward, so it comes before h
+        # exists.
+        # h = gelu(hidden) is never saved: the kernel that differentiates the GELU
+        # writes it on the way, if anyone asks.
         activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)
         hidden_grad, activated = self.kernels.gelu_tanh_backward(
             activated_grad, hidden.flatten(0, 1), modulation or wanted
@@ -142,26 +175,40 @@ class BlockPass:
         if modulation:
             whole = gradients.wanted[ff_out.first] and not ff_out.low_rank
             if whole and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
-                # h W_2 is not recomputed: dx^T h, which dW_2 takes in any case, holds the gate's gradient too.
-                gate_grad, weight_grad = _gate_gradient(grad[0], activated, ff_out, gate)
+                # h W_2 is not recomputed: dx^T h, which dW_2 takes in any case, holds
+                # the gate's gradient too.
+                gate_grad, weight_grad = _gate_gradient(
+                    grad[0], activated, ff_out, gate
+                )
             else:
-                # h W_2 is recomputed for the gate's gradient alone: dx^T h is not at hand (W_2 frozen or low-rank),
-                # mixes the samples' gates, or costs more than the product (few tokens).
+                # h W_2 is recomputed for the gate's gradient alone: dx^T h is not at
+                # hand (W_2 frozen or low-rank), mixes the samples' gates, or costs more
+                # than the product (few tokens).
                 branch = self.project("ff_out", activated).view(grad.shape)
-                _, gate_grad = self.kernels.gated_residual_backward(grad, branch, gate, hidden.dtype)
-        # dW_2 is not computed twice where the gate has made it; x A^T and its gradient serve the adapter alone.
+                _, gate_grad = self.kernels.gated_residual_backward(
+                    grad, branch, gate, hidden.dtype
+                )
+        # dW_2 is not computed twice where the gate has made it; x A^T and its gradient
+        # serve the adapter alone.
         weights_backward(
             *([branch_grad], activated, [ff_out], gradients, adapter),
             weight_gradient=weight_grad,
             low_grad=low_grad if wanted else None,
         )
-        return self.project_backward("ff_in", [hidden_grad.view(hidden.shape)], normed, gradients), gate_grad
+        return self.project_backward(
+            "ff_in", [hidden_grad.view(hidden.shape)], normed, gradients
+        ), gate_grad
 
 
-def _gate_gradient(grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of gate (1, D) and W_2 (D, 4 D) of one sample, from dx (N, D) and h (N, 4 D); see the file's head."""
+def _gate_gradient(
+    grad: Tensor, activated: Tensor, layer: Projection, gate: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of gate (1, D) and W_2 (D, 4 D) of one sample, from dx (N, D) and h (N,
+    4 D); see the file's head.
+    """
     product = matrix_product(grad.t(), activated, layer.weight.dtype)
-    # rowsum(W_2 * product) as one small product for each row, without W_2 * product in memory.
+    # rowsum(W_2 * product) as one small product for each row, without W_2 * product in
+    # memory.
     gate_grad = torch.bmm(product[:, None], layer.weight[:, :, None]).flatten()
     if layer.bias is not None:
         gate_grad = gate_grad + layer.bias * grad.sum(0)

@@ -1,6 +1,8 @@
-"""FLOPs and bytes of operators on tensors without memory, each run once for the forms that it is given.
+"""FLOPs and bytes of operators on tensors without memory, each run once for the forms
+that it is given.
 
-Blocks, steps and tiles repeat themselves, and what an operator takes on the meta device is Python that finds shapes.
+Blocks, steps and tiles repeat themselves, and what an operator takes on the meta device
+is Python that finds shapes.
 """
 
 from collections import Counter
@@ -17,7 +19,9 @@ from sage_fast.kernels import moved
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A result of an operator: a new tensor, a view of an argument, or that argument, then without a shape."""
+    """A result of an operator: a new tensor, a view of an argument, or that argument,
+    then without a shape.
+    """
 
     argument: int | None
     shape: torch.Size | None = None
@@ -29,16 +33,23 @@ class Result:
         """The same result of other tensors."""
         if self.argument is None:
             assert self.shape is not None
-            return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="meta")
+            return torch.empty_strided(
+                self.shape, self.strides, dtype=self.dtype, device="meta"
+            )
         given = arguments[self.argument]
-        return given if self.shape is None else given.as_strided(self.shape, self.strides, self.offset)
+        return (
+            given
+            if self.shape is None
+            else given.as_strided(self.shape, self.strides, self.offset)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
     """Effect of an operator. flops: by torch's formulas. moved: bytes read and written.
 
-    results: None if only the operator can make them. several: they are a tuple, even one.
+    results: None if only the operator can make them. several: they are a tuple, even
+    one.
     """
 
     flops: int
@@ -48,7 +59,8 @@ class Known:
 
 
 class CountingMode(TorchDispatchMode):
-    """Context manager that counts what runs inside it; a mode around it does not see an operator that is known.
+    """Context manager that counts what runs inside it; a mode around it does not see an
+    operator that is known.
 
     flops: by name of the operator. `count` is for what a subclass counts.
     """
@@ -60,7 +72,9 @@ class CountingMode(TorchDispatchMode):
         super().__init__()
         self.flops: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run the operator, or give what it gave, and count it."""
         called = (func, args, *(kwargs or {}).items())
         arguments: list[Tensor] = []
@@ -73,7 +87,8 @@ class CountingMode(TorchDispatchMode):
             result = func(*args, **(kwargs or {}))
             if known is None:
                 known = _observed(func, args, kwargs or {}, result, arguments)
-                if form == _form(called, [], {}):  # what changes the shape of an argument is observed every time
+                # what changes the shape of an argument is observed every time
+                if form == _form(called, [], {}):
                     self.known[form] = known
         name = func.overloadpacket.__name__
         self.flops[name] += known.flops
@@ -85,18 +100,30 @@ class CountingMode(TorchDispatchMode):
 
 
 def _form(value: Any, tensors: list[Tensor], storages: dict[int, int]) -> Any:
-    """All that results without memory depend on: shapes, and which arguments share memory. Collects the tensors."""
+    """All that results without memory depend on: shapes, and which arguments share
+    memory. Collects the tensors.
+    """
     if isinstance(value, Tensor):
         tensors.append(value)
-        # Numbered as they appear: addresses differ from call to call, what is shared does not.
+        # Numbered as they appear: addresses differ from call to call, what is shared
+        # does not.
         shared = storages.setdefault(value.untyped_storage()._cdata, len(storages))
-        return value.device, value.dtype, value.shape, value.stride(), value.storage_offset(), shared
+        return (
+            value.device,
+            value.dtype,
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+            shared,
+        )
     if isinstance(value, tuple | list):
         return tuple([_form(part, tensors, storages) for part in value])
     return value.__class__, value  # 1, 1.0 and True are equal
 
 
-def _observed(func: Any, args: Any, kwargs: dict[str, Any], result: Any, arguments: list[Tensor]) -> Known:
+def _observed(
+    func: Any, args: Any, kwargs: dict[str, Any], result: Any, arguments: list[Tensor]
+) -> Known:
     formula = flop_registry.get(func.overloadpacket)
     flops = formula(*args, **kwargs, out_val=result) if formula else 0
     several = isinstance(result, tuple | list)
@@ -109,17 +136,27 @@ def _observed(func: Any, args: Any, kwargs: dict[str, Any], result: Any, argumen
 
 def _way(part: Any, arguments: list[Tensor]) -> Result | None:
     """How a result is made again; None if its form does not tell."""
-    if not isinstance(part, Tensor) or part.device.type != "meta" or part.is_conj() or part.is_neg():
+    if (
+        not isinstance(part, Tensor)
+        or part.device.type != "meta"
+        or part.is_conj()
+        or part.is_neg()
+    ):
         return None
     storage = part.untyped_storage()
     for place, argument in enumerate(arguments):
         if part is argument:
             return Result(place)
         if storage._cdata == argument.untyped_storage()._cdata:
-            # `as_strided` keeps the type, so a view in another one is not made this way.
+            # `as_strided` keeps the type, so a view in another one is not made this
+            # way.
             view = Result(place, part.shape, part.stride(), int(part.storage_offset()))
             return view if part.dtype == argument.dtype else None
-    # Shape and strides make a result again only where it fills its memory from end to end.
+    # Shape and strides make a result again only where it fills its memory from end to
+    # end.
     made = Result(None, part.shape, part.stride(), 0, part.dtype)
-    whole = not part.storage_offset() and storage.nbytes() == made.of([]).untyped_storage().nbytes()
+    whole = (
+        not part.storage_offset()
+        and storage.nbytes() == made.of([]).untyped_storage().nbytes()
+    )
     return made if whole else None

@@ -1,4 +1,5 @@
-"""Interface of a model family: the parts of a video model, facts about them before it is loaded, and its transformer.
+"""Interface of a model family: the parts of a video model, facts about them before it
+is loaded, and its transformer.
 
 Shapes: B batch, C channels, F frames, H, W.
 """
@@ -30,10 +31,11 @@ logger = logging.getLogger(__name__)
 
 
 class PromptEncoder(Protocol):
-    """Turns texts into conditioning, and for weights that animate pictures (`WeightFacts.pictures`) `Pictured` texts.
+    """Turns texts into conditioning, and for weights that animate pictures
+    (`WeightFacts.pictures`) `Pictured` texts.
 
-    For `doctor --deep` it may have a method `encode_plainly(text) -> Tensor`: the tokens `PromptEmbeds.text` of one
-    prompt, computed without its own shortcuts.
+    For `doctor --deep` it may have a method `encode_plainly(text) -> Tensor`: the
+    tokens `PromptEmbeds.text` of one prompt, computed without its own shortcuts.
     """
 
     def prepare(
@@ -42,18 +44,20 @@ class PromptEncoder(Protocol):
         world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Sequence[tuple[int, ...]]:
-        """Have what `encode` will be asked for at hand, such as on disk, and return the lengths of every text: (L, Lg),
-        and Li where there are pictures. Collective.
+        """Have what `encode` will be asked for at hand, such as on disk, and return the
+        lengths of every text: (L, Lg), and Li where there are pictures. Collective.
 
-        A run calls it once, with all its texts, before the transformer is on the GPU: an encoder may load large models
-        for the call and release them after. A call that takes long says at intervals, by `progress`, how many texts are
-        done of how many, and lets no rank wait for the whole of another's work: a start is given up after some time
-        without progress.
+        A run calls it once, with all its texts, before the transformer is on the GPU:
+        an encoder may load large models for the call and release them after. A call
+        that takes long says at intervals, by `progress`, how many texts are done of how
+        many, and lets no rank wait for the whole of another's work: a start is given up
+        after some time without progress.
         """
         ...
 
     def encode(self, texts: Sequence[Any]) -> list[PromptEmbeds]:
-        """One record per text, on the CPU; the empty string is the unconditional prompt of classifier-free guidance.
+        """One record per text, on the CPU; the empty string is the unconditional prompt
+        of classifier-free guidance.
 
         A run calls it in every rollout, with the texts of the videos of this rank.
         """
@@ -63,18 +67,24 @@ class PromptEncoder(Protocol):
 class VideoDecoder(Protocol):
     """Turns latents into pixels.
 
-    For `doctor --deep` it may have a method `decode_plainly(latents) -> Tensor`: what `decode` gives, computed by the
-    stock class.
+    For `doctor --deep` it may have a method `decode_plainly(latents) -> Tensor`: what
+    `decode` gives, computed by the stock class.
     """
 
-    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C, F, H, W) of one video's latents. ValueError when the size cannot be encoded."""
+    def latent_shape(
+        self, num_frames: int, height: int, width: int
+    ) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of one video's latents. ValueError when the size cannot be
+        encoded.
+        """
         ...
 
     def decode(self, latents: Tensor) -> Tensor:
-        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB videos on the CPU.
+        """(B, C, F, H, W) float32 latents to (B, frames, 3, height, width) uint8 RGB
+        videos on the CPU.
 
-        A function of each sample by itself, so that a batch may be split over processes.
+        A function of each sample by itself, so that a batch may be split over
+        processes.
         """
         ...
 
@@ -84,53 +94,86 @@ class WeightFacts:
     """Facts that weights on this machine state."""
 
     guidance_distilled: str | None = None
-    """File that says that guidance is distilled into the weights; None for a model that is guided by two forwards."""
+    """File that says that guidance is distilled into the weights; None for a model that
+    is guided by two forwards.
+    """
     shift: float | None = None
     """Timestep shift that the model was published with; None where nothing says."""
     least_steps: int | None = None
-    """Fewest denoising steps with which its owners say that it draws correctly; None where they say nothing."""
+    """Fewest denoising steps with which its owners say that it draws correctly; None
+    where they say nothing.
+    """
     pictures: bool = False
-    """True for weights that animate the picture of a prompt: each prompt needs one then, and has none otherwise."""
+    """True for weights that animate the picture of a prompt: each prompt needs one
+    then, and has none otherwise.
+    """
 
     def check_pictures(self, prompts: Sequence[Prompt]) -> None:
-        """ValueError where prompts lack the picture that the model animates, or have one that it would not read."""
-        wrong = [prompt for prompt in prompts if (prompt.image is not None) is not self.pictures]
+        """ValueError where prompts lack the picture that the model animates, or have
+        one that it would not read.
+        """
+        wrong = [
+            prompt
+            for prompt in prompts
+            if (prompt.image is not None) is not self.pictures
+        ]
         if not wrong:
             return
-        those = f"{len(wrong)} of {len(prompts)} prompts have {'no' if self.pictures else 'a'} picture"
+        those = (
+            f"{len(wrong)} of {len(prompts)} prompts have "
+            f"{'no' if self.pictures else 'a'} picture"
+        )
         kind, other = ("image", "text") if self.pictures else ("text", "image")
-        fix = "Name one in the column 'image' of the prompt file" if self.pictures else "Leave the column 'image' out"
+        fix = (
+            "Name one in the column 'image' of the prompt file"
+            if self.pictures
+            else "Leave the column 'image' out"
+        )
         raise ValueError(
-            f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are {kind}-to-video. {fix}, or set "
+            f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are "
+            f"{kind}-to-video. {fix}, or set "
             f"model.path to {other}-to-video weights, such as 480p_{other[0]}2v."
         )
 
-    def check_guidance(self, guidance_scale: float, key: str = "rollout.guidance_scale") -> None:
-        """ValueError where guidance is distilled into weights that would be guided once more."""
+    def check_guidance(
+        self, guidance_scale: float, key: str = "rollout.guidance_scale"
+    ) -> None:
+        """ValueError where guidance is distilled into weights that would be guided once
+        more.
+        """
         if self.guidance_distilled is not None and guidance_scale != 1.0:
             raise ValueError(
-                f"{key} is {guidance_scale}, but guidance is distilled into these weights "
-                f"({self.guidance_distilled} says so), and guiding twice distorts the video. Set "
+                f"{key} is {guidance_scale}, but guidance is distilled into these "
+                "weights "
+                f"({self.guidance_distilled} says so), and guiding twice distorts the "
+                "video. Set "
                 f"{key} to 1, or use weights without distillation, such as 480p_t2v."
             )
 
     def shift_difference(self, shift: float) -> str | None:
-        """Warning where a run's timestep shift differs from the one that the model was published with; None else.
+        """Warning where a run's timestep shift differs from the one that the model was
+        published with; None else.
 
-        A warning and no error: another shift samples other noise levels of the same flow, which may be meant.
+        A warning and no error: another shift samples other noise levels of the same
+        flow, which may be meant.
         """
         if self.shift is None or self.shift == shift:
             return None
         return (
-            f"rollout.shift is {shift:g}, but these weights were published with a shift of {self.shift:g}. Set "
-            f"rollout.shift to {self.shift:g}, unless you mean to sample and train at other noise levels."
+            f"rollout.shift is {shift:g}, but these weights were published with a "
+            f"shift of {self.shift:g}. Set "
+            f"rollout.shift to {self.shift:g}, unless you mean to sample and train at "
+            "other noise levels."
         )
 
     def few_steps(self, steps: Mapping[str, int]) -> dict[str, str]:
-        """Warnings by key for the keys with fewer steps than `least_steps`; a rollout may be meant to be cheaper."""
+        """Warnings by key for the keys with fewer steps than `least_steps`; a rollout
+        may be meant to be cheaper.
+        """
         least = self.least_steps or 0
         return {
-            key: f"{key} is {count}, but the owners of these weights say that they must have {least} steps to draw "
+            key: f"{key} is {count}, but the owners of these weights say that they must "
+            f"have {least} steps to draw "
             f"correctly. Set it to {least}, unless cheaper videos are meant."
             for key, count in steps.items()
             if count < least
@@ -146,14 +189,18 @@ class WeightFacts:
 
 @dataclass(kw_only=True)
 class Components(WeightFacts):
-    """The three parts of a video model that a run is made of, and facts about its weights.
+    """The three parts of a video model that a run is made of, and facts about its
+    weights.
 
-    The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it then), in evaluation mode.
+    The transformer is on the CPU, in `model.dtype` or in float32 (the run casts it
+    then), in evaluation mode.
     """
 
     transformer: Any
     weights: StoredWeights | None = None
-    """Where its weights are. It lacks them until `weights.read_into(transformer)`; None: it has them."""
+    """Where its weights are. It lacks them until `weights.read_into(transformer)`;
+    None: it has them.
+    """
     prompt_encoder: PromptEncoder
     video_decoder: VideoDecoder
 
@@ -162,7 +209,8 @@ class Components(WeightFacts):
 class Decoding:
     """How some videos are decoded at once, and the activations that takes.
 
-    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in tiles.
+    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in
+    tiles.
     """
 
     peak_bytes: float
@@ -173,9 +221,11 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of a call: what must be computed, nothing recomputed, nothing for padding.
+    """Floating-point operations of a call: what must be computed, nothing recomputed,
+    nothing for padding.
 
-    Example: a forward of HunyuanVideo-1.5 at 480x832x81 is `Work(linear=179.5e12, attention=482.0e12)`.
+    Example: a forward of HunyuanVideo-1.5 at 480x832x81 is `Work(linear=179.5e12,
+    attention=482.0e12)`.
     """
 
     linear: float
@@ -193,15 +243,17 @@ class Work:
 class ModelDescription:
     """A model before it is loaded, as the planner sees it.
 
-    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty prompt alike, image_tokens among
-    them, those of a picture.
+    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty
+    prompt alike, image_tokens among them, those of a picture.
     forward_work: (transformer, video tokens, text tokens) -> what one forward computes.
-    modulation: numbers that a table of the modulation holds per noise level; 0 where the family has no such table.
-    latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the decoder does not have.
-    decoding: (latent shape, videos at once, model section, whether on a GPU) -> how that is decoded.
-    decode_work: (latent shape, whether in tiles, data type) -> FLOPs of one video, and bytes moved outside products.
-    decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
-    encoding: words of a prompt -> FLOPs of encoding it, and bytes of its conditioning on disk.
+    modulation: numbers that a table of the modulation holds per noise level; 0 where
+    the family has no such table. latent_shape: (frames, height, width) -> (C, F, H, W);
+    ValueError for sizes the decoder does not have. decoding: (latent shape, videos at
+    once, model section, whether on a GPU) -> how that is decoded. decode_work: (latent
+    shape, whether in tiles, data type) -> FLOPs of one video, and bytes moved outside
+    products. decoder_gb, encoder_gb: weights of the video decoder and of the prompt
+    encoders, in 1e9 bytes. encoding: words of a prompt -> FLOPs of encoding it, and
+    bytes of its conditioning on disk.
 
     Example: `describe_model(ModelConfig(family="..."))`
     """
@@ -221,7 +273,10 @@ class ModelDescription:
     @property
     def width(self) -> int:
         """Hidden size D."""
-        return int(self.transformer["num_attention_heads"] * self.transformer["attention_head_dim"])
+        return int(
+            self.transformer["num_attention_heads"]
+            * self.transformer["attention_head_dim"]
+        )
 
     @property
     def num_layers(self) -> int:
@@ -231,7 +286,11 @@ class ModelDescription:
     def patch(self) -> tuple[int, int, int]:
         """Frames, rows and columns of a latent that are one video token."""
         size = self.transformer.get("patch_size", 1)
-        frames, rows, columns = (self.transformer.get("patch_size_t", 1), size, size) if isinstance(size, int) else size
+        frames, rows, columns = (
+            (self.transformer.get("patch_size_t", 1), size, size)
+            if isinstance(size, int)
+            else size
+        )
         return int(frames), int(rows), int(columns)
 
     def tokens(self, latent: tuple[int, int, int, int]) -> int:
@@ -240,7 +299,8 @@ class ModelDescription:
 
 
 class Client(NamedTuple):
-    """The programs that load an adapter of a layout, and how: lines of a shell, where it is not by Python.
+    """The programs that load an adapter of a layout, and how: lines of a shell, where
+    it is not by Python.
 
     In the lines `{folder}`, `{file}` and `{resolution}` stand for those of an export.
     """
@@ -250,26 +310,33 @@ class Client(NamedTuple):
 
 
 class ModelFamily(ABC):
-    """A model family: it loads its models, says before that what is known of them, and computes with its transformers.
+    """A model family: it loads its models, says before that what is known of them, and
+    computes with its transformers.
 
-    `model.family` names one, by its short name in `sage_fast/config/registry.py` or as `package.module:Class`. A family
-    of your own has to load. What else it says of its models makes `plan`, `doctor` and `export` say more. Transformers
-    of a class that the registry knows are computed with by that family's code, whoever loaded them; one of another
-    class needs the second half of the methods. Import what takes long inside the methods.
+    `model.family` names one, by its short name in `sage_fast/config/registry.py` or as
+    `package.module:Class`. A family of your own has to load. What else it says of its
+    models makes `plan`, `doctor` and `export` say more. Transformers of a class that
+    the registry knows are computed with by that family's code, whoever loaded them; one
+    of another class needs the second half of the methods. Import what takes long inside
+    the methods.
 
-    transformer_class: of its transformers. blocks: attribute of these with the list of their blocks, which are fused,
-    sharded and given adapters one by one. lora_targets: linear layers of a block that get an adapter by default.
-    adaln_targets: those that compute the modulation, which `model.adaln` may replace by a table. time_embedding: names
-    of modules that compute the input of `adaln_layers`.
-    in_float32: parts of the names of weights that stay float32 in a 16-bit model. plans_stock: whether diffusers' own
-    forward runs on tensors without memory, as a plan runs it.
-    names: linear layers of a block in diffusers -> in its official class and in ComfyUI, where layers of one name stand
-    below each other in the order of the table. official_blocks: the attribute with the blocks there.
-    outer_names: linear layers outside the blocks in diffusers -> in the official class. architectures: pattern of the
-    model's names in the metadata of adapters, in small letters and digits alone.
-    pipeline: diffusers' class that its weights are published for. scheduler: the sampler's class there, and the name of
-    the time shift in it. licence: name and address of that of its weights, which binds what is trained from them.
-    clients: layouts that an adapter is exported in.
+    transformer_class: of its transformers. blocks: attribute of these with the list of
+    their blocks, which are fused, sharded and given adapters one by one. lora_targets:
+    linear layers of a block that get an adapter by default. adaln_targets: those that
+    compute the modulation, which `model.adaln` may replace by a table. time_embedding:
+    names of modules that compute the input of `adaln_layers`.
+    in_float32: parts of the names of weights that stay float32 in a 16-bit model.
+    plans_stock: whether diffusers' own forward runs on tensors without memory, as a
+    plan runs it.
+    names: linear layers of a block in diffusers -> in its official class and in
+    ComfyUI, where layers of one name stand below each other in the order of the table.
+    official_blocks: the attribute with the blocks there. outer_names: linear layers
+    outside the blocks in diffusers -> in the official class. architectures: pattern of
+    the model's names in the metadata of adapters, in small letters and digits alone.
+    pipeline: diffusers' class that its weights are published for. scheduler: the
+    sampler's class there, and the name of the time shift in it. licence: name and
+    address of that of its weights, which binds what is trained from them. clients:
+    layouts that an adapter is exported in.
     """
 
     transformer_class: str = ""
@@ -286,20 +353,27 @@ class ModelFamily(ABC):
     licence: tuple[str, str] | None = None
     pipeline: str = "DiffusionPipeline"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
-    clients: ClassVar[Mapping[Layout, Client]] = {"diffusers": Client("diffusers"), "peft": Client("peft")}
+    clients: ClassVar[Mapping[Layout, Client]] = {
+        "diffusers": Client("diffusers"),
+        "peft": Client("peft"),
+    }
 
     @abstractmethod
     def load(self, model: ModelConfig) -> Components:
-        """Load the model; the transformer's weights may be left on disk (`Components.weights`).
+        """Load the model; the transformer's weights may be left on disk
+        (`Components.weights`).
 
-        ValueError, OSError: files are missing or do not fit; the message says what to do.
+        ValueError, OSError: files are missing or do not fit; the message says what to
+        do.
         """
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         """The model before it is loaded. ValueError, OSError where that cannot be said."""
         raise ValueError(
-            f"model.family is {model.family!r}, which says nothing of its model before it is loaded. Give it a method "
-            "describe(model: ModelConfig) -> ModelDescription (sage_fast/models/family.py)."
+            f"model.family is {model.family!r}, which says nothing of its model "
+            "before it is loaded. Give it a method "
+            "describe(model: ModelConfig) -> ModelDescription "
+            "(sage_fast/models/family.py)."
         )
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
@@ -307,7 +381,8 @@ class ModelFamily(ABC):
         return []
 
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
-        """Facts that the weights state; nothing is loaded or downloaded. None where nothing is stated.
+        """Facts that the weights state; nothing is loaded or downloaded. None where
+        nothing is stated.
 
         ValueError, OSError: weights that `load` would refuse, and why.
         """
@@ -318,45 +393,68 @@ class ModelFamily(ABC):
         return self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str | None:
-        """Base model as a stock diffusers pipeline loads it, a folder or a repository; None where none does."""
-        return model.path if model.path is not None and (Path(model.path) / "model_index.json").exists() else None
+        """Base model as a stock diffusers pipeline loads it, a folder or a repository;
+        None where none does.
+        """
+        return (
+            model.path
+            if model.path is not None
+            and (Path(model.path) / "model_index.json").exists()
+            else None
+        )
 
-    # ------------------------------------------------------------------------------------------ the transformer
+    # ------------------------------------------------------------------------------------------
+    # the transformer
 
     @staticmethod
     def build(config: Mapping[str, Any]) -> Any:
-        """A transformer with random weights from its `config.json`, on the current default device."""
+        """A transformer with random weights from its `config.json`, on the current
+        default device.
+        """
         raise NotImplementedError
 
     @staticmethod
-    def velocity(transformer: Any, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def velocity(
+        transformer: Any,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
+    ) -> Tensor:
         """Velocity dx/dsigma (noise minus data) of the model at noise level sigma.
 
         Args:
             latents: (B, C, F, H, W) float32.
-            sigma: (B,) float32 in [0, 1], one noise level per sample, on the CPU or the GPU.
+            sigma: (B,) float32 in [0, 1], one noise level per sample, on the CPU or the
+                GPU.
             prompts: B records.
 
         Returns:
-            (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model has.
+            (B, C, F, H, W) in `velocity_dtype`: float32 whatever 16-bit type the model
+            has.
         """
         raise NotImplementedError
 
     @classmethod
     def choose_forward(
-        cls, transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
+        cls,
+        transformer: Any,
+        model: ModelConfig,
+        computes_in: tuple[torch.device, torch.dtype] | None = None,
     ) -> FusedForward | None:
-        """Give the transformer the fused forward, or leave it diffusers' own (`model.forward: stock`).
+        """Give the transformer the fused forward, or leave it diffusers' own
+        (`model.forward: stock`).
 
         Args:
-            computes_in: device and type of its inputs, where that is not the weights' yet.
+            computes_in: device and type of its inputs, where that is not the weights'
+                yet.
 
         Returns:
-            The handle whose `undo()` restores diffusers' forward, which adding an adapter requires; None for stock.
+            The handle whose `undo()` restores diffusers' forward, which adding an
+            adapter requires; None for stock.
 
         Raises:
-            ConfigError: an attention backend that cannot run. ValueError: options or a variant that the fused forward
-            does not support.
+            ConfigError: an attention backend that cannot run. ValueError: options or a
+                variant that the fused forward does not support.
         """
         if model.forward == "fused":
             return cls.fuse(transformer, model, computes_in)
@@ -367,16 +465,20 @@ class ModelFamily(ABC):
 
     @staticmethod
     def fuse(
-        transformer: Any, model: ModelConfig, computes_in: tuple[torch.device, torch.dtype] | None = None
+        transformer: Any,
+        model: ModelConfig,
+        computes_in: tuple[torch.device, torch.dtype] | None = None,
     ) -> FusedForward:
         """The fused forward of `choose_forward`."""
         raise NotImplementedError
 
     @staticmethod
     def dead_modules(transformer: Any) -> tuple[str, ...]:
-        """Modules that cannot influence the velocity: their gradient is None or exactly zero.
+        """Modules that cannot influence the velocity: their gradient is None or exactly
+        zero.
 
-        Training them would mean weight decay without a gradient, and LoRA on them would be memory for nothing.
+        Training them would mean weight decay without a gradient, and LoRA on them would
+        be memory for nothing.
         """
         return ()
 
@@ -386,39 +488,57 @@ class ModelFamily(ABC):
         return []
 
     def cast(self, transformer: Any, dtype: torch.dtype) -> None:
-        """Cast weights that are not in `in_float32`; the time embedding still takes an exact timestep."""
+        """Cast weights that are not in `in_float32`; the time embedding still takes an
+        exact timestep.
+        """
         for name, parameter in transformer.named_parameters():
             if parameter.dtype != dtype and not in_parts(name, self.in_float32):
                 parameter.data = parameter.data.to(dtype)
 
     @staticmethod
     def always_read(transformer: Any) -> None:
-        """Give trained weights that only some prompts read a gradient of zero in all other backward passes.
+        """Give trained weights that only some prompts read a gradient of zero in all
+        other backward passes.
 
-        Weight decay and moments then do not depend on which rank has which prompts, or on whether an update has such a
-        prompt at all. FSDP2 and ZeRO sum gradients in buckets: a weight that has a gradient on some ranks only would
-        shift the others (from torch 2.13 on FSDP2 has an option), and in ZeRO one without a gradient in the first
-        backward would add to the last update's.
+        Weight decay and moments then do not depend on which rank has which prompts, or
+        on whether an update has such a prompt at all. FSDP2 and ZeRO sum gradients in
+        buckets: a weight that has a gradient on some ranks only would shift the others
+        (from torch 2.13 on FSDP2 has an option), and in ZeRO one without a gradient in
+        the first backward would add to the last update's.
         """
         return
 
     @staticmethod
-    def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+    def empty_prompt(
+        config: Mapping[str, Any], tokens: int, dtype: torch.dtype
+    ) -> PromptEmbeds:
         """A prompt without values on the meta device, for traces."""
         raise NotImplementedError
 
     @classmethod
-    def named_adapter(cls, values: Mapping[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-        """A LoRA adapter by diffusers' names, with a scale (alpha / rank) of 1, by the names of a layout.
+    def named_adapter(
+        cls, values: Mapping[str, Tensor], layout: Layout
+    ) -> dict[str, Tensor]:
+        """A LoRA adapter by diffusers' names, with a scale (alpha / rank) of 1, by the
+        names of a layout.
 
-        diffusers' has every tensor twice, for `load_lora_adapter` with its default prefix and with prefix=None.
+        diffusers' has every tensor twice, for `load_lora_adapter` with its default
+        prefix and with prefix=None.
         """
         if layout == "peft":
             return {f"base_model.model.{name}": value for name, value in values.items()}
         if layout == "diffusers":
-            return {**values, **{f"transformer.{name}": value.clone() for name, value in values.items()}}
+            return {
+                **values,
+                **{
+                    f"transformer.{name}": value.clone()
+                    for name, value in values.items()
+                },
+            }
         adapter: dict[str, Tensor] = {}
-        for module in dict.fromkeys(re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values):
+        for module in dict.fromkeys(
+            re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values
+        ):
             _, number, layer = module.split(".", 2)
             official, comfyui = cls.names[layer]
             down = values[f"{module}.lora_A.weight"]
@@ -428,12 +548,21 @@ class ModelFamily(ABC):
                 name = f"lora_unet_{name.replace('.', '_')}"
                 # alpha = rank is a scale of 1.
                 rank = torch.tensor(float(len(down)))
-                adapter |= {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up, f"{name}.alpha": rank}
+                adapter |= {
+                    f"{name}.lora_down.weight": down,
+                    f"{name}.lora_up.weight": up,
+                    f"{name}.alpha": rank,
+                }
                 continue
             if layout == "comfyui":
                 name = f"diffusion_model.{cls.official_blocks}.{number}.{comfyui}"
-                joined = [other for other, (_, theirs) in cls.names.items() if theirs == comfyui]
-                # The joined layer's rank is the sum of its parts' ranks: each has its own rows and columns of lora_B.
+                joined = [
+                    other
+                    for other, (_, theirs) in cls.names.items()
+                    if theirs == comfyui
+                ]
+                # The joined layer's rank is the sum of its parts' ranks: each has its
+                # own rows and columns of lora_B.
                 rows = up.new_zeros(len(joined), *up.shape)
                 rows[joined.index(layer)] = up
                 up = rows.flatten(0, 1)
@@ -445,25 +574,42 @@ class ModelFamily(ABC):
 
     @classmethod
     def layers_named(cls, name: str) -> list[str]:
-        """The linear layers by diffusers' names that a layer of any layout stands for, in the order of its rows.
+        """The linear layers by diffusers' names that a layer of any layout stands for,
+        in the order of its rows.
 
-        Its name comes without a prefix, and with `.` or `_` between its parts. One that no layout has stands for
-        itself.
+        Its name comes without a prefix, and with `.` or `_` between its parts. One that
+        no layout has stands for itself.
 
-        Example: `double_blocks.0.img_attn.qkv` of ComfyUI is `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
+        Example: `double_blocks.0.img_attn.qkv` of ComfyUI is
+        `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
         """
         for own, official in cls.outer_names.items():
-            if name.replace(".", "_") in (own.replace(".", "_"), official.replace(".", "_")):
+            if name.replace(".", "_") in (
+                own.replace(".", "_"),
+                official.replace(".", "_"),
+            ):
                 return [own]
-        match = re.fullmatch(rf"(?:{cls.blocks}|{cls.official_blocks})[._](\d+)[._](.+)", name)
+        match = re.fullmatch(
+            rf"(?:{cls.blocks}|{cls.official_blocks})[._](\d+)[._](.+)", name
+        )
         part = match[2].replace(".", "_") if match else None
-        layers = [own for own, others in cls.names.items() if part in [n.replace(".", "_") for n in (own, *others)]]
-        return [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers] if match and layers else [name]
+        layers = [
+            own
+            for own, others in cls.names.items()
+            if part in [n.replace(".", "_") for n in (own, *others)]
+        ]
+        return (
+            [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers]
+            if match and layers
+            else [name]
+        )
 
 
 @dataclass(frozen=True)
 class _LoadFunction(ModelFamily):
-    """A function f(model: ModelConfig) -> Components as a family that says nothing else."""
+    """A function f(model: ModelConfig) -> Components as a family that says nothing
+    else.
+    """
 
     function: Callable[[ModelConfig], Components]
 
@@ -472,7 +618,9 @@ class _LoadFunction(ModelFamily):
 
 
 def model_family(name: str) -> ModelFamily:
-    """The family that `model.family` names. ConfigError where there is none of that name."""
+    """The family that `model.family` names. ConfigError where there is none of that
+    name.
+    """
     found = resolve(name, MODEL_FAMILIES, "model.family")
     if isinstance(found, type) and issubclass(found, ModelFamily):
         family = found()
@@ -481,7 +629,8 @@ def model_family(name: str) -> ModelFamily:
         return family
     if not callable(found) or isinstance(found, type):
         raise ConfigError(
-            f"model.family is {name!r}, which is neither a ModelFamily (sage_fast/models/family.py) nor a function "
+            f"model.family is {name!r}, which is neither a ModelFamily "
+            "(sage_fast/models/family.py) nor a function "
             "that returns Components."
         )
     # A family that says nothing else.
@@ -489,11 +638,16 @@ def model_family(name: str) -> ModelFamily:
 
 
 _OUTSIDE: dict[str, ModelFamily] = {}
-"""Class of a transformer -> a family of the user's own that this process has used; the registry's come first."""
+"""Class of a transformer -> a family of the user's own that this process has used; the
+registry's come first.
+"""
 
 
-def family_of(transformer: nn.Module | None = None, *, name: str | None = None) -> ModelFamily:
-    """The family whose code computes with a transformer, or with a class by its name; for neither the registry's first.
+def family_of(
+    transformer: nn.Module | None = None, *, name: str | None = None
+) -> ModelFamily:
+    """The family whose code computes with a transformer, or with a class by its name;
+    for neither the registry's first.
 
     ValueError for a class that no family has.
     """
@@ -503,12 +657,15 @@ def family_of(transformer: nn.Module | None = None, *, name: str | None = None) 
         names = [kind.__name__ for kind in type(transformer).__mro__]
     for known in names:
         if known in TRANSFORMERS:
-            family: ModelFamily = resolve(TRANSFORMERS[known], MODEL_FAMILIES, "_class_name")()
+            family: ModelFamily = resolve(
+                TRANSFORMERS[known], MODEL_FAMILIES, "_class_name"
+            )()
             return family
         if known in _OUTSIDE:
             return _OUTSIDE[known]
     raise ValueError(
-        f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} can be trained. Another class needs a "
+        f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} can be "
+        "trained. Another class needs a "
         "ModelFamily (sage_fast/models/family.py) with that transformer_class."
     )
 
@@ -519,7 +676,9 @@ def transformer_blocks(transformer: nn.Module) -> list[Any]:
 
 
 def describe_model(model: ModelConfig) -> ModelDescription:
-    """Description of a model by its family. ConfigError where it has none, or its files do not give one."""
+    """Description of a model by its family. ConfigError where it has none, or its files
+    do not give one.
+    """
     try:
         return model_family(model.family).describe(model)
     except (ValueError, OSError) as error:
@@ -527,7 +686,8 @@ def describe_model(model: ModelConfig) -> ModelDescription:
 
 
 def load_components(model: ModelConfig) -> Components:
-    """Load the model that a configuration names, through its family, with all of its weights in CPU memory.
+    """Load the model that a configuration names, through its family, with all of its
+    weights in CPU memory.
 
     Raises as `open_components`.
     """
@@ -538,29 +698,34 @@ def load_components(model: ModelConfig) -> Components:
 
 
 def open_components(model: ModelConfig) -> Components:
-    """As `load_components`, but the family may leave the transformer's weights on disk (`Components.weights`).
+    """As `load_components`, but the family may leave the transformer's weights on disk
+    (`Components.weights`).
 
     Raises:
-        ConfigError: no such family, or one of the user's own failed or gave no `Components`. Else what the family
-            raises: ValueError and OSError for files and settings that do not fit.
+        ConfigError: no such family, or one of the user's own failed or gave no
+            `Components`. Else what the family raises: ValueError and OSError for files
+            and settings that do not fit.
     """
     family = model_family(model.family)
     if model.family in MODEL_FAMILIES:
         return family.load(model)
     try:
         components = family.load(model)
-    # Such an error says by itself what to do. Any other is one of the user's code, which needs a traceback.
+    # Such an error says by itself what to do. Any other is one of the user's code,
+    # which needs a traceback.
     except (ValueError, OSError, MemoryError):
         raise
     except (Exception, SystemExit) as error:
         log = Path(tempfile.mkdtemp(prefix="sage-fast-")) / "traceback.txt"
         log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
         raise ConfigError(
-            f"model.family is {model.family!r}, but calling it failed: {describe(error)}. The traceback is in {log}."
+            f"model.family is {model.family!r}, but calling it failed: "
+            f"{describe(error)}. The traceback is in {log}."
         ) from error
     if not isinstance(components, Components):
         raise ConfigError(
-            f"model.family is {model.family!r}, which gave a {type(components).__name__} where "
+            f"model.family is {model.family!r}, which gave a "
+            f"{type(components).__name__} where "
             "sage_fast.models.family.Components is expected."
         )
     return components

@@ -1,7 +1,9 @@
-"""A fused forward over diffusers' own modules, of any family: switching it on and off, and how its blocks compute.
+"""A fused forward over diffusers' own modules, of any family: switching it on and off,
+and how its blocks compute.
 
-The forward of one instance of a transformer and of its blocks is replaced. Class, parameters, their names and
-`state_dict` stay, so LoRA adapters, `save_pretrained` and FSDP work as before.
+The forward of one instance of a transformer and of its blocks is replaced. Class,
+parameters, their names and `state_dict` stay, so LoRA adapters, `save_pretrained` and
+FSDP work as before.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.kernels import Choice, Kernels, select_kernels
-from sage_fast.models.attention.attention import call_backward, call_forward, resolve_backend
+from sage_fast.models.attention.attention import (
+    call_backward,
+    call_forward,
+    resolve_backend,
+)
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.family import transformer_blocks
 from sage_fast.models.projection import stack_weights, unstack_weights
@@ -28,17 +34,31 @@ class LocalAttention:
     backend: str
     deterministic: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, num_video: int
+    ) -> tuple[Tensor, Tensor]:
         """As in `JointAttention`."""
-        # On meta the op gives shapes and counts FLOPs. Elsewhere the dispatcher would only cost time.
+        # On meta the op gives shapes and counts FLOPs. Elsewhere the dispatcher would
+        # only cost time.
         run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
         return run(q, k, v, self.backend, self.deterministic)
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        num_video: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As in `JointAttention`."""
-        run = torch.ops.sage_fast.attention_backward if q.device.type == "meta" else call_backward
+        run = (
+            torch.ops.sage_fast.attention_backward
+            if q.device.type == "meta"
+            else call_backward
+        )
         return run(grad, q, k, v, out, lse, self.backend, self.deterministic)
 
 
@@ -46,7 +66,8 @@ class LocalAttention:
 class BlockSettings:
     """How a block is computed; the same for all of them.
 
-    attention: over the video tokens of all ranks. local: of this rank's queries over keys that every rank has.
+    attention: over the video tokens of all ranks. local: of this rank's queries over
+    keys that every rank has.
     """
 
     kernels: Kernels
@@ -56,7 +77,9 @@ class BlockSettings:
 
 
 class Rotary(NamedTuple):
-    """Rotary tables cos and sin, (N, head dim) float32, of the video tokens that are computed here."""
+    """Rotary tables cos and sin, (N, head dim) float32, of the video tokens that are
+    computed here.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -66,7 +89,9 @@ _NOTHING = nullcontext()
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Products write into given memory, which autocast cannot handle; the weights' dtype decides."""
+    """Products write into given memory, which autocast cannot handle; the weights'
+    dtype decides.
+    """
     device = tensor.device.type
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return torch.autocast(device, enabled=False) if on else _NOTHING
@@ -74,13 +99,16 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BlockwiseForward(FusedForward):
-    """The fused forward of one transformer; `undo`, or the end of a `with`, restores diffusers' own."""
+    """The fused forward of one transformer; `undo`, or the end of a `with`, restores
+    diffusers' own.
+    """
 
     computes: ClassVar[Mapping[str, Any]]
     """Values of the transformer's config that the fused forward is for."""
     forwards: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
-    """Functions of a module that replace the forward of the transformer and of a block, which have this handle as their
-    `_acceleration`."""
+    """Functions of a module that replace the forward of the transformer and of a block,
+    which have this handle as their `_acceleration`.
+    """
     adjacent: ClassVar[tuple[tuple[str, ...], ...]]
     """Layers of a block that share their input, by name."""
 
@@ -96,30 +124,43 @@ class BlockwiseForward(FusedForward):
     """Video tokens of the forward that runs, on all ranks that share them."""
     blocks: list[Any] = field(init=False)
     """Its blocks, in their order."""
-    _settings: dict[tuple[Any, ...], BlockSettings] = field(default_factory=dict, init=False)
-    _rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
+    _settings: dict[tuple[Any, ...], BlockSettings] = field(
+        default_factory=dict, init=False
+    )
+    _rope: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = field(
+        default_factory=dict, init=False
+    )
 
     def install(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Replace the forward of this instance and of its blocks, and make query, key and value weights adjacent.
+        """Replace the forward of this instance and of its blocks, and make query, key
+        and value weights adjacent.
 
         Args:
             device, dtype: of the blocks' inputs.
 
-        ValueError: a forward has been replaced already, a variant of the model, or options that cannot be satisfied.
+        ValueError: a forward has been replaced already, a variant of the model, or
+        options that cannot be satisfied.
         """
         for key, computed in self.computes.items():
             if (value := self.transformer.config[key]) != computed:
-                raise ValueError(f"{key} is {value!r}; the fused forward computes {computed!r}.")
+                raise ValueError(
+                    f"{key} is {value!r}; the fused forward computes {computed!r}."
+                )
         if device.type != "meta":
-            # Options that cannot be satisfied are refused now, not in the middle of a run.
+            # Options that cannot be satisfied are refused now, not in the middle of a
+            # run.
             self.settings(device, dtype)
         self.blocks = transformer_blocks(self.transformer)
         inside = {module for block in self.blocks for module in block.modules()}
         for name, module in self.transformer.named_modules():
-            if "forward" in module.__dict__ and (module is self.transformer or module in inside):
+            if "forward" in module.__dict__ and (
+                module is self.transformer or module in inside
+            ):
                 raise ValueError(
-                    f"The forward of {name or 'the transformer'} has been replaced already, by an offloading or "
-                    "caching hook. Accelerate first and add the hook afterwards, or do without one of them."
+                    f"The forward of {name or 'the transformer'} has been replaced "
+                    "already, by an offloading or "
+                    "caching hook. Accelerate first and add the hook afterwards, or "
+                    "do without one of them."
                 )
         whole, one = self.forwards
         for layers in self._layers_of_one_input():
@@ -131,17 +172,24 @@ class BlockwiseForward(FusedForward):
         self.transformer._acceleration = self
 
     def undo(self) -> None:
-        """Restore diffusers' forward; calling it again does nothing. Weights keep their values, names and devices.
+        """Restore diffusers' forward; calling it again does nothing. Weights keep their
+        values, names and devices.
 
-        ValueError if a hook has been put around the fused forward since; remove it first.
+        ValueError if a hook has been put around the fused forward since; remove it
+        first.
         """
         if self.transformer.__dict__.get("_acceleration") is not self:
             return
-        # All are checked before any is restored, so a refusal leaves the whole as it was.
+        # All are checked before any is restored, so a refusal leaves the whole as it
+        # was.
         for module in (self.transformer, *self.blocks):
-            if getattr(module.__dict__.get("forward"), "func", None) not in self.forwards:
+            if (
+                getattr(module.__dict__.get("forward"), "func", None)
+                not in self.forwards
+            ):
                 raise ValueError(
-                    "A forward has been replaced since this transformer was accelerated, by an offloading or caching "
+                    "A forward has been replaced since this transformer was "
+                    "accelerated, by an offloading or caching "
                     "hook. Remove the hook, then undo."
                 )
         for module in (self.transformer, *self.blocks):
@@ -169,10 +217,13 @@ class BlockwiseForward(FusedForward):
         return cos.flatten(0, -2), sin.flatten(0, -2)
 
     def enter(self, x: Tensor, latents: Tensor) -> Tensor:
-        """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their tables in `rotary`."""
+        """Video tokens (B, N, D) of latents, or this rank's share of them; leaves their
+        tables in `rotary`.
+        """
         key = (*latents.shape[2:], latents.device)
         if key not in self._rope:
-            # Tables made in inference mode, while generating, must serve training as well.
+            # Tables made in inference mode, while generating, must serve training as
+            # well.
             with torch.inference_mode(False), torch.no_grad():
                 self._rope[key] = self.make_rope(latents)
         cos, sin = self._rope[key]
@@ -187,14 +238,20 @@ class BlockwiseForward(FusedForward):
 
     def leave(self, tokens: Tensor) -> Tensor:
         """The video tokens of all ranks (B, N, ...)."""
-        return tokens if self.sequence is None else self.sequence.join(tokens, 1, self.num_video)
+        return (
+            tokens
+            if self.sequence is None
+            else self.sequence.join(tokens, 1, self.num_video)
+        )
 
     def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
         """How blocks are computed for tensors of a device and dtype."""
         checkpointing = self.checkpointing
         if checkpointing == "none" and self.transformer.gradient_checkpointing:
-            checkpointing = "full"  # diffusers' own switch, `enable_gradient_checkpointing`
-        # Blocks use the settings of their forward in the backward too, so both exchange tokens in the same way.
+            # diffusers' own switch, `enable_gradient_checkpointing`
+            checkpointing = "full"
+        # Blocks use the settings of their forward in the backward too, so both exchange
+        # tokens in the same way.
         sequence = None if self.sequence is None else (self.sequence, self.num_video)
         key = (device, dtype, checkpointing, sequence)
         if key not in self._settings:
@@ -210,7 +267,9 @@ class BlockwiseForward(FusedForward):
             attention: JointAttention = local
             if self.sequence is not None:
                 attention = self.sequence.attention(attention, self.num_video)
-            self._settings[key] = BlockSettings(kernels, attention, checkpointing, local)
+            self._settings[key] = BlockSettings(
+                kernels, attention, checkpointing, local
+            )
         return self._settings[key]
 
     def __getstate__(self) -> dict[str, Any]:

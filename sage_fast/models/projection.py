@@ -1,19 +1,23 @@
-"""Linear layers of a transformer block with explicit gradients: weight, bias and any number of low-rank updates.
+"""Linear layers of a transformer block with explicit gradients: weight, bias and any
+number of low-rank updates.
 
     y = x W^T + b + sum_i s_i (x A_i^T) B_i^T
 
-The weights stay in diffusers' (or peft's) modules; a `Projection` only points at them. Low-rank masters are float32 and
-computed in the type of x; their gradients come back in float32.
+The weights stay in diffusers' (or peft's) modules; a `Projection` only points at them.
+Low-rank masters are float32 and computed in the type of x; their gradients come back in
+float32.
 
-A product with so narrow a matrix is memory traffic, as much as all elementwise work of a block, so an `Adapter` joins
-the updates of all layers that share an input: A has their first factors below each other, B their s_i B_i in blocks
-along a diagonal. Then the update is one more term of the layers' own products:
+A product with so narrow a matrix is memory traffic, as much as all elementwise work of
+a block, so an `Adapter` joins the updates of all layers that share an input: A has
+their first factors below each other, B their s_i B_i in blocks along a diagonal. Then
+the update is one more term of the layers' own products:
 
     narrow   y = (x A^T) B^T + b, then += x W^T: the large product adds to what a thin one wrote
     wide     y = [x | x A^T] [W | B]^T + b, and dy [W | B] = [dy W | dy B]: nothing is written twice. It takes rows of x
              with room for x A^T behind them, and a copy of the weights, which many tokens repay
 
-Shapes: n layers, R rows (tokens of all samples), K input width, M output width, r rank, T sum of the ranks.
+Shapes: n layers, R rows (tokens of all samples), K input width, M output width, r rank,
+T sum of the ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +35,8 @@ from sage_fast.kernels import row_length
 class LowRank(NamedTuple):
     """One LoRA update: a (r, K), b (M, r), both float32; scale = alpha / rank.
 
-    Where gradients are collected by video, a (B, r, K) and b (B, M, r) are a copy for each of B videos.
+    Where gradients are collected by video, a (B, r, K) and b (B, M, r) are a copy for
+    each of B videos.
     """
 
     a: Tensor
@@ -42,7 +47,8 @@ class LowRank(NamedTuple):
 class Projection(NamedTuple):
     """One linear layer: weight (M, K), bias (M,) or None, and its low-rank updates.
 
-    `first` is the position of the weight in the flat list of tensors that the block's autograd function takes.
+    `first` is the position of the weight in the flat list of tensors that the block's
+    autograd function takes.
     """
 
     weight: Tensor
@@ -53,17 +59,24 @@ class Projection(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Weight, bias, and a and b of every update, in this order."""
         flat = [self.weight] if self.bias is None else [self.weight, self.bias]
-        return flat + [tensor for update in self.low_rank for tensor in (update.a, update.b)]
+        return flat + [
+            tensor for update in self.low_rank for tensor in (update.a, update.b)
+        ]
 
     def rebuilt(self, tensors: Sequence[Tensor]) -> "Projection":
-        """The same layer over the tensors that autograd saved; `tensors` is the block's flat list."""
+        """The same layer over the tensors that autograd saved; `tensors` is the block's
+        flat list.
+        """
         rest = iter(tensors[self.first :])
         weight = next(rest)
         bias = None if self.bias is None else next(rest)
         return Projection(
             weight,
             bias,
-            tuple(LowRank(a=next(rest), b=next(rest), scale=update.scale) for update in self.low_rank),
+            tuple(
+                LowRank(a=next(rest), b=next(rest), scale=update.scale)
+                for update in self.low_rank
+            ),
             self.first,
         )
 
@@ -78,13 +91,17 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
         return Projection(*_parameters(module), (), first)
     from peft.tuners.lora.layer import Linear as LoraLinear
 
-    if not isinstance(module, LoraLinear) or not isinstance(module.base_layer, nn.Linear):
+    if not isinstance(module, LoraLinear) or not isinstance(
+        module.base_layer, nn.Linear
+    ):
         raise ValueError(
-            f"The fused forward reads torch.nn.Linear and peft's LoRA of it, not {type(module).__name__}. Undo the "
+            "The fused forward reads torch.nn.Linear and peft's LoRA of it, not "
+            f"{type(module).__name__}. Undo the "
             "acceleration (model.forward stock) for this model."
         )
     base = module.base_layer
-    # As peft's forward does: an update that is merged would act although it is disabled.
+    # As peft's forward does: an update that is merged would act although it is
+    # disabled.
     if module.disable_adapters and module.merged:
         module.unmerge()
     # A merged update is in the weight already.
@@ -95,10 +112,13 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
         if name not in module.lora_A:
             continue
         dropout = module.lora_dropout[name]
-        dropped = module.training and not isinstance(dropout, nn.Identity) and dropout.p > 0
+        dropped = (
+            module.training and not isinstance(dropout, nn.Identity) and dropout.p > 0
+        )
         if name in module.lora_variant or module.lora_bias.get(name) or dropped:
             raise ValueError(
-                f"Adapter {name!r} uses a LoRA variant, a bias or dropout, which the fused forward does not compute. "
+                f"Adapter {name!r} uses a LoRA variant, a bias or dropout, which the "
+                "fused forward does not compute. "
                 "Use plain LoRA, or undo the acceleration (model.forward stock)."
             )
         a, _ = _parameters(module.lora_A[name])
@@ -108,7 +128,9 @@ def projection(module: nn.Module, first: int = 0) -> Projection:
 
 
 def _parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias. By attribute they would cost a microsecond each, and a block reads dozens in every pass."""
+    """Weight and bias. By attribute they would cost a microsecond each, and a block
+    reads dozens in every pass.
+    """
     if type(linear) is not nn.Linear:
         return linear.weight, linear.bias
     own: Any = linear._parameters
@@ -117,14 +139,18 @@ def _parameters(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
 
 @dataclass
 class Adapter:
-    """The low-rank updates of layers that share an input, in the type of the computation."""
+    """The low-rank updates of layers that share an input, in the type of the
+    computation.
+    """
 
     a: Tensor
     """(T, K) first factors, one below the other."""
     b: Tensor
     """(n M, T) second factors times their scales, in blocks along a diagonal."""
     updates: list[tuple[int, int, slice, LowRank]]
-    """Of every update its layer, the position of its master a in the flat list, its columns of b, and its masters."""
+    """Of every update its layer, the position of its master a in the flat list, its
+    columns of b, and its masters.
+    """
     wide: Tensor | None = field(default=None, repr=False)
     """[W | b], (n M, K + T), once it was asked for."""
 
@@ -134,29 +160,47 @@ class Adapter:
 
     def low(self, rows: Tensor) -> Tensor:
         """x A^T, (R, T), of rows of x."""
-        return rows[:, self.a.shape[1] :] if self.is_behind(rows) else torch.mm(rows, self.a.t())
+        return (
+            rows[:, self.a.shape[1] :]
+            if self.is_behind(rows)
+            else torch.mm(rows, self.a.t())
+        )
 
     def widened(self, layers: Sequence[Projection]) -> Tensor:
         """[W | b] of the layers."""
         if self.wide is None:
             weight = stacked([layer.weight for layer in layers])
-            weight = torch.cat([layer.weight for layer in layers]) if weight is None else weight
+            weight = (
+                torch.cat([layer.weight for layer in layers])
+                if weight is None
+                else weight
+            )
             self.wide = torch.cat([weight, self.b], dim=1)
         return self.wide
 
 
-def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) -> list[Adapter | None]:
-    """The adapter of each group of layers that share an input; None for a group without updates.
+def read_adapters(
+    groups: Sequence[Sequence[Projection]], dtype: torch.dtype
+) -> list[Adapter | None]:
+    """The adapter of each group of layers that share an input; None for a group without
+    updates.
 
-    One kernel casts all masters, in every pass of a block. A cast that outlived the pass could be stale: FSDP gathers
-    masters, and DeepSpeed steps them, without a trace in the tensors' versions.
+    One kernel casts all masters, in every pass of a block. A cast that outlived the
+    pass could be stale: FSDP gathers masters, and DeepSpeed steps them, without a trace
+    in the tensors' versions.
     """
-    updates = [[update for layer in group for update in layer.low_rank] for group in groups]
+    updates = [
+        [update for layer in group for update in layer.low_rank] for group in groups
+    ]
     masters: list[Tensor] = []
     for group in updates:
         # All copies of a master are equal.
-        group = [u if u.a.ndim == 2 else LowRank(u.a[0], u.b[0], u.scale) for u in group]
-        masters += [u.a for u in group] + [u.b if u.scale == 1 else u.b * u.scale for u in group]
+        group = [
+            u if u.a.ndim == 2 else LowRank(u.a[0], u.b[0], u.scale) for u in group
+        ]
+        masters += [u.a for u in group] + [
+            u.b if u.scale == 1 else u.b * u.scale for u in group
+        ]
     if not masters:
         return [None] * len(groups)
     joint = masters[0].new_empty(sum(master.numel() for master in masters), dtype=dtype)
@@ -164,12 +208,16 @@ def read_adapters(groups: Sequence[Sequence[Projection]], dtype: torch.dtype) ->
     torch._foreach_copy_(casts, masters)
     rest = iter(casts)
     return [
-        _join(layers, list(islice(rest, len(group))), list(islice(rest, len(group)))) if group else None
+        _join(layers, list(islice(rest, len(group))), list(islice(rest, len(group))))
+        if group
+        else None
         for layers, group in zip(groups, updates, strict=True)
     ]
 
 
-def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor]) -> Adapter:
+def _join(
+    layers: Sequence[Projection], first: list[Tensor], second: list[Tensor]
+) -> Adapter:
     """The adapter of the layers' cast factors, each list adjacent in memory."""
     a = stacked(first)
     every = stacked(second)
@@ -187,14 +235,22 @@ def _join(layers: Sequence[Projection], first: list[Tensor], second: list[Tensor
     n = len(layers)
     outputs, rank = second[0].shape
     # The usual case: one update of the same shape for every layer.
-    if every is not None and all(len(layer.low_rank) == 1 and layer.weight.shape[0] == outputs for layer in layers):
+    if every is not None and all(
+        len(layer.low_rank) == 1 and layer.weight.shape[0] == outputs
+        for layer in layers
+    ):
         b = every
         if n > 1:  # one kernel, where block_diag takes one for every factor
-            b = (every.view(n, outputs, 1, rank) * _identity(n, a.dtype, a.device)).view(len(every), n * rank)
+            b = (
+                every.view(n, outputs, 1, rank) * _identity(n, a.dtype, a.device)
+            ).view(len(every), n * rank)
     else:
         rest = iter(second)
         # A layer without updates has rows in b, but no columns.
-        blocks = [[a.new_empty(len(layer.weight), 0), *islice(rest, len(layer.low_rank))] for layer in layers]
+        blocks = [
+            [a.new_empty(len(layer.weight), 0), *islice(rest, len(layer.low_rank))]
+            for layer in layers
+        ]
         b = torch.block_diag(*(torch.cat(block, dim=1) for block in blocks))
     return Adapter(a, b, updates)
 
@@ -208,10 +264,12 @@ def _identity(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def room_for_low(adapter: Adapter | None, tokens: int) -> int:
-    """Columns that rows of an adapter's input should have behind them for the wide form; 0 for the narrow one.
+    """Columns that rows of an adapter's input should have behind them for the wide
+    form; 0 for the narrow one.
 
-    Of one sample's tokens, so that it does not depend on the batch. Copying the weights moves 2 n M K elements, the
-    narrow form n tokens M more than the wide one; and rows stay aligned to 16 bytes.
+    Of one sample's tokens, so that it does not depend on the batch. Copying the weights
+    moves 2 n M K elements, the narrow form n tokens M more than the wide one; and rows
+    stay aligned to 16 bytes.
     """
     if adapter is None:
         return 0
@@ -220,11 +278,15 @@ def room_for_low(adapter: Adapter | None, tokens: int) -> int:
 
 
 def project(
-    x: Tensor, layers: Sequence[Projection], adapter: Adapter | None = None, out: Tensor | None = None
+    x: Tensor,
+    layers: Sequence[Projection],
+    adapter: Adapter | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Apply layers of one input. No graph is built.
 
-    One matrix product serves all layers whose weights are adjacent in memory (`stack_weights`).
+    One matrix product serves all layers whose weights are adjacent in memory
+    (`stack_weights`).
 
     Args:
         x: (..., K) in the weights' dtype, or (..., K + T) with x A^T behind x.
@@ -246,8 +308,12 @@ def project(
             parts = [(weight, bias, result)]
         else:
             columns = result.split(sizes, dim=1)
-            parts = [(layer.weight, layer.bias, column) for layer, column in zip(layers, columns, strict=True)]
-        # Narrow: the thin product writes, and brings the bias; the large ones add to it.
+            parts = [
+                (layer.weight, layer.bias, column)
+                for layer, column in zip(layers, columns, strict=True)
+            ]
+        # Narrow: the thin product writes, and brings the bias; the large ones add to
+        # it.
         if adapter is not None and low is not None:
             _linear_into(low, adapter.b, bias, result)
         for matrix, own_bias, column in parts:
@@ -262,7 +328,10 @@ def _stacked_biases(layers: Sequence[Projection]) -> Tensor | None:
     """(n M,), zero for a layer without a bias; None where no layer has one."""
     if all(layer.bias is None for layer in layers):
         return None
-    biases = [layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias for layer in layers]
+    biases = [
+        layer.weight.new_zeros(len(layer.weight)) if layer.bias is None else layer.bias
+        for layer in layers
+    ]
     joint = stacked(biases)
     return torch.cat(biases) if joint is None else joint
 
@@ -272,25 +341,33 @@ def _add_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.addmm(out, a, b, out=out)
 
 
-def _linear_into(rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def _linear_into(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
+) -> Tensor:
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias, rows, weight.t(), out=out)
 
 
 class Gradients:
-    """Gradients of a block's flat list of tensors, filled in by the backward passes of its parts."""
+    """Gradients of a block's flat list of tensors, filled in by the backward passes of
+    its parts.
+    """
 
     def __init__(self, wanted: Sequence[bool]) -> None:
         self.wanted = wanted
         self.values: list[Tensor | None] = [None] * len(wanted)
 
     def wants(self, *layers: Projection) -> bool:
-        """Tell whether any gradient that is wanted of layers needs their input: all but the bias's do."""
+        """Tell whether any gradient that is wanted of layers needs their input: all but
+        the bias's do.
+        """
         for layer in layers:
             first = layer.first
             updates = layer.first + 1 + (layer.bias is not None)
-            if self.wanted[first] or any(self.wanted[updates : updates + 2 * len(layer.low_rank)]):
+            if self.wanted[first] or any(
+                self.wanted[updates : updates + 2 * len(layer.low_rank)]
+            ):
                 return True
         return False
 
@@ -311,8 +388,9 @@ def input_backward(
 
     Args:
         grads: (R, M) rows of every layer, the gradient of its output.
-        x: (R, K) rows, or (R, K + T) as `project` took them; None where no gradient is wanted that needs them.
-        out: (R, K) rows for the result, which otherwise may be a slice of wider rows; not with x A^T behind x.
+        x: (R, K) rows, or (R, K + T) as `project` took them; None where no gradient is
+            wanted that needs them. out: (R, K) rows for the result, which otherwise may
+            be a slice of wider rows; not with x A^T behind x.
     """
     weights = [layer.weight for layer in layers]
     if adapter is None:
@@ -333,9 +411,15 @@ def input_backward(
     return _sum_of_products([low_grad, *grads], [adapter.a, *weights], out), low_grad
 
 
-def _sum_of_products(rows: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+def _sum_of_products(
+    rows: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None
+) -> Tensor:
     """The sum of rows[i] @ weights[i], added up in one buffer."""
-    result = torch.mm(rows[0], weights[0]) if out is None else torch.mm(rows[0], weights[0], out=out)
+    result = (
+        torch.mm(rows[0], weights[0])
+        if out is None
+        else torch.mm(rows[0], weights[0], out=out)
+    )
     for more, weight in zip(rows[1:], weights[1:], strict=True):
         _add_product(result, more, weight)
     return result
@@ -352,7 +436,8 @@ def weights_backward(
     low_grad: Tensor | None = None,
     low: Tensor | None = None,
 ) -> None:
-    """Gradients of the layers' tensors, into `gradients`; `grads` and `x` as in `input_backward`.
+    """Gradients of the layers' tensors, into `gradients`; `grads` and `x` as in
+    `input_backward`.
 
     Args:
         weight_gradient: (M, K) of a single layer, where the caller has it already.
@@ -363,7 +448,9 @@ def weights_backward(
         if gradients.wanted[layer.first]:
             if weight_gradient is None:
                 assert x is not None
-                weight_gradient = matrix_product(grad.t(), x[:, : layer.weight.shape[1]], layer.weight.dtype)
+                weight_gradient = matrix_product(
+                    grad.t(), x[:, : layer.weight.shape[1]], layer.weight.dtype
+                )
             gradients.put(layer.first, weight_gradient)
             # The one that was given is of a single layer.
             weight_gradient = None
@@ -374,7 +461,8 @@ def weights_backward(
     if adapter is None or x is None or low_grad is None:
         return
     if any(gradients.wanted[position] for _, position, _, _ in adapter.updates):
-        # The layers share their input, so one product has the gradients of all first factors below each other.
+        # The layers share their input, so one product has the gradients of all first
+        # factors below each other.
         master = adapter.updates[0][3].a
         rows = x[:, : adapter.a.shape[1]]
         first = _factor_gradient(low_grad, rows, master)
@@ -384,11 +472,15 @@ def weights_backward(
     for i, position, columns, update in adapter.updates:
         if gradients.wanted[position + 1]:
             second = _factor_gradient(grads[i], low[:, columns], update.b)
-            gradients.put(position + 1, second if update.scale == 1 else second * update.scale)
+            gradients.put(
+                position + 1, second if update.scale == 1 else second * update.scale
+            )
 
 
 def _factor_gradient(grad: Tensor, rows: Tensor, master: Tensor) -> Tensor:
-    """grad^T rows for a low-rank master; where it has a copy for each video, of each by itself, (B, ...)."""
+    """grad^T rows for a low-rank master; where it has a copy for each video, of each by
+    itself, (B, ...).
+    """
     if master.ndim == 2:
         return matrix_product(grad.t(), rows, master.dtype)
     grad, rows = (tensor.unflatten(0, (len(master), -1)) for tensor in (grad, rows))
@@ -396,17 +488,23 @@ def _factor_gradient(grad: Tensor, rows: Tensor, master: Tensor) -> Tensor:
 
 
 def matrix_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a @ b of matrices, or of batches of them, in `dtype`; on CUDA a float32 result comes from the accumulator without
-    rounding to 16 bits in between.
+    """a @ b of matrices, or of batches of them, in `dtype`; on CUDA a float32 result
+    comes from the accumulator without rounding to 16 bits in between.
     """
     product = torch.mm if a.ndim == 2 else torch.bmm
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and dtype == torch.float32:
+    if (
+        a.is_cuda
+        and a.dtype in (torch.bfloat16, torch.float16)
+        and dtype == torch.float32
+    ):
         return product(a, b, out_dtype=dtype)
     return product(a, b).to(dtype)
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Several tensors as one along their first dimension, without a copy; None unless they are adjacent in memory."""
+    """Several tensors as one along their first dimension, without a copy; None unless
+    they are adjacent in memory.
+    """
     first = tensors[0]
     if len(tensors) == 1:
         return first
@@ -424,30 +522,38 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         offset += tensor.numel()
     rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    return first.as_strided(
+        (rows, *first.shape[1:]), first.stride(), first.storage_offset()
+    )
 
 
 @torch.no_grad()
 def stack_weights(layers: Sequence[nn.Linear]) -> None:
-    """Make the weights adjacent in memory, and the biases too, so that one matrix product serves all layers.
+    """Make the weights adjacent in memory, and the biases too, so that one matrix
+    product serves all layers.
 
-    The parameters and their names stay; only their storage is shared. Layers that differ in dtype, device or input
-    width, have no bias, or have not been read yet (`without_memory`), are left alone.
+    The parameters and their names stay; only their storage is shared. Layers that
+    differ in dtype, device or input width, have no bias, or have not been read yet
+    (`without_memory`), are left alone.
     """
     for name in ("weight", "bias"):
         parameters = [getattr(layer, name) for layer in layers]
         first = parameters[0]
-        # A DTensor's memory is FSDP's to lay out; a weight whose stride is 0 has none yet.
+        # A DTensor's memory is FSDP's to lay out; a weight whose stride is 0 has none
+        # yet.
         if any(
             p is None
             or type(p.data) is not Tensor
             or p.stride(0) == 0
-            or (p.dtype, p.device, p.shape[1:]) != (first.dtype, first.device, first.shape[1:])
+            or (p.dtype, p.device, p.shape[1:])
+            != (first.dtype, first.device, first.shape[1:])
             for p in parameters
         ):
             return
         rows = torch.cat([p.data for p in parameters])
-        for p, part in zip(parameters, rows.split([p.shape[0] for p in parameters]), strict=True):
+        for p, part in zip(
+            parameters, rows.split([p.shape[0] for p in parameters]), strict=True
+        ):
             p.data = part
 
 

@@ -1,4 +1,6 @@
-"""The folder of a model in diffusers' layout: found or downloaded, whole or what is missing, and its cache."""
+"""The folder of a model in diffusers' layout: found or downloaded, whole or what is
+missing, and its cache.
+"""
 
 import inspect
 import os
@@ -13,19 +15,41 @@ import torch
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hub import Requirement, fetch_command, is_repository, local_folder, require
-from sage_fast.models.stored import STEMS, load_pretrained, open_weights, read_json, weight_files
+from sage_fast.models.hub import (
+    Requirement,
+    fetch_command,
+    is_repository,
+    local_folder,
+    require,
+)
+from sage_fast.models.stored import (
+    STEMS,
+    load_pretrained,
+    open_weights,
+    read_json,
+    weight_files,
+)
 
 WEIGHTS = {
     **dict.fromkeys(("transformer", "vae"), STEMS["diffusers"]),
-    **dict.fromkeys(("text_encoder", "text_encoder_2", "image_encoder"), STEMS["transformers"]),
+    **dict.fromkeys(
+        ("text_encoder", "text_encoder_2", "image_encoder"), STEMS["transformers"]
+    ),
 }
 """Folders with weights, and the stem of their files."""
 
-_CONFIGURATION = {"tokenizer": "tokenizer_config.json", "feature_extractor": "preprocessor_config.json"}
+_CONFIGURATION = {
+    "tokenizer": "tokenizer_config.json",
+    "feature_extractor": "preprocessor_config.json",
+}
 """Kinds of folders -> the file that each has, where it is not config.json."""
 
-_UNREAD = {".gguf": "quantised", ".bin": "pickled", ".pt": "pickled", ".safetensors": "of a variant or another layout"}
+_UNREAD = {
+    ".gguf": "quantised",
+    ".bin": "pickled",
+    ".pt": "pickled",
+    ".safetensors": "of a variant or another layout",
+}
 """Ends of files with weights -> why they are not read where others are missing."""
 
 
@@ -41,7 +65,8 @@ def cache_folder(model: ModelConfig) -> Path:
             TemporaryFile(dir=folder).close()
         except OSError as error:
             raise ValueError(
-                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to: {error}. Choose another folder."
+                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to: "
+                f"{error}. Choose another folder."
             ) from error
         return folder
     root = Path(model.path).expanduser() if model.path is not None else None
@@ -51,21 +76,28 @@ def cache_folder(model: ModelConfig) -> Path:
 
 
 def refuse_file(path: str, likely: str) -> None:
-    """ConfigError for a `model.path` that is one file; `likely`: a repository to take instead."""
+    """ConfigError for a `model.path` that is one file; `likely`: a repository to take
+    instead.
+    """
     if Path(path).expanduser().is_file():
         raise ConfigError(
-            f"model.path is {path!r}, which is one file{_unread(Path(path))}. Weights are read from a folder in "
-            f"diffusers' layout: set model.path to {likely}, and get it with: {fetch_command(likely)}"
+            f"model.path is {path!r}, which is one file{_unread(Path(path))}. Weights "
+            "are read from a folder in "
+            f"diffusers' layout: set model.path to {likely}, and get it with: "
+            f"{fetch_command(likely)}"
         )
 
 
-def find_folder(path: str, parts: Sequence[str], likely: str, convert: str, *, download: bool) -> Path:
+def find_folder(
+    path: str, parts: Sequence[str], likely: str, convert: str, *, download: bool
+) -> Path:
     """The folder that `model.path` names.
 
     Args:
         parts: folders of the repository that are needed.
-        likely: the repository that the path most likely means. convert: a script of diffusers.
-        download: whether a hub repository may be downloaded; otherwise it has to be in the local cache.
+        likely: the repository that the path most likely means. convert: a script of
+            diffusers. download: whether a hub repository may be downloaded; otherwise
+            it has to be in the local cache.
 
     ValueError: there is none, or it has another layout; the message says what to do.
     """
@@ -74,28 +106,47 @@ def find_folder(path: str, parts: Sequence[str], likely: str, convert: str, *, d
     remedy = f"Get the weights with: {fetch_command(likely, folder=path)}"
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+        from huggingface_hub.errors import (
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
 
         if not is_repository(path):
             raise ValueError(
-                f"model.path is {path!r}, which is no folder here and no repository of the form owner/name. {remedy}"
+                f"model.path is {path!r}, which is no folder here and no repository "
+                f"of the form owner/name. {remedy}"
             )
         patterns = ["model_index.json", *(f"{part}/*" for part in parts)]
         try:
-            found = snapshot_download(path, allow_patterns=patterns, local_files_only=not download)
-        except (LocalEntryNotFoundError, RepositoryNotFoundError, HFValidationError) as error:
+            found = snapshot_download(
+                path, allow_patterns=patterns, local_files_only=not download
+            )
+        except (
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            HFValidationError,
+        ) as error:
             raise ValueError(
-                f"model.path is {path!r}, which is no folder here; as a repository of the Hugging Face hub it is "
-                f"neither in the local cache nor can it be downloaded ({type(error).__name__}). With a network, run: "
-                f"{fetch_command(path)}    Without one, set model.path to a folder that holds the weights."
+                f"model.path is {path!r}, which is no folder here; as a repository of "
+                "the Hugging Face hub it is "
+                "neither in the local cache nor can it be downloaded "
+                f"({type(error).__name__}). With a network, run: "
+                f"{fetch_command(path)}    Without one, set model.path to a folder "
+                "that holds the weights."
             ) from error
         folder = Path(found)
         # Another repository would not go into the cache's folder of this one.
         remedy = f"Set model.path to a repository that is, such as {likely}."
-    if not any((folder / name).is_file() for name in ("model_index.json", "transformer/config.json")):
+    if not any(
+        (folder / name).is_file()
+        for name in ("model_index.json", "transformer/config.json")
+    ):
         raise ValueError(
-            f"model.path {path!r} has neither model_index.json nor transformer/config.json: it is not in diffusers' "
-            f"layout{_unread(*folder.iterdir())}. {remedy}    Weights in the official layout are converted by "
+            f"model.path {path!r} has neither model_index.json nor "
+            "transformer/config.json: it is not in diffusers' "
+            f"layout{_unread(*folder.iterdir())}. {remedy}    Weights in the official "
+            "layout are converted by "
             f"diffusers' scripts/{convert}_to_diffusers.py."
         )
     return folder
@@ -115,17 +166,20 @@ def _unread(*files: Path) -> str:
 
 
 def check_known(path: str, likely: str, published: Collection[str]) -> None:
-    """ConfigError unless a transformer can be described: its config.json is here, or its repository is published.
+    """ConfigError unless a transformer can be described: its config.json is here, or
+    its repository is published.
 
     Args:
-        likely: the repository that a folder most likely is of. published: those whose transformer is known.
+        likely: the repository that a folder most likely is of. published: those whose
+            transformer is known.
     """
     refuse_file(path, likely)
     file = configuration_file("transformer")
     needed = require("transformer", path, [file], likely, file)
     if needed.missing and path not in published:
         raise ConfigError(
-            f"model.path is {path!r}, which is not one of the published repositories, such as {likely}, so only {file} "
+            f"model.path is {path!r}, which is not one of the published repositories, "
+            f"such as {likely}, so only {file} "
             f"says how large the model is. Get it (2 KB) with: {needed.fetch}"
         )
 
@@ -135,7 +189,9 @@ def _weights(root: Path, part: str) -> list[Path]:
 
 
 def _missing(root: Path, part: str) -> list[str]:
-    """Files that a folder of the model lacks; beside those of weights what is there in their place."""
+    """Files that a folder of the model lacks; beside those of weights what is there in
+    their place.
+    """
     weights = _weights(root, part)
     others = _unread(*{*(root / part).glob("*")} - {*weights})
     lacking = [f"{part}/{file.name}{others}" for file in weights if not file.is_file()]
@@ -144,10 +200,12 @@ def _missing(root: Path, part: str) -> list[str]:
 
 
 def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> None:
-    """ValueError unless the folders have their configuration, and all of their safetensors, none cut off or quantised.
+    """ValueError unless the folders have their configuration, and all of their
+    safetensors, none cut off or quantised.
 
     Args:
-        path, likely: `model.path`, whose folder is `root`, and the repository that it most likely means.
+        path, likely: `model.path`, whose folder is `root`, and the repository that it
+            most likely means.
     """
     for part in parts:
         fetch = require(part, path, [], likely, f"{part}/*").fetch
@@ -155,46 +213,69 @@ def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> N
             raise ValueError(f"{root}/{missing} is missing. Get it with: {fetch}")
         for file in _weights(root, part):
             try:
-                # Opening compares the size of the file with the one that its header tells.
+                # Opening compares the size of the file with the one that its header
+                # tells.
                 open_weights(file)
             except ValueError as error:
                 raise ValueError(f"{error} Delete it and run: {fetch}") from error
 
 
 def requirement(
-    name: str, path: str, parts: Sequence[str], repository: str, *include: str, gigabytes: float
+    name: str,
+    path: str,
+    parts: Sequence[str],
+    repository: str,
+    *include: str,
+    gigabytes: float,
 ) -> Requirement:
-    """The folders of a model as a requirement, with the shards that an index names; arguments as of `hub.require`."""
+    """The folders of a model as a requirement, with the shards that an index names;
+    arguments as of `hub.require`.
+    """
     refuse_file(path, repository)
     root = local_folder(path) or Path("/nowhere")
     missing: list[str] = []
     for part in parts:
-        with suppress(ValueError):  # a damaged index is not missing: the loader's checks name it
+        # a damaged index is not missing: the loader's checks name it
+        with suppress(ValueError):
             missing += _missing(root, part)
-    return replace(require(name, path, [], repository, *include, gigabytes=gigabytes), missing=missing)
+    return replace(
+        require(name, path, [], repository, *include, gigabytes=gigabytes),
+        missing=missing,
+    )
 
 
 def stored_config(
-    folder: Path | None, part: str, published: Mapping[str, Any], kind: type[Any] | None = None
+    folder: Path | None,
+    part: str,
+    published: Mapping[str, Any],
+    kind: type[Any] | None = None,
 ) -> dict[str, Any]:
-    """The configuration of a folder of the model where it is here, over the published one.
+    """The configuration of a folder of the model where it is here, over the published
+    one.
 
     Without diffusers' own entries, such as `_class_name`.
 
     Args:
-        kind: the class of diffusers that is built of it; what it does not take is left out, as diffusers does.
+        kind: the class of diffusers that is built of it; what it does not take is left
+            out, as diffusers does.
 
     ValueError where it is that of another class.
     """
     file = folder / part / "config.json" if folder is not None else None
     stored = read_json(file) if file is not None and file.is_file() else {}
     takes = stored.keys() if kind is None else inspect.signature(kind).parameters
-    if kind is not None and (name := stored.get("_class_name", kind.__name__)) != kind.__name__:
+    if (
+        kind is not None
+        and (name := stored.get("_class_name", kind.__name__)) != kind.__name__
+    ):
         raise ValueError(
-            f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set model.family to that of the model, "
+            f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set "
+            "model.family to that of the model, "
             "or model.path to another folder."
         )
-    return dict(published) | {k: value for k, value in stored.items() if k in takes and not k.startswith("_")}
+    return dict(published) | {
+        k: value for k, value in stored.items() if k in takes and not k.startswith("_")
+    }
 
 
 def published_shift(root: Path) -> float | None:
@@ -208,7 +289,11 @@ def published_shift(root: Path) -> float | None:
 
 def model_device(model: ModelConfig) -> str:
     """`model.device`; `auto` is cuda where there is one."""
-    return ("cuda" if torch.cuda.is_available() else "cpu") if model.device == "auto" else model.device
+    return (
+        ("cuda" if torch.cuda.is_available() else "cpu")
+        if model.device == "auto"
+        else model.device
+    )
 
 
 def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
@@ -219,4 +304,6 @@ def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
 
     ValueError as `load_pretrained`.
     """
-    return load_pretrained(kind, folder, torch_dtype=getattr(torch, dtype), use_safetensors=True)
+    return load_pretrained(
+        kind, folder, torch_dtype=getattr(torch, dtype), use_safetensors=True
+    )

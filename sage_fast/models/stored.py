@@ -1,9 +1,11 @@
-"""A transformer whose weights are on disk: read whole or, where it is sharded, only this rank's part of each.
+"""A transformer whose weights are on disk: read whole or, where it is sharded, only
+this rank's part of each.
 
-Every rank of a node building the whole transformer would take its size in host memory as often as there are GPUs. So a
-transformer is built without weights, adapters are added, it is sharded, and only then it is given weights, a slice at a
-time from memory-mapped files, straight to where they belong. What the ranks of a node read they share in the kernel's
-cache of files, which gives way to anything that needs the memory.
+Every rank of a node building the whole transformer would take its size in host memory
+as often as there are GPUs. So a transformer is built without weights, adapters are
+added, it is sharded, and only then it is given weights, a slice at a time from
+memory-mapped files, straight to where they belong. What the ranks of a node read they
+share in the kernel's cache of files, which gives way to anything that needs the memory.
 """
 
 import re
@@ -21,10 +23,20 @@ from sage_fast.config.files import loads
 from sage_fast.models.transformer import in_parts
 
 _MAPPED_BYTES = 2**25
-"""Read from files that stay open. An open file keeps what was read of it in the memory of the process."""
+"""Read from files that stay open. An open file keeps what was read of it in the memory
+of the process.
+"""
 
-NUMBERS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
-"""Types that are read, by their names in .safetensors. Whole numbers are an adapter's alpha, and positions in CLIP."""
+NUMBERS = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F64": torch.float64,
+    "I64": torch.int64,
+}
+"""Types that are read, by their names in .safetensors. Whole numbers are an adapter's
+alpha, and positions in CLIP.
+"""
 
 
 STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
@@ -32,14 +44,17 @@ STEMS = {"diffusers": "diffusion_pytorch_model", "transformers": "model"}
 
 
 def weight_files(folder: Path, stem: str = STEMS["diffusers"]) -> list[Path]:
-    """Files of the weights in a folder, there or not: those that its index names, or the one without an index.
+    """Files of the weights in a folder, there or not: those that its index names, or
+    the one without an index.
 
     ValueError names an index that is damaged.
     """
     index = folder / f"{stem}.safetensors.index.json"
     if not index.is_file():
         return [folder / f"{stem}.safetensors"]
-    return [folder / name for name in sorted(set(read_json(index)["weight_map"].values()))]
+    return [
+        folder / name for name in sorted(set(read_json(index)["weight_map"].values()))
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -53,30 +68,38 @@ def read_json(path: Path) -> dict[str, Any]:
 def open_weights(path: Path) -> Any:
     """An opened .safetensors file. Whatever reads weights opens their files here.
 
-    ValueError names one that is damaged or quantised; FileNotFoundError one that is missing.
+    ValueError names one that is damaged or quantised; FileNotFoundError one that is
+    missing.
     """
     try:
         file = safe_open(path, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or was not downloaded to its end ({error}).") from error
+        raise ValueError(
+            f"{path} is damaged or was not downloaded to its end ({error})."
+        ) from error
     check_types(path, {name: file.get_slice(name).get_dtype() for name in file.keys()})  # noqa: SIM118  no mapping
     return file
 
 
 def check_types(path: Path, types: Mapping[str, str | torch.dtype]) -> None:
-    """ValueError unless the weights of a file are stored as numbers; `types`: by name, of .safetensors or of torch."""
+    """ValueError unless the weights of a file are stored as numbers; `types`: by name,
+    of .safetensors or of torch.
+    """
     for name, stored in types.items():
         if stored not in NUMBERS and stored not in NUMBERS.values():
             raise ValueError(
-                f"{path} is quantised: {name} is stored as {stored}, which is rounded and often scaled by other keys. "
+                f"{path} is quantised: {name} is stored as {stored}, which is rounded "
+                "and often scaled by other keys. "
                 "Take the file that was published in float32, bfloat16 or float16."
             )
 
 
 def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
-    """A model of diffusers or transformers from a folder, in evaluation mode; `options` are those of `from_pretrained`.
+    """A model of diffusers or transformers from a folder, in evaluation mode; `options`
+    are those of `from_pretrained`.
 
-    ValueError: a file is damaged or quantised, or config.json describes another model than the files hold.
+    ValueError: a file is damaged or quantised, or config.json describes another model
+    than the files hold.
     """
     library = kind.__module__.partition(".")[0]
     for file in weight_files(folder, STEMS[library]):
@@ -88,46 +111,72 @@ def load_pretrained(kind: Any, folder: Path, **options: Any) -> Any:
     log.set_verbosity_error()
     try:
         model, info = kind.from_pretrained(
-            folder, local_files_only=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
+            folder,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **options,
         )
     except StrictDataclassError as error:
-        raise ValueError(f"{folder / 'config.json'} contradicts itself: {' '.join(str(error).split())}") from error
+        raise ValueError(
+            f"{folder / 'config.json'} contradicts itself: "
+            f"{' '.join(str(error).split())}"
+        ) from error
     finally:
         log.set_verbosity(verbosity)
     unexpected = info["unexpected_keys"]
     if library == "transformers":
-        # Its files may hold other models beside this one, such as a decoder, but no more layers of this one.
+        # Its files may hold other models beside this one, such as a decoder, but no
+        # more layers of this one.
         own = {re.sub(r"\d+", "N", name) for name in model.state_dict()}
         unexpected = [name for name in unexpected if re.sub(r"\d+", "N", name) in own]
     # Names, or in other releases names with both shapes.
     mismatched = list(map(str, info["mismatched_keys"]))
-    check_fit(folder, missing=info["missing_keys"], unexpected=unexpected, mismatched=mismatched)
+    check_fit(
+        folder,
+        missing=info["missing_keys"],
+        unexpected=unexpected,
+        mismatched=mismatched,
+    )
     return model.eval()
 
 
-def misfits(described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> dict[str, set[str]]:
-    """Names of weights by kind, for `check_fit`: those of a configuration and of its files that are not the same."""
+def misfits(
+    described: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]
+) -> dict[str, set[str]]:
+    """Names of weights by kind, for `check_fit`: those of a configuration and of its
+    files that are not the same.
+    """
     return {
         "missing": described.keys() - stored.keys(),
         "unexpected": stored.keys() - described.keys(),
-        "mismatched": {name for name in described.keys() & stored.keys() if described[name] != stored[name]},
+        "mismatched": {
+            name
+            for name in described.keys() & stored.keys()
+            if described[name] != stored[name]
+        },
     }
 
 
 def check_fit(folder: Path, **wrong: Collection[str]) -> None:
-    """ValueError unless the weights of a folder are those that its configuration describes; `wrong`: names by kind."""
+    """ValueError unless the weights of a folder are those that its configuration
+    describes; `wrong`: names by kind.
+    """
     for kind, names in wrong.items():
         if names:
             raise ValueError(
-                f"The weights in {folder} do not fit its config.json: {len(names)} {kind} keys, among them "
+                f"The weights in {folder} do not fit its config.json: {len(names)} "
+                f"{kind} keys, among them "
                 f"{min(names)}. Download the folder again."
             )
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """The weights in a folder of a diffusers model: each look-up maps one into memory and keeps nothing.
+    """The weights in a folder of a diffusers model: each look-up maps one into memory
+    and keeps nothing.
 
-    ValueError names a file that is damaged or quantised; OSError for one that is missing.
+    ValueError names a file that is damaged or quantised; OSError for one that is
+    missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -150,9 +199,11 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._files)
 
     @torch.no_grad()
-    def read_into(self, transformer: nn.Module, device: torch.device | None = None) -> None:
-        """Give a transformer its weights, in its data type, of a DTensor this rank's part. Adapters stay as they are.
-        Each rank reads by itself.
+    def read_into(
+        self, transformer: nn.Module, device: torch.device | None = None
+    ) -> None:
+        """Give a transformer its weights, in its data type, of a DTensor this rank's
+        part. Adapters stay as they are. Each rank reads by itself.
 
         Args:
             device: of weights that have no memory yet; None leaves them where they are.
@@ -161,7 +212,9 @@ class StoredWeights(Mapping[str, Tensor]):
         """
         # A second and more of imports, which reading a configuration need not pay.
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+        from torch.distributed.tensor._utils import (
+            compute_local_shape_and_global_offset,
+        )
 
         self._opened = {}
         mapped = 0
@@ -177,7 +230,12 @@ class StoredWeights(Mapping[str, Tensor]):
                     parameter.shape, parameter.device_mesh, parameter.placements
                 )
                 # Only the slice that is asked for is read from the file.
-                part = part[tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))]
+                part = part[
+                    tuple(
+                        slice(first, first + size)
+                        for first, size in zip(start, shape, strict=True)
+                    )
+                ]
             else:
                 allocate([parameter], device or parameter.device)
                 target = parameter
@@ -198,11 +256,13 @@ class StoredWeights(Mapping[str, Tensor]):
 def open_transformer(
     kind: Any, folder: Path, dtype: torch.dtype, *, buffers: Sequence[str] = ()
 ) -> tuple[Any, StoredWeights]:
-    """The transformer of a folder in diffusers' layout, without memory, in evaluation mode, and its weights.
+    """The transformer of a folder in diffusers' layout, without memory, in evaluation
+    mode, and its weights.
 
     Args:
         kind: diffusers' class. Weights that it keeps in float32 are.
-        buffers: submodules whose buffers are computed when they are built, and are not in the files.
+        buffers: submodules whose buffers are computed when they are built, and are not
+            in the files.
 
     ValueError: they do not fit each other, or a file is damaged.
     """
@@ -221,8 +281,11 @@ def open_transformer(
     return transformer.eval(), weights
 
 
-def without_memory(transformer: nn.Module, dtype: torch.dtype, in_float32: Collection[str] = ()) -> None:
-    """Move a transformer from the meta device to the CPU, where the elements of each weight are all the same zero.
+def without_memory(
+    transformer: nn.Module, dtype: torch.dtype, in_float32: Collection[str] = ()
+) -> None:
+    """Move a transformer from the meta device to the CPU, where the elements of each
+    weight are all the same zero.
 
     Unlike on the meta device, adapters that are added get values.
 
@@ -238,9 +301,16 @@ def without_memory(transformer: nn.Module, dtype: torch.dtype, in_float32: Colle
 
 
 def allocate(parameters: Iterable[nn.Parameter], device: torch.device) -> None:
-    """Give parameters without memory (`without_memory`) some, not yet written to, on a device."""
+    """Give parameters without memory (`without_memory`) some, not yet written to, on a
+    device.
+    """
     from torch.distributed.tensor import DTensor
 
     for parameter in parameters:
-        if not isinstance(parameter, DTensor) and parameter.untyped_storage().nbytes() < parameter.nbytes:
-            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        if (
+            not isinstance(parameter, DTensor)
+            and parameter.untyped_storage().nbytes() < parameter.nbytes
+        ):
+            parameter.data = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device=device
+            )

@@ -1,4 +1,6 @@
-"""Facts about a video transformer of any family; `ModelFamily` in `family.py` computes with it."""
+"""Facts about a video transformer of any family; `ModelFamily` in `family.py` computes
+with it.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
@@ -14,7 +16,8 @@ MAX_LEVELS = 512
 """Most noise levels in a table of modulation; beyond them it is emptied."""
 
 Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
-"""Programs that an adapter is exported for, each with its names for the same weights."""
+"""Programs that an adapter is exported for, each with its names for the same weights.
+"""
 
 
 class FusedForward:
@@ -27,7 +30,9 @@ class FusedForward:
     """Layout of the video tokens that are computed here; None for all of them."""
 
     def forget(self) -> None:
-        """Forget what was computed from the weights, after they have changed behind its back."""
+        """Forget what was computed from the weights, after they have changed behind its
+        back.
+        """
 
     def undo(self) -> None:
         """Restore the transformer's own forward."""
@@ -35,13 +40,18 @@ class FusedForward:
 
 
 def velocity_dtype(transformer: Any) -> torch.dtype:
-    """Type of the velocities: float32, or float64 of a float64 model (an oracle in tests)."""
-    # `transformer.dtype` of diffusers visits all modules, 15 ms of every forward of the real model.
+    """Type of the velocities: float32, or float64 of a float64 model (an oracle in
+    tests).
+    """
+    # `transformer.dtype` of diffusers visits all modules, 15 ms of every forward of the
+    # real model.
     return torch.promote_types(next(transformer.parameters()).dtype, torch.float32)
 
 
 def is_dead(name: str, dead: Sequence[str]) -> bool:
-    """Tell whether a module's or parameter's qualified name lies in one of the `dead` modules."""
+    """Tell whether a module's or parameter's qualified name lies in one of the `dead`
+    modules.
+    """
     return any(name == module or name.startswith(module + ".") for module in dead)
 
 

@@ -1,4 +1,6 @@
-"""Videos as mp4 files. In memory they are uint8 tensors (F, 3, H, W), RGB; a file appears whole or not at all."""
+"""Videos as mp4 files. In memory they are uint8 tensors (F, 3, H, W), RGB; a file
+appears whole or not at all.
+"""
 
 import math
 import os
@@ -15,31 +17,43 @@ from sage_fast.config.files import replacing
 # Players blur videos of a few pixels, and some refuse them.
 MIN_VIDEO_SIDE = 128
 
-# Of the words in a file name: a name has 255 bytes at most, 143 on an encrypted disk, and grows while it is written.
+# Of the words in a file name: a name has 255 bytes at most, 143 on an encrypted disk,
+# and grows while it is written.
 MAX_WORD_BYTES = 90
 
-# x264's constant quality: visually lossless, since these files are looked at for artefacts of the model.
+# x264's constant quality: visually lossless, since these files are looked at for
+# artefacts of the model.
 VIDEO_QUALITY = "14"
 
 
 def video_file_name(index: int, prompt: str, member: int = 0, count: int = 1) -> str:
-    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a prompt has several videos.
+    """A readable file name: `03-a-red-circle.mp4`, with the member appended when a
+    prompt has several videos.
 
-    Letters, digits and symbols of any script stay, in the composed form of Unicode, and no name is too long for a disk.
+    Letters, digits and symbols of any script stay, in the composed form of Unicode, and
+    no name is too long for a disk.
     """
     composed = unicodedata.normalize("NFC", prompt.lower())
-    kept = [c if unicodedata.category(c).startswith(("L", "M", "N", "So")) else "-" for c in composed]
+    kept = [
+        c if unicodedata.category(c).startswith(("L", "M", "N", "So")) else "-"
+        for c in composed
+    ]
     # Bytes are counted, not letters; a letter that the cut goes through is dropped.
-    words = re.sub("-+", "-", "".join(kept))[:60].encode()[:MAX_WORD_BYTES].decode(errors="ignore").strip("-")
+    words = (
+        re.sub("-+", "-", "".join(kept))[:60]
+        .encode()[:MAX_WORD_BYTES]
+        .decode(errors="ignore")
+        .strip("-")
+    )
     return f"{index:02d}-{words or 'prompt'}{f'-{member}' if count > 1 else ''}.mp4"
 
 
 def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None:
     """Write an H.264 mp4 (yuv420p, BT.709) that browsers play.
 
-    A video whose short side is below 128 pixels is enlarged by the smallest integer factor that reaches it,
-    each pixel becoming a square. An odd width or height gets its last column or row doubled, as yuv420p
-    needs even sizes.
+    A video whose short side is below 128 pixels is enlarged by the smallest integer
+    factor that reaches it, each pixel becoming a square. An odd width or height gets
+    its last column or row doubled, as yuv420p needs even sizes.
 
     Args:
         path: the file to write; missing folders are created.
@@ -54,30 +68,48 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
 
     frames = video_frames(video, "video")
     if not (math.isfinite(fps) and fps > 0):
-        raise ValueError(f"fps must be a positive number of frames per second, not {fps}")
+        raise ValueError(
+            f"fps must be a positive number of frames per second, not {fps}"
+        )
     factor = math.ceil(MIN_VIDEO_SIDE / min(frames.shape[1:3]))
     frames = frames.repeat(factor, axis=1).repeat(factor, axis=2)
     height, width = frames.shape[1:3]
-    frames = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    frames = np.pad(
+        frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge"
+    )
 
-    with replacing(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+    with (
+        replacing(path) as temporary,
+        av.open(str(temporary), "w", format="mp4") as container,
+    ):
         # The index comes first, so that a browser plays before it has the whole file.
         container.options["movflags"] = "+faststart"
         # As a fraction of small numbers: a float such as 29.97 is one of huge ones.
-        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(10_000))
+        stream = container.add_stream(
+            "libx264", rate=Fraction(fps).limit_denominator(10_000)
+        )
         stream.height, stream.width = frames.shape[1:3]
         stream.pix_fmt = "yuv420p"
-        # The same video must be the same file. With several threads, or with its macroblock tree, which reads memory
-        # that it has not written (Valgrind shows it), x264 chooses other quantizers once in a while.
-        stream.options = {"crf": VIDEO_QUALITY, "preset": "medium", "x264-params": "mbtree=0"}
+        # The same video must be the same file. With several threads, or with its
+        # macroblock tree, which reads memory that it has not written (Valgrind shows
+        # it), x264 chooses other quantizers once in a while.
+        stream.options = {
+            "crf": VIDEO_QUALITY,
+            "preset": "medium",
+            "x264-params": "mbtree=0",
+        }
         context = stream.codec_context
         context.thread_count = 1
-        # Without these tags players guess the matrix from the frame size, and colours shift.
+        # Without these tags players guess the matrix from the frame size, and colours
+        # shift.
         context.colorspace = context.color_primaries = context.color_trc = 1  # BT.709
         context.color_range = 1  # limited
         for array in frames:
-            frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(array), format="rgb24")
-            # One thread here too: by itself the conversion starts one per core for every frame.
+            frame = av.VideoFrame.from_ndarray(
+                np.ascontiguousarray(array), format="rgb24"
+            )
+            # One thread here too: by itself the conversion starts one per core for
+            # every frame.
             frame = frame.reformat(format="yuv420p", dst_colorspace="ITU709", threads=1)
             container.mux(stream.encode(frame))
         # Without a frame the encoder gives those that it has held back.
@@ -85,7 +117,8 @@ def write_video(path: str | os.PathLike[str], video: Tensor, fps: float) -> None
 
 
 def read_video(path: str | os.PathLike[str]) -> Tensor:
-    """The frames of an mp4 that `write_video` wrote: (F, 3, H, W) uint8 RGB, up to the losses of the codec.
+    """The frames of an mp4 that `write_video` wrote: (F, 3, H, W) uint8 RGB, up to the
+    losses of the codec.
 
     Raises:
         OSError: the file is missing or no video.
@@ -101,12 +134,18 @@ def read_video_and_rate(path: str | os.PathLike[str]) -> tuple[Tensor, float]:
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
             frames = [
-                f.reformat(format="rgb24", src_colorspace="ITU709", threads=1).to_ndarray()
+                f.reformat(
+                    format="rgb24", src_colorspace="ITU709", threads=1
+                ).to_ndarray()
                 for f in container.decode(stream)
             ]
             fps = float(stream.average_rate or 0)
-    except (av.error.InvalidDataError, IndexError) as error:  # cut off, or without a video stream
-        raise OSError(f"{path} is not a readable video ({error}). Delete it, so that it is made again.") from error
+    # cut off, or without a video stream
+    except (av.error.InvalidDataError, IndexError) as error:
+        raise OSError(
+            f"{path} is not a readable video ({error}). Delete it, so that it is made "
+            "again."
+        ) from error
     if not frames:
         raise OSError(f"{path} holds no frames. Delete it, so that it is made again.")
     return torch.from_numpy(np.stack(frames)).permute(0, 3, 1, 2), fps
@@ -115,7 +154,13 @@ def read_video_and_rate(path: str | os.PathLike[str]) -> tuple[Tensor, float]:
 def video_frames(video: Tensor, what: str) -> np.ndarray:
     """The video as (F, H, W, 3) uint8 in host memory."""
     if video.dim() != 4 or video.shape[1] != 3 or 0 in video.shape:
-        raise ValueError(f"{what} must have the shape (F, 3, H, W) with no empty side, not {tuple(video.shape)}")
+        raise ValueError(
+            f"{what} must have the shape (F, 3, H, W) with no empty side, not "
+            f"{tuple(video.shape)}"
+        )
     if video.dtype != torch.uint8:
-        raise ValueError(f"{what} must be uint8 (0 to 255), not {video.dtype}; scale, round and convert it")
+        raise ValueError(
+            f"{what} must be uint8 (0 to 255), not {video.dtype}; scale, round and "
+            "convert it"
+        )
     return video.detach().permute(0, 2, 3, 1).cpu().numpy()

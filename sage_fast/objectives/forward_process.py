@@ -1,29 +1,35 @@
-"""The forward-process objective (DiffusionNFT, arXiv 2509.16117; AWM, 2509.25050): the gradient at noised videos.
+"""The forward-process objective (DiffusionNFT, arXiv 2509.16117; AWM, 2509.25050): the
+gradient at noised videos.
 
-The final latents x0 of a video are noised again at K levels s, and the velocity there is pulled towards, or pushed away
-from, the direction of the video:
+The final latents x0 of a video are noised again at K levels s, and the velocity there
+is pulled towards, or pushed away from, the direction of the video:
 
     x_t = (1 - s) x0 + s z,     u = z - x0,     dv = v - v_old
 
-Nothing of the sampler's path is needed, so a rollout is plain ODE sampling. With `states: path` x_t are instead states
-that a noisy sampler visited, u = (x_t - x0) / s, and v_old is the velocity that it had there. This is GRPO's gradient
-at these steps with the drawn noise replaced by its share that the finished video tells, each step at the weight below
-(`docs/algorithm.md` says where that is exact).
+Nothing of the sampler's path is needed, so a rollout is plain ODE sampling. With
+`states: path` x_t are instead states that a noisy sampler visited, u = (x_t - x0) / s,
+and v_old is the velocity that it had there. This is GRPO's gradient at these steps with
+the drawn noise replaced by its share that the finished video tells, each step at the
+weight below (`docs/algorithm.md` says where that is exact).
 
     L = w(s) [ 2 A mean((v_old - u) dv) + A_max beta mean(dv^2) ] + lambda w_pos mean((v - v_anchor)^2)
 
-The bracket is DiffusionNFT's loss of two branches less a constant, for every v and |A| <= A_max: its two branches need
-no forward beyond v's, and its 1 / beta is the weight of a trust region around the old policy. At v = v_old the
-gradient is that of advantage-weighted flow matching, linear in A. `weighting` is w:
+The bracket is DiffusionNFT's loss of two branches less a constant, for every v and |A|
+<= A_max: its two branches need no forward beyond v's, and its 1 / beta is the weight of
+a trust region around the old policy. At v = v_old the gradient is that of
+advantage-weighted flow matching, linear in A. `weighting` is w:
 
     adaptive    s^2 / stopgrad max(1e-5, s mean|u - v|)         x0    s^2         velocity    1
 
-or `branches`, as in the public codes: each branch v_old +- beta dv over its own error, so A and A_max are replaced by
-(A_max + A)/2 w(v_old + beta dv) -+ (A_max - A)/2 w(v_old - beta dv).
+or `branches`, as in the public codes: each branch v_old +- beta dv over its own error,
+so A and A_max are replaced by (A_max + A)/2 w(v_old + beta dv) -+ (A_max - A)/2 w(v_old
+- beta dv).
 
-With `clip` the linear term is AWM's, -min(A rho, clip(rho) A) for rho = exp(-w (mean (v-u)^2 - mean (v_old-u)^2)).
+With `clip` the linear term is AWM's, -min(A rho, clip(rho) A) for rho = exp(-w (mean
+(v-u)^2 - mean (v_old-u)^2)).
 
-`sampling_guidance` samples x0 by the guided velocity; v, v_old and v_anchor stay the unguided ones.
+`sampling_guidance` samples x0 by the guided velocity; v, v_old and v_anchor stay the
+unguided ones.
 
 Shapes: B batch, C F H W latent channels, frames, rows, columns; K levels.
 """
@@ -62,7 +68,9 @@ class ForwardTerms(NamedTuple):
     deviation: Tensor
     """mean((v - v_old)^2)."""
     kl_anchor: Tensor
-    """mean((v - v_anchor)^2), times what the position counts; 0 where it is not measured."""
+    """mean((v - v_anchor)^2), times what the position counts; 0 where it is not
+    measured.
+    """
     pull: Tensor
     """Norm of dL/dv over sqrt(numel), of the term linear in A."""
     proximal_pull: Tensor
@@ -82,7 +90,8 @@ def forward_loss(
     anchor_weight: float,
     settings: ForwardProcessConfig,
 ) -> ForwardTerms:
-    """The loss at the head of this file, per sample. Gradients flow into `velocity` alone.
+    """The loss at the head of this file, per sample. Gradients flow into `velocity`
+    alone.
 
     Args:
         velocity: (B, C, F, H, W), of the current weights.
@@ -99,14 +108,21 @@ def forward_loss(
     def rms(values: Tensor) -> Tensor:
         return mean(values.detach().square()).sqrt()
 
-    # The divisor of the adaptive weighting and the old policy where it is the current one are constants.
+    # The divisor of the adaptive weighting and the old policy where it is the current
+    # one are constants.
     here = velocity.detach()
     old = here if velocity_old is None else velocity_old.to(velocity)
-    target, sigma, advantage = (value.to(velocity) for value in (target, sigma, advantage))
-    weight = torch.ones_like(sigma) if settings.weighting == "velocity" else sigma.square()
+    target, sigma, advantage = (
+        value.to(velocity) for value in (target, sigma, advantage)
+    )
+    weight = (
+        torch.ones_like(sigma) if settings.weighting == "velocity" else sigma.square()
+    )
 
     def adaptive(predicted: Tensor) -> Tensor:
-        return sigma.square() / (sigma * mean((target - predicted).abs())).clamp(min=ADAPTIVE_FLOOR)
+        return sigma.square() / (sigma * mean((target - predicted).abs())).clamp(
+            min=ADAPTIVE_FLOOR
+        )
 
     if settings.weighting == "adaptive":
         weight = adaptive(here)
@@ -129,7 +145,11 @@ def forward_loss(
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         linear = -torch.minimum(advantage * ratio, advantage * clipped)
     proximal = bound * settings.beta * weight
-    from_anchor = torch.zeros_like(velocity) if velocity_anchor is None else velocity - velocity_anchor.to(velocity)
+    from_anchor = (
+        torch.zeros_like(velocity)
+        if velocity_anchor is None
+        else velocity - velocity_anchor.to(velocity)
+    )
     kl = mean(from_anchor.square())
     return ForwardTerms(
         loss=linear + proximal * deviation + anchor_weight * kl,
@@ -142,9 +162,13 @@ def forward_loss(
 
 
 def allowed_steps(settings: ForwardProcessConfig, table: TransitionTable) -> list[int]:
-    """Steps of the sampler at whose noise levels videos may be trained: those of its path must have drawn noise."""
+    """Steps of the sampler at whose noise levels videos may be trained: those of its
+    path must have drawn noise.
+    """
     steps = range(first_steps(table.num_steps, settings.within))
-    return [step for step in steps if settings.states == "noised" or table.trainable[step]]
+    return [
+        step for step in steps if settings.states == "noised" or table.trainable[step]
+    ]
 
 
 def level_steps(key: NoiseKey, steps: Sequence[int], count: int) -> list[int]:
@@ -154,7 +178,9 @@ def level_steps(key: NoiseKey, steps: Sequence[int], count: int) -> list[int]:
 
 
 def old_decay(share: float | Literal["rising", "late"], update: int) -> float:
-    """Share of itself that the old policy keeps after `update` updates; NVlabs' schedules 1 (rising) and 2 (late)."""
+    """Share of itself that the old policy keeps after `update` updates; NVlabs'
+    schedules 1 (rising) and 2 (late).
+    """
     if share == "rising":
         return min(0.001 * update, 0.5)
     if share == "late":
@@ -164,7 +190,8 @@ def old_decay(share: float | Literal["rising", "late"], update: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardLoss(VelocityLoss[ForwardTerms]):
-    """Loss of one level of every sample of a micro-batch: `forward_loss` of these arguments, (B, C, F, H, W) and (B,).
+    """Loss of one level of every sample of a micro-batch: `forward_loss` of these
+    arguments, (B, C, F, H, W) and (B,).
 
     anchor_weight: lambda w_pos. anchor_factor: what the KL to the anchor counts here.
     """
@@ -193,7 +220,10 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
 
     def unmoved(self) -> ForwardTerms:
         """As in `VelocityLoss`: A is 0, and v that of the old policy and of the anchor."""
-        return ForwardTerms(*[torch.zeros(len(self.sigma), device=self.latents.device)] * len(ForwardTerms._fields))
+        return ForwardTerms(
+            *[torch.zeros(len(self.sigma), device=self.latents.device)]
+            * len(ForwardTerms._fields)
+        )
 
 
 def check_path(config: RunConfig) -> None:
@@ -202,27 +232,40 @@ def check_path(config: RunConfig) -> None:
     rollout = config.rollout
     if config.samples_by_ode:
         raise ConfigError(
-            f"forward_process.states is path, but rollout.sde_type {rollout.sde_type!r} with eta {rollout.eta:g} draws "
-            "no noise, so that a state alone decides its video. Set rollout.sde_type to sage_exact, cps or another "
+            "forward_process.states is path, but rollout.sde_type "
+            f"{rollout.sde_type!r} with eta {rollout.eta:g} draws "
+            "no noise, so that a state alone decides its video. Set rollout.sde_type "
+            "to sage_exact, cps or another "
             "noisy sampler with eta > 0, or states to noised."
         )
-    guided = ("forward_process.sampling_guidance", process.sampling_guidance, (None,), "its path is the sampler's")
+    guided = (
+        "forward_process.sampling_guidance",
+        process.sampling_guidance,
+        (None,),
+        "its path is the sampler's",
+    )
     check_needs("forward_process.states path", "states to noised", [guided])
     tables = rollout_tables(rollout)
     fewest = min(len(allowed_steps(process, table)) for table in tables)
     if fewest < process.levels:
         raise ConfigError(
-            f"forward_process.levels is {process.levels}, but the sampler draws noise in {fewest} of the steps that "
-            f"forward_process.within {process.within:g} and rollout.sde_window leave. Lower levels, or widen them."
+            f"forward_process.levels is {process.levels}, but the sampler draws noise "
+            f"in {fewest} of the steps that "
+            f"forward_process.within {process.within:g} and rollout.sde_window leave. "
+            "Lower levels, or widen them."
         )
 
 
 class ForwardProcess(Objective):
-    """`training.update: forward_process`: the gradient of `forward_loss` over K levels of every video."""
+    """`training.update: forward_process`: the gradient of `forward_loss` over K levels
+    of every video.
+    """
 
     @staticmethod
     def check_config(config: RunConfig) -> None:
-        """As in `Objective`: settings of the sampler's steps have no meaning at noised videos."""
+        """As in `Objective`: settings of the sampler's steps have no meaning at noised
+        videos.
+        """
         training = config.training
         rollout = config.rollout
         objective = config.objective
@@ -231,7 +274,8 @@ class ForwardProcess(Objective):
             rollout.batch_size % training.updates_per_rollout == 0,
             "training.updates_per_rollout",
             training.updates_per_rollout,
-            f"a divisor of rollout.batch_size = {rollout.batch_size} with training.update forward_process, which "
+            f"a divisor of rollout.batch_size = {rollout.batch_size} with "
+            "training.update forward_process, which "
             "splits the videos",
         )
         needs: list[Need] = [
@@ -242,12 +286,25 @@ class ForwardProcess(Objective):
         ]
         if training.updates_per_rollout > 1:
             split = "several updates split the videos"
-            needs.append(("rollout.micro_batch_size", rollout.videos_at_once, (1,), split))
-            needs.append(("training.best_and_worst", training.best_and_worst, (0,), split))
+            needs.append(
+                ("rollout.micro_batch_size", rollout.videos_at_once, (1,), split)
+            )
+            needs.append(
+                ("training.best_and_worst", training.best_and_worst, (0,), split)
+            )
         if config.samples_by_ode:
             starts = "without the sampler's noise one start is one video"
-            needs.append(("rollout.initial_noise", rollout.initial_noise, ("own", "fixed"), starts))
-        check_needs("training.update forward_process", "training.update to two_phase", needs)
+            needs.append(
+                (
+                    "rollout.initial_noise",
+                    rollout.initial_noise,
+                    ("own", "fixed"),
+                    starts,
+                )
+            )
+        check_needs(
+            "training.update forward_process", "training.update to two_phase", needs
+        )
         if config.forward_process.states == "path":
             check_path(config)
 
@@ -255,10 +312,15 @@ class ForwardProcess(Objective):
     def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
         """As in `Objective`."""
         Objective.check_run(config, prompts_per_rollout)
-        if config.forward_process.states == "path" and config.rollout.guidance_scale != 1:
+        if (
+            config.forward_process.states == "path"
+            and config.rollout.guidance_scale != 1
+        ):
             logger.warning(
-                "forward_process.states path with rollout.guidance_scale %g: the guided velocity is not that of the "
-                "videos' distribution, and moves the policy for a reason that is not in the reward. Set "
+                "forward_process.states path with rollout.guidance_scale %g: the "
+                "guided velocity is not that of the "
+                "videos' distribution, and moves the policy for a reason that is not "
+                "in the reward. Set "
                 "rollout.guidance_scale to 1.",
                 config.rollout.guidance_scale,
             )
@@ -270,7 +332,9 @@ class ForwardProcess(Objective):
         self.keeps_steps = self.on_path
         # Not in later updates of a rollout, which has no velocities at the levels.
         self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
-        self.sampler = GuidedPolicy(self.policy.transformer, self.policy.uncond, config.sampling_guidance)
+        self.sampler = GuidedPolicy(
+            self.policy.transformer, self.policy.uncond, config.sampling_guidance
+        )
         self.old = None if self.process.old_decay is None else self.engine.snapshot()
         self.replay = Replay(parts=parts, split=config.training.guidance == "split")
 
@@ -278,29 +342,45 @@ class ForwardProcess(Objective):
         """As in `Objective`: levels."""
         return self.process.levels
 
-    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+    def orders(
+        self, keys: Sequence[NoiseKey], table: TransitionTable
+    ) -> list[list[int]]:
         """As in `Objective`: numbers of levels."""
         return [list(range(self.process.levels)) for _ in keys]
 
-    def mini_batches(self, scored: ScoredRollout) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
+    def mini_batches(
+        self, scored: ScoredRollout
+    ) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
         """As in `Objective`: all levels of some videos."""
         updates = self.training.updates_per_rollout
         positions = range(self.process.levels)
         turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
         for turn in range(updates):
             trained = scored.all_trained & (turns == turn)
-            # Where a reward has failed for all of a part, its update trains the rest once more.
-            yield replace(scored, all_trained=trained if trained.any() else scored.all_trained), positions
+            # Where a reward has failed for all of a part, its update trains the rest
+            # once more.
+            yield (
+                replace(
+                    scored, all_trained=trained if trained.any() else scored.all_trained
+                ),
+                positions,
+            )
 
     def measure(self, scored: ScoredRollout) -> None:
-        """As in `Objective`: velocities of the anchor, and of the old policy wherever the model will run."""
+        """As in `Objective`: velocities of the anchor, and of the old policy wherever
+        the model will run.
+        """
         anchor = self.measured_anchor
-        self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
+        self.anchor_velocities = self.replay.anchor_velocities(
+            anchor, scored, self.kl_factors, self._state
+        )
         if self.old is not None and not self.on_path:
             levels = range(self.process.levels)
             # Without an advantage too: the trust region pulls every trained video.
             wanted = wanted_passes(scored, [True] * len(levels))
-            self.old_velocities = self.replay.velocities(self.old, scored, wanted, levels, self._state)
+            self.old_velocities = self.replay.velocities(
+                self.old, scored, wanted, levels, self._state
+            )
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -309,12 +389,21 @@ class ForwardProcess(Objective):
         return latents, sigma
 
     def _steps(self, trajectory: Trajectory, position: int) -> list[int]:
-        """The step of every sample of a micro-batch whose noise level is its level number `position`."""
+        """The step of every sample of a micro-batch whose noise level is its level
+        number `position`.
+        """
         steps = allowed_steps(self.process, trajectory.table)
-        return [level_steps(key, steps, self.process.levels)[position] for key in trajectory.keys]
+        return [
+            level_steps(key, steps, self.process.levels)[position]
+            for key in trajectory.keys
+        ]
 
-    def _trained_at(self, trajectory: Trajectory, position: int) -> tuple[Tensor, Tensor, Tensor]:
-        """x_t and u (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level number `position` of every sample."""
+    def _trained_at(
+        self, trajectory: Trajectory, position: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x_t and u (B, C, F, H, W) and s (B,) float32 of a micro-batch, at level
+        number `position` of every sample.
+        """
         steps = self._steps(trajectory, position)
         x0 = trajectory.final
         sigma = step_sigma(trajectory.table, steps)
@@ -322,20 +411,36 @@ class ForwardProcess(Objective):
         if self.on_path:
             latents = at_steps(trajectory.latents, steps)
             return latents, (latents - x0) / share, sigma
-        noise = gaussian(trajectory.keys, position, tuple(x0.shape[1:]), stream=STREAM_FORWARD, device=x0.device)
+        noise = gaussian(
+            trajectory.keys,
+            position,
+            tuple(x0.shape[1:]),
+            stream=STREAM_FORWARD,
+            device=x0.device,
+        )
         return (1 - share) * x0 + share * noise, noise - x0, sigma
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> ForwardTerms:
+    def accumulate(
+        self, scored: ScoredRollout, positions: Sequence[int], update: int
+    ) -> ForwardTerms:
         """As in `Objective`."""
-        # Where v is that of the old policy and of the anchor, a video without advantage has no gradient.
-        wanted = wanted_passes(scored, [self.old is not None or self.measures(position) for position in positions])
+        # Where v is that of the old policy and of the anchor, a video without advantage
+        # has no gradient.
+        wanted = wanted_passes(
+            scored,
+            [self.old is not None or self.measures(position) for position in positions],
+        )
         return self.replay.accumulate(scored, wanted, positions, self._loss)
 
-    def _loss(self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> ForwardLoss:
+    def _loss(
+        self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place
+    ) -> ForwardLoss:
         latents, target, sigma = self._trained_at(trajectory, place[1])
         velocity_old = self.old_velocities.get(place)
         if self.on_path:
-            velocity_old = at_steps(trajectory.velocities, self._steps(trajectory, place[1]))
+            velocity_old = at_steps(
+                trajectory.velocities, self._steps(trajectory, place[1])
+            )
         return ForwardLoss(
             latents=latents,
             sigma=sigma,
@@ -351,12 +456,19 @@ class ForwardProcess(Objective):
     def moved(self, update: int) -> None:
         """As in `Objective`: after the last update of a rollout the old policy follows."""
         share = self.process.old_decay
-        if self.old is not None and share is not None and update % self.training.updates_per_rollout == 0:
+        if (
+            self.old is not None
+            and share is not None
+            and update % self.training.updates_per_rollout == 0
+        ):
             self.old.average(old_decay(share, update))
 
     def statistics(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
         """As in `Objective`."""
-        pulls = [float(column.mean()) for column in (terms.pull, terms.proximal_pull, terms.kl_pull)]
+        pulls = [
+            float(column.mean())
+            for column in (terms.pull, terms.proximal_pull, terms.kl_pull)
+        ]
         # They are all 0 where every advantage is and nothing has moved.
         total = sum(pulls) or 1.0
         kl = float(terms.kl_anchor.mean())

@@ -1,7 +1,8 @@
 """GRPO's loss on the steps of the sampler, whichever way its gradient is taken.
 
-`TwoPhase` runs the model again after the rollout, `SinglePass` takes the gradient during the rollout. Both leave the
-same sum in `.grad` and return the same `PolicyTerms`.
+`TwoPhase` runs the model again after the rollout, `SinglePass` takes the gradient
+during the rollout. Both leave the same sum in `.grad` and return the same
+`PolicyTerms`.
 
 Shapes: B samples of a micro-batch, N samples of a rollout, K trained steps per sample.
 """
@@ -26,23 +27,34 @@ from sage_fast.sde import TransitionTable
 logger = logging.getLogger(__name__)
 
 RATIO_TOLERANCE = 1e-6
-"""How far from 1 the first ratio of a run may be. It is 0 away: rollout and update compute the same function."""
+"""How far from 1 the first ratio of a run may be. It is 0 away: rollout and update
+compute the same function.
+"""
 
 
-def trained_steps(key: NoiseKey, table: TransitionTable, training: TrainingConfig) -> list[int]:
-    """The K trained steps of a sample in the order in which they are visited. Known before the rollout."""
+def trained_steps(
+    key: NoiseKey, table: TransitionTable, training: TrainingConfig
+) -> list[int]:
+    """The K trained steps of a sample in the order in which they are visited. Known
+    before the rollout.
+    """
     trainable = table.trainable.nonzero().flatten().tolist()
-    return step_order(key, trainable, training.timestep_fraction, training.permute_timesteps)
+    return step_order(
+        key, trainable, training.timestep_fraction, training.permute_timesteps
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss(VelocityLoss[PolicyTerms]):
-    """Loss of one step of every sample of a micro-batch; the steps may differ from sample to sample.
+    """Loss of one step of every sample of a micro-batch; the steps may differ from
+    sample to sample.
 
-    keys, steps: B of each; they stand for the noise that the rollout drew. velocity_anchor: like the velocity; None if
-    the anchor is the rollout policy. advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
+    keys, steps: B of each; they stand for the noise that the rollout drew.
+    velocity_anchor: like the velocity; None if the anchor is the rollout policy.
+    advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
 
-    Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is the surrogate per unit advantage.
+    Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is
+    the surrogate per unit advantage.
     """
 
     kernels: Kernels
@@ -62,7 +74,9 @@ class StepLoss(VelocityLoss[PolicyTerms]):
         terms = self.kernels.policy_loss(
             velocity,
             self.known_velocity,
-            self.known_velocity if self.velocity_anchor is None else self.velocity_anchor,
+            self.known_velocity
+            if self.velocity_anchor is None
+            else self.velocity_anchor,
             noise_ids(self.keys, self.steps, velocity.device),
             step_columns(self.settings, self.table, self.steps, advantage),
             loss_settings(self.settings, self.kl_weight, self.position_factor),
@@ -71,7 +85,9 @@ class StepLoss(VelocityLoss[PolicyTerms]):
 
 
 class GRPO(Objective):
-    """The clipped surrogate of each trained step, with the KL terms of `objective.kl_mode`."""
+    """The clipped surrogate of each trained step, with the KL terms of
+    `objective.kl_mode`.
+    """
 
     _first_update = True
     """No update of this process has been verified."""
@@ -83,9 +99,12 @@ class GRPO(Objective):
         """As in `Objective`: without noise there is no log-probability."""
         if config.samples_by_ode:
             raise ConfigError(
-                f"rollout.sde_type = {config.rollout.sde_type!r} with eta = {config.rollout.eta} draws no noise, so "
-                "the policy has no log-probability and nothing can be trained. Choose sage_grpo, sage_exact, "
-                "dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the reference default), or "
+                f"rollout.sde_type = {config.rollout.sde_type!r} with eta = "
+                f"{config.rollout.eta} draws no noise, so "
+                "the policy has no log-probability and nothing can be trained. Choose "
+                "sage_grpo, sage_exact, "
+                "dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the "
+                "reference default), or "
                 "training.update forward_process, which needs no noise."
             )
         check_trainable_steps(config.rollout, config.training)
@@ -96,7 +115,8 @@ class GRPO(Objective):
         Objective.check_run(config, prompts_per_rollout)
         if degenerate := rollout_table(config.rollout, 0).degenerate:
             logger.warning(
-                "Steps %s of %s have no positive variance: they are deterministic and not trained.",
+                "Steps %s of %s have no positive variance: they are deterministic and "
+                "not trained.",
                 *(list(degenerate), config.rollout.sde_type),
             )
 
@@ -110,12 +130,16 @@ class GRPO(Objective):
         trainable = int(rollout_table(self.config.rollout, rollouts).trainable.sum())
         return num_trained(self.training.timestep_fraction, trainable)
 
-    def orders(self, keys: Sequence[NoiseKey], table: TransitionTable) -> list[list[int]]:
+    def orders(
+        self, keys: Sequence[NoiseKey], table: TransitionTable
+    ) -> list[list[int]]:
         """As in `Objective`."""
         return [trained_steps(key, table, self.training) for key in keys]
 
     def verify(self, terms: PolicyTerms, update: int) -> None:
-        """At the first update of a rollout the policy is the one that made it: a ratio other than 1 is a fault."""
+        """At the first update of a rollout the policy is the one that made it: a ratio
+        other than 1 is a fault.
+        """
         deviation = float((terms.ratio - 1).abs().max())
         if self._first_deviation is None:
             self._first_deviation = deviation
@@ -123,9 +147,12 @@ class GRPO(Objective):
         if self._first_update and self._first_deviation > RATIO_TOLERANCE:
             self.engine.zero_grad()
             raise TrainingError(
-                f"Update {update + 1}: the policy that is trained is not the one that made the rollout (their "
-                f"ratio differs from 1 by {deviation:.1e}). The weights were not changed. Compare with model.kernels "
-                "reference, model.forward stock and model.attention sdpa, one after the other, to find the part."
+                f"Update {update + 1}: the policy that is trained is not the one that "
+                "made the rollout (their "
+                f"ratio differs from 1 by {deviation:.1e}). The weights were not "
+                "changed. Compare with model.kernels "
+                "reference, model.forward stock and model.attention sdpa, one after "
+                "the other, to find the part."
             )
         self._first_update = False
 
@@ -148,5 +175,8 @@ class GRPO(Objective):
 
 def weighted_kl(terms: PolicyTerms, settings: ObjectiveConfig) -> float:
     """Mean of the weighted KL terms, which the KL weight's controller watches."""
-    kl = settings.kl_position_weight * terms.kl_position + settings.kl_velocity_weight * terms.kl_velocity
+    kl = (
+        settings.kl_position_weight * terms.kl_position
+        + settings.kl_velocity_weight * terms.kl_velocity
+    )
     return float(kl.mean())

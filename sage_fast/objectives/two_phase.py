@@ -1,4 +1,6 @@
-"""GRPO in two phases: first the rollout, then the model again at every trained step, this time with a graph."""
+"""GRPO in two phases: first the rollout, then the model again at every trained step,
+this time with a graph.
+"""
 
 import logging
 import math
@@ -22,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class TwoPhase(GRPO):
-    """`training.update: two_phase`. It also measures the KL's share of the gradient (`training.kl_share_every`)."""
+    """`training.update: two_phase`. It also measures the KL's share of the gradient
+    (`training.kl_share_every`).
+    """
 
     @staticmethod
     def check_config(config: RunConfig) -> None:
@@ -30,7 +34,8 @@ class TwoPhase(GRPO):
         GRPO.check_config(config)
         if config.training.kl_share_every and config.objective.kl_mode == "none":
             raise ConfigError(
-                f"training.kl_share_every is {config.training.kl_share_every}, but with objective.kl_mode none there "
+                f"training.kl_share_every is {config.training.kl_share_every}, but "
+                "with objective.kl_mode none there "
                 "is no KL. Set it to 0, or choose a KL mode."
             )
 
@@ -44,7 +49,9 @@ class TwoPhase(GRPO):
         """As in `Objective`: the anchor's velocities."""
         self._unmoved = True
         anchor = self.measured_anchor
-        self.anchor_velocities = self.replay.anchor_velocities(anchor, scored, self.kl_factors, self._state)
+        self.anchor_velocities = self.replay.anchor_velocities(
+            anchor, scored, self.kl_factors, self._state
+        )
 
     def _state(
         self, scored: ScoredRollout, rows: slice, trajectory: Trajectory, position: int
@@ -52,7 +59,9 @@ class TwoPhase(GRPO):
         steps = [order[position] for order in scored.orders[rows]]
         return at_steps(trajectory.latents, steps), step_sigma(trajectory.table, steps)
 
-    def accumulate(self, scored: ScoredRollout, positions: Sequence[int], update: int) -> PolicyTerms:
+    def accumulate(
+        self, scored: ScoredRollout, positions: Sequence[int], update: int
+    ) -> PolicyTerms:
         """As in `Objective`."""
         every = self.training.kl_share_every
         self._kl_share = {}
@@ -63,7 +72,8 @@ class TwoPhase(GRPO):
                 self._kl_share = {"kl/grad_share": share}
             else:
                 logger.warning(
-                    "Update %d: kl/grad_share is left out, because the rewards leave no gradient to compare the KL's "
+                    "Update %d: kl/grad_share is left out, because the rewards leave "
+                    "no gradient to compare the KL's "
                     "with (all advantages are 0).",
                     update + 1,
                 )
@@ -72,12 +82,20 @@ class TwoPhase(GRPO):
         self._unmoved = False
         return terms
 
-    def _sum(self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float) -> PolicyTerms:
+    def _sum(
+        self, scored: ScoredRollout, positions: Sequence[int], kl_weight: float
+    ) -> PolicyTerms:
         """Add and return as `accumulate` does; the weights stay as they are."""
-        # Once the policy has moved, the ratio and the KL of every video have values that only its velocity tells.
-        pulls = [not self._unmoved or kl_pulls(self.settings, anchor_behind=self.measures(p)) for p in positions]
+        # Once the policy has moved, the ratio and the KL of every video have values
+        # that only its velocity tells.
+        pulls = [
+            not self._unmoved or kl_pulls(self.settings, anchor_behind=self.measures(p))
+            for p in positions
+        ]
 
-        def loss_at(scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place) -> StepLoss:
+        def loss_at(
+            scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place
+        ) -> StepLoss:
             steps = [order[place[1]] for order in scored.orders[rows]]
             return StepLoss(
                 kernels=self.kernels,
@@ -95,16 +113,21 @@ class TwoPhase(GRPO):
             )
 
         wanted = wanted_passes(scored, pulls)
-        return self.replay.accumulate(scored, wanted, positions, loss_at, unmoved=self._unmoved)
+        return self.replay.accumulate(
+            scored, wanted, positions, loss_at, unmoved=self._unmoved
+        )
 
     def kl_share(self, scored: ScoredRollout, positions: Sequence[int]) -> float:
-        """Norm of the KL's part of an update's gradient over that of the surrogate's. Collective; `.grad` stays empty.
+        """Norm of the KL's part of an update's gradient over that of the surrogate's.
+        Collective; `.grad` stays empty.
 
-        Without advantages only the KL is left of the loss, without lambda only the surrogate: two passes. Infinite if
-        the surrogate has no gradient.
+        Without advantages only the KL is left of the loss, without lambda only the
+        surrogate: two passes. Infinite if the surrogate has no gradient.
         """
         scored = replace(scored, second_half=None)
-        without_advantage = replace(scored, all_advantages=torch.zeros_like(scored.all_advantages))
+        without_advantage = replace(
+            scored, all_advantages=torch.zeros_like(scored.all_advantages)
+        )
         norms = []
         for part, weight in ((without_advantage, self.kl_weight.weight), (scored, 0.0)):
             self._sum(part, positions, weight)

@@ -1,7 +1,8 @@
 """Ceilings of a device, and seconds from a cost.
 
-The H200's are measured, the H100's measured or published. Other GPUs are assumed to reach the share of their vendor's
-figures that the H100 reaches (798 of 989 TFLOP/s, 3.0 of 3.35 TB/s). Cards without NVLink exchange over PCIe.
+The H200's are measured, the H100's measured or published. Other GPUs are assumed to
+reach the share of their vendor's figures that the H100 reaches (798 of 989 TFLOP/s, 3.0
+of 3.35 TB/s). Cards without NVLink exchange over PCIe.
 """
 
 import math
@@ -24,31 +25,40 @@ ELEMENTWISE_SHARE = 0.8
 """Share of each ceiling that a run is assumed to reach."""
 
 CONVOLUTION_SHARE = 0.5
-"""Share of the products' ceiling that a decoder's convolutions reach: measured on an H200 with HunyuanVideo-1.5's in
-float16 (benchmarks/results/nvidia-h200). Other autoencoders are assumed to reach it too."""
+"""Share of the products' ceiling that a decoder's convolutions reach: measured on an
+H200 with HunyuanVideo-1.5's in float16 (benchmarks/results/nvidia-h200). Other
+autoencoders are assumed to reach it too.
+"""
 
 LINK_SHARE = 0.8
-"""Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that collectives are assumed to reach."""
+"""Share of NVLink's nominal bandwidth (450 GB/s in each direction of an H100) that
+collectives are assumed to reach.
+"""
 
 ADAPTER = 46.0
-"""GB/s of a network adapter of 400 Gbit/s, one per GPU: NCCL's developers say to expect 46 to 48 (NVIDIA/nccl-tests,
-issue 290). Those of an A100 are assumed to have 200 Gbit/s."""
+"""GB/s of a network adapter of 400 Gbit/s, one per GPU: NCCL's developers say to expect
+46 to 48 (NVIDIA/nccl-tests, issue 290). Those of an A100 are assumed to have 200
+Gbit/s.
+"""
 
 _PRODUCT = 798 / 989
 _BANDWIDTH = 3.0 / 3.35
 _BACKWARD = 0.866
-"""FlashAttention's backward over forward speed on an H100, both counted as the formulas do: 561 / 648, 516 / 595."""
+"""FlashAttention's backward over forward speed on an H100, both counted as the formulas
+do: 561 / 648, 516 / 595.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """Ceilings of one device.
 
-    memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and in float32 without TF32.
-    attention: backend -> TFLOP/s forward and backward (five products) in bfloat16, head dimension 128; the first one is
-    what `auto` is taken for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to others of its
-    node, network: to other nodes, both in one direction and as collectives reach them. source: where the figures are
-    from.
+    memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and
+    in float32 without TF32. attention: backend -> TFLOP/s forward and backward (five
+    products) in bfloat16, head dimension 128; the first one is what `auto` is taken
+    for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to
+    others of its node, network: to other nodes, both in one direction and as
+    collectives reach them. source: where the figures are from.
 
     Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
     """
@@ -68,14 +78,29 @@ class Device:
         return self.link > 0
 
     def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
-        """FLOP/s of products, of attention forward and backward, and the backend that was taken."""
+        """FLOP/s of products, of attention forward and backward, and the backend that
+        was taken.
+        """
         if dtype == "float32":
             product = self.matmul_float32 * 1e12
-            return product, product / 2, product / 2, "float32 attention at half the rate of products"
-        kin = "flash2" if backend in ("sdpa", "xformers") else backend  # both run its kernels
-        chosen = next(name for name in (backend, kin, *self.attention) if name in self.attention)
+            return (
+                product,
+                product / 2,
+                product / 2,
+                "float32 attention at half the rate of products",
+            )
+        # both run its kernels
+        kin = "flash2" if backend in ("sdpa", "xformers") else backend
+        chosen = next(
+            name for name in (backend, kin, *self.attention) if name in self.attention
+        )
         forward, backward = self.attention[chosen]
-        return self.matmul * 1e12, forward * 1e12, backward * 1e12, f"{chosen} {forward:.0f}/{backward:.0f} TFLOP/s"
+        return (
+            self.matmul * 1e12,
+            forward * 1e12,
+            backward * 1e12,
+            f"{chosen} {forward:.0f}/{backward:.0f} TFLOP/s",
+        )
 
     def seconds(self, cost: Cost, dtype: str, backend: str) -> tuple[float, float]:
         """(predicted, at the ceilings) seconds of a cost."""
@@ -83,14 +108,23 @@ class Device:
         linear = cost.linear / product
         attention = cost.attention / forward + cost.attention_backward / backward
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
-        predicted = linear / LINEAR_SHARE + attention / ATTENTION_SHARE + elementwise / ELEMENTWISE_SHARE
+        predicted = (
+            linear / LINEAR_SHARE
+            + attention / ATTENTION_SHARE
+            + elementwise / ELEMENTWISE_SHARE
+        )
         return predicted, linear + attention + elementwise
 
     def decode_seconds(self, cost: Cost, dtype: str) -> tuple[float, float]:
-        """(predicted, at the ceilings) seconds of decoding, whose linear work is convolutions."""
-        # By torch's default cuDNN computes float32 convolutions in TF32, at half the rate of 16 bits.
+        """(predicted, at the ceilings) seconds of decoding, whose linear work is
+        convolutions.
+        """
+        # By torch's default cuDNN computes float32 convolutions in TF32, at half the
+        # rate of 16 bits.
         half = dtype == "float32" and self.is_gpu
-        convolutions = cost.linear / (self.matmul * 1e12 / 2 if half else self.rates(dtype, "sdpa")[0])
+        convolutions = cost.linear / (
+            self.matmul * 1e12 / 2 if half else self.rates(dtype, "sdpa")[0]
+        )
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
         predicted = convolutions / CONVOLUTION_SHARE + elementwise / ELEMENTWISE_SHARE
         return predicted, convolutions + elementwise
@@ -101,7 +135,11 @@ _H100 = Device(
     memory_gb=80,
     matmul=798,
     matmul_float32=67 * _PRODUCT,
-    attention={"cudnn": (595.0, 516.0), "flash3": (648.0, 561.0), "flash2": (370.0, 322.0)},
+    attention={
+        "cudnn": (595.0, 516.0),
+        "flash3": (648.0, 561.0),
+        "flash2": (370.0, 322.0),
+    },
     bandwidth=3.0,
     link=LINK_SHARE * 450,
     network=ADAPTER,
@@ -111,8 +149,17 @@ _H100 = Device(
 GIB = 2**30 / 1e9
 
 
-def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, bandwidth: float, link: float) -> Device:
-    """A card of the vendor's dense bfloat16 and float32 TFLOP/s, TB/s, and GB/s of PCIe or NVLink; nothing measured."""
+def _card(
+    name: str,
+    memory_gib: int,
+    matmul: float,
+    matmul_float32: float,
+    bandwidth: float,
+    link: float,
+) -> Device:
+    """A card of the vendor's dense bfloat16 and float32 TFLOP/s, TB/s, and GB/s of PCIe
+    or NVLink; nothing measured.
+    """
     return Device(
         name=name,
         memory_gb=memory_gib * GIB,
@@ -122,7 +169,10 @@ def _card(name: str, memory_gib: int, matmul: float, matmul_float32: float, band
         bandwidth=bandwidth * _BANDWIDTH,
         link=LINK_SHARE * link,
         network=ADAPTER / 2,
-        source=f"the vendor's {matmul:g} TFLOP/s and {bandwidth:g} TB/s, in shares that an H100 and an A100 reach",
+        source=(
+            f"the vendor's {matmul:g} TFLOP/s and {bandwidth:g} TB/s, in shares that "
+            "an H100 and an A100 reach"
+        ),
     )
 
 
@@ -134,27 +184,45 @@ DEVICES = {
         memory_gb=141,
         matmul=804,
         # By torch 2.11. FlashAttention-3's is the H100's.
-        attention={"cudnn": (639.0, 565.0), "flash2": (368.0, 315.0), "flash3": (648.0, 561.0)},
+        attention={
+            "cudnn": (639.0, 565.0),
+            "flash2": (368.0, 315.0),
+            "flash3": (648.0, 561.0),
+        },
         bandwidth=4.24,
-        source="bfloat16 product, copy and attention measured (benchmarks/results/nvidia-h200)",
+        source=(
+            "bfloat16 product, copy and attention measured "
+            "(benchmarks/results/nvidia-h200)"
+        ),
     ),
     "a100": replace(
         _card("A100 SXM 80 GB", 80, 312, 19.5, 2.04, 300),
         memory_gb=80,
-        source="0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of 312 (arXiv 2307.08691)",
+        source=(
+            "0.81 of the vendor's 312 TFLOP/s, 0.9 of 2.04 TB/s; attention 0.73 of "
+            "312 (arXiv 2307.08691)"
+        ),
     ),
     "b200": Device(
         name="B200",
         memory_gb=180,
         matmul=2250 * _PRODUCT,
         matmul_float32=80 * _PRODUCT,
-        attention={"flash4": (1600, 1600 * _BACKWARD), "cudnn": (1230, 1230 * _BACKWARD), "flash2": (370.0, 322.0)},
+        attention={
+            "flash4": (1600, 1600 * _BACKWARD),
+            "cudnn": (1230, 1230 * _BACKWARD),
+            "flash2": (370.0, 322.0),
+        },
         bandwidth=8.0 * _BANDWIDTH,
         link=LINK_SHARE * 900,
         network=ADAPTER,
-        source="0.81 of the vendor's 2250 TFLOP/s, 0.9 of 8 TB/s; attention 0.71 of 2250 (FlashAttention-4's abstract)",
+        source=(
+            "0.81 of the vendor's 2250 TFLOP/s, 0.9 of 8 TB/s; attention 0.71 of 2250 "
+            "(FlashAttention-4's abstract)"
+        ),
     ),
-    # NVIDIA's whitepapers on Ada (AD102) and RTX Blackwell, products summed in float32; datasheet of the L40S.
+    # NVIDIA's whitepapers on Ada (AD102) and RTX Blackwell, products summed in float32;
+    # datasheet of the L40S.
     "rtx4090": _card("RTX 4090", 24, 165.2, 82.6, 1.008, 32),
     "rtx5090": _card("RTX 5090", 32, 209.5, 104.8, 1.792, 64),
     "l40s": _card("L40S", 48, 362.05, 91.6, 0.864, 32),
@@ -170,7 +238,8 @@ def measure_cpu(memory_gb: float) -> Device:
     target = torch.zeros(2**24)
     # The best of three, after one that warms up.
     multiplying, copying = (
-        min(timeit.repeat(work, number=1, repeat=4)[1:]) for work in (lambda: a @ a, lambda: target.copy_(source))
+        min(timeit.repeat(work, number=1, repeat=4)[1:])
+        for work in (lambda: a @ a, lambda: target.copy_(source))
     )
     # A product of n x n matrices is 2 n^3 FLOPs; a copy reads every byte and writes it.
     product = 2 * 768**3 / multiplying / 1e12
@@ -207,16 +276,23 @@ def choose_device(name: str | None, device: str, width: int) -> Device:
 
 
 def key_of(gpu: str) -> str | None:
-    """Key of `DEVICES` for the name that torch has for a GPU; None for a kind that no plan counts."""
+    """Key of `DEVICES` for the name that torch has for a GPU; None for a kind that no
+    plan counts.
+    """
     # Without spaces, so that "NVIDIA GeForce RTX 4090" holds the key "rtx4090".
     return next((key for key in DEVICES if key in gpu.lower().replace(" ", "")), None)
 
 
 def gpu_memory_gb(device: torch.device | str) -> float:
-    """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind counts, which the vendor names."""
+    """1e9 bytes that may be planned with on a GPU: no more than a plan of its kind
+    counts, which the vendor names.
+    """
     properties = torch.cuda.get_device_properties(device)
     key = key_of(properties.name)
-    return min(properties.total_memory / 1e9, math.inf if key is None else DEVICES[key].memory_gb)
+    return min(
+        properties.total_memory / 1e9,
+        math.inf if key is None else DEVICES[key].memory_gb,
+    )
 
 
 def host_memory() -> int | None:

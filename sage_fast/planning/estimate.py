@@ -1,5 +1,5 @@
-"""The plan of a configuration: memory by phase, work, exchange and predicted time on each GPU, and changes that save
-memory. Nothing is loaded.
+"""The plan of a configuration: memory by phase, work, exchange and predicted time on
+each GPU, and changes that save memory. Nothing is loaded.
 
 plan = make_plan(load_config("hv15_480p_lora_1gpu"), DEVICES["h100"])
 plan.memory.peak, plan.seconds_per_video
@@ -27,7 +27,14 @@ from sage_fast.models.hub import stored_bytes
 from sage_fast.planning.communication import waiting
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
-from sage_fast.planning.memory import CUDA_RUNTIME, FRAGMENTATION, GB, PICTURES, MemoryPlan, checkpoint_bytes
+from sage_fast.planning.memory import (
+    CUDA_RUNTIME,
+    FRAGMENTATION,
+    GB,
+    PICTURES,
+    MemoryPlan,
+    checkpoint_bytes,
+)
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import count_weights, gathered_weights
 from sage_fast.planning.work import Visits, visits
@@ -38,7 +45,9 @@ from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_pro
 logger = logging.getLogger(__name__)
 
 FULL_CALL = 16_384
-"""Video tokens of a call from which on a GPU counts as busy: more videos at once take memory and save no time."""
+"""Video tokens of a call from which on a GPU counts as busy: more videos at once take
+memory and save no time.
+"""
 
 SAFE_SHARE = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
@@ -50,8 +59,9 @@ _words = cache(word_count)  # a plan with options asks many times
 class Phase:
     """One phase of an iteration, per video, on each of the GPUs that share the video.
 
-    cost: work of one GPU. predicted, bound: seconds, as predicted and with the computation at its ceilings; both hold
-    `waiting`, the seconds in which a rank computes nothing because of an exchange or of a slower rank.
+    cost: work of one GPU. predicted, bound: seconds, as predicted and with the
+    computation at its ceilings; both hold `waiting`, the seconds in which a rank
+    computes nothing because of an exchange or of a slower rank.
 
     Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
     """
@@ -65,9 +75,11 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Encoding of the prompts that a run uses, at its first start; what the cache holds is not encoded again.
+    """Encoding of the prompts that a run uses, at its first start; what the cache holds
+    is not encoded again.
 
-    size: bytes in the cache. seconds: of the processes together, without loading the encoders.
+    size: bytes in the cache. seconds: of the processes together, without loading the
+    encoders.
 
     Example: `Encoding(prompts=1625, flops=6.6e15, size=2.5e9, seconds=9.2)`
     """
@@ -78,10 +90,14 @@ class Encoding:
     seconds: float
 
 
-def plan_encoding(config: RunConfig, device: Device, description: ModelDescription, gpus: int) -> Encoding | None:
+def plan_encoding(
+    config: RunConfig, device: Device, description: ModelDescription, gpus: int
+) -> Encoding | None:
     """None where encoding costs nothing, or the prompts are not here."""
     files = config.data.prompts, config.evaluation.prompts
-    if not description.encoding(1)[0] or any(isinstance(file, str) and not Path(file).is_file() for file in files):
+    if not description.encoding(1)[0] or any(
+        isinstance(file, str) and not Path(file).is_file() for file in files
+    ):
         return None
     from sage_fast.trainer import used_prompts  # imports all that a run needs
 
@@ -99,11 +115,13 @@ def plan_encoding(config: RunConfig, device: Device, description: ModelDescripti
 class Plan(MemoryPlan):
     """Memory, work and time of a configuration.
 
-    forward: closed form of one packed forward of one sample. phases: per video, with the optimizer and what is
-    exchanged once divided by the videos of a rollout; `evaluation`, once per `evaluation.every` updates, is not among
-    them. longest: of the prompts that ranks sample at a time, over the mean length; expected. waits: seconds by phase
-    in which tokens and heads are exchanged, per rollout and its updates. seconds_per_evaluation: None without one.
-    checkpoint: bytes of one that each GPU writes. encoding: at the first start; None where its prompts are not here.
+    forward: closed form of one packed forward of one sample. phases: per video, with
+    the optimizer and what is exchanged once divided by the videos of a rollout;
+    `evaluation`, once per `evaluation.every` updates, is not among them. longest: of
+    the prompts that ranks sample at a time, over the mean length; expected. waits:
+    seconds by phase in which tokens and heads are exchanged, per rollout and its
+    updates. seconds_per_evaluation: None without one. checkpoint: bytes of one that
+    each GPU writes. encoding: at the first start; None where its prompts are not here.
     """
 
     device: Device
@@ -124,8 +142,14 @@ class Plan(MemoryPlan):
 
     @property
     def evaluation_per_video(self) -> float:
-        """Seconds of evaluations, dealt out to the videos that are trained between two of them."""
-        every = self.config.evaluation.every * self.config.rollout.batch_size / self.config.training.updates_per_rollout
+        """Seconds of evaluations, dealt out to the videos that are trained between two
+        of them.
+        """
+        every = (
+            self.config.evaluation.every
+            * self.config.rollout.batch_size
+            / self.config.training.updates_per_rollout
+        )
         return (self.seconds_per_evaluation or 0.0) / max(every, 1)
 
     @property
@@ -156,15 +180,18 @@ def make_memory_plan(
     """The part of `make_plan` that is about memory; it needs no ceilings of a device.
 
     Args:
-        memory_gb: 1e9 bytes that the device has; it decides whether gathered weights stay.
+        memory_gb: 1e9 bytes that the device has; it decides whether gathered weights
+            stay.
         limit_gb: 1e9 bytes that may be used; None means all of them.
 
     Returns:
-        The plan. Its `config` has what fits instead of `auto` for `model.checkpointing` and
-        `rollout.micro_batch_size`, and a number for `model.decode_memory_gib: auto` where a whole video fits.
+        The plan. Its `config` has what fits instead of `auto` for `model.checkpointing`
+        and `rollout.micro_batch_size`, and a number for `model.decode_memory_gib: auto`
+        where a whole video fits.
 
     Raises:
-        ConfigError: the model, the size of the videos or the options do not fit each other.
+        ConfigError: the model, the size of the videos or the options do not fit each
+            other.
     """
     description = description or describe_model(config.model)
     if runtime is None:
@@ -174,21 +201,37 @@ def make_memory_plan(
     limit_gb = memory_gb if limit_gb is None else limit_gb
     room = SAFE_SHARE * limit_gb * GB
     try:
-        latent = description.latent_shape(config.video.num_frames, config.video.height, config.video.width)
+        latent = description.latent_shape(
+            config.video.num_frames, config.video.height, config.video.width
+        )
         heads = description.transformer["num_attention_heads"]
         layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
         memory = min(memory_gb, limit_gb) * 1e9
-        gathered = gathered_weights(config, weights, description.num_layers, layout, memory)
-        # A configuration that a run refuses is not planned. It may be launched as one process of a group.
+        gathered = gathered_weights(
+            config, weights, description.num_layers, layout, memory
+        )
+        # A configuration that a run refuses is not planned. It may be launched as one
+        # process of a group.
         sections = config.distributed, config.model, config.training
         check_gathering(*sections, launched=True, shards=layout.weight_shards)
         if gathered.sharded and gathered.keep == "never" and layout.shard > 1:
-            check_steps_agree(config.distributed, config.training, config.objective.kl_position_fraction)
+            check_steps_agree(
+                config.distributed,
+                config.training,
+                config.objective.kl_position_fraction,
+            )
         # Weights whose files are here; for the others the reward's own figure counts.
         if sizes is None:
-            folders = {name: costs.folder for name, costs in reward_costs(config.reward, config.video).items()}
-            sizes = {name: stored_bytes(folder) / 1e9 for name, folder in folders.items() if folder is not None}
+            folders = {
+                name: costs.folder
+                for name, costs in reward_costs(config.reward, config.video).items()
+            }
+            sizes = {
+                name: stored_bytes(folder) / 1e9
+                for name, folder in folders.items()
+                if folder is not None
+            }
         plan = MemoryPlan(
             asked=config,
             config=config,
@@ -209,14 +252,20 @@ def make_memory_plan(
         decode = plan.memory.phases["decode"]  # with what `auto` is without a plan
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    # A video is decoded whole if that fits beside what the phase holds anyway, and in tiles if not.
+    # A video is decoded whole if that fits beside what the phase holds anyway, and in
+    # tiles if not.
     if on_gpu and config.model.decode_memory_gib == "auto":
         whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
-        if needed > decode.decoding and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room:
+        if (
+            needed > decode.decoding
+            and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room
+        ):
             # Rounded up, or the video would exceed its own limit.
             limit = float(math.ceil(needed / 2**30))
-            plan = replace(plan, config=_changed(plan.config, ("model.decode_memory_gib", limit)))
+            plan = replace(
+                plan, config=_changed(plan.config, ("model.decode_memory_gib", limit))
+            )
     return plan
 
 
@@ -227,62 +276,98 @@ Change = tuple[str, Any]
 def _changed(config: RunConfig, *changes: Change) -> RunConfig:
     for key, value in changes:
         section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+        config = replace(
+            config, **{section: replace(getattr(config, section), **{name: value})}
+        )
     return config
 
 
 def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
-    """With the checkpointing that computes least again among those whose passes fit `room` bytes, for `auto`."""
+    """With the checkpointing that computes least again among those whose passes fit
+    `room` bytes, for `auto`.
+    """
     for checkpointing in ("feed_forward", "selective", "full"):
-        plan = replace(plan, config=_changed(plan.config, ("model.checkpointing", checkpointing)))
+        plan = replace(
+            plan, config=_changed(plan.config, ("model.checkpointing", checkpointing))
+        )
         # `full` keeps least: it is taken whether it fits or not.
-        if checkpointing == "full" or max(plan.memory.phases[name].total for name in ("rollout", "update")) <= room:
+        if (
+            checkpointing == "full"
+            or max(plan.memory.phases[name].total for name in ("rollout", "update"))
+            <= room
+        ):
             break
     return plan
 
 
 def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
-    """With the fewest videos of a group at once that fill the GPU, as far as they fit `room` bytes, for `auto`."""
+    """With the fewest videos of a group at once that fill the GPU, as far as they fit
+    `room` bytes, for `auto`.
+    """
     rollout = plan.config.rollout
     training = plan.config.training
     size = 1
     group = math.gcd(rollout.batch_size, rollout.num_generations)
-    plan = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
+    plan = replace(
+        plan, config=_changed(plan.config, ("rollout.micro_batch_size", size))
+    )
     # Several updates by the forward process split the videos.
-    one_by_one = training.update == "forward_process" and training.updates_per_rollout > 1
+    one_by_one = (
+        training.update == "forward_process" and training.updates_per_rollout > 1
+    )
     while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
         # Divisors of the group alone, so that no micro-batch mixes prompts.
         size = next(count for count in range(size + 1, group + 1) if group % count == 0)
-        larger = replace(plan, config=_changed(plan.config, ("rollout.micro_batch_size", size)))
-        if max(larger.memory.phases[name].total for name in ("rollout", "decode", "update")) > room:
+        larger = replace(
+            plan, config=_changed(plan.config, ("rollout.micro_batch_size", size))
+        )
+        if (
+            max(
+                larger.memory.phases[name].total
+                for name in ("rollout", "decode", "update")
+            )
+            > room
+        ):
             break
         plan = larger
     return plan
 
 
 def settle_memory(config: RunConfig) -> RunConfig:
-    """With what the plan has room for on this process's GPU instead of `auto`: what blocks keep, how to decode, how
-    many videos at once.
+    """With what the plan has room for on this process's GPU instead of `auto`: what
+    blocks keep, how to decode, how many videos at once.
 
-    It depends on the configuration and on the size of the GPU, not on what is free at the moment: every rank of a run,
-    and the run after it has been resumed, computes alike. Ranks whose GPUs differ are refused by `start_world`.
+    It depends on the configuration and on the size of the GPU, not on what is free at
+    the moment: every rank of a run, and the run after it has been resumed, computes
+    alike. Ranks whose GPUs differ are refused by `start_world`.
     """
     model = config.model
     device = rank_device(model.device)
-    asked = (model.decode_memory_gib, model.checkpointing, config.rollout.micro_batch_size)
+    asked = (
+        model.decode_memory_gib,
+        model.checkpointing,
+        config.rollout.micro_batch_size,
+    )
     if "auto" not in asked or device.type != "cuda":
         return config
     try:
-        settled = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=gpu_memory_gb(device)).config
+        settled = make_memory_plan(
+            config, on_gpu=True, gpus=world_size(), memory_gb=gpu_memory_gb(device)
+        ).config
     except ConfigError:
         return config  # what cannot be planned is computed as without a plan
     if model.checkpointing == "auto":
         logger.info("model.checkpointing auto: %s", settled.model.checkpointing)
     if config.rollout.micro_batch_size == "auto":
-        logger.info("rollout.micro_batch_size auto: %s", settled.rollout.micro_batch_size)
+        logger.info(
+            "rollout.micro_batch_size auto: %s", settled.rollout.micro_batch_size
+        )
     if model.decode_memory_gib == "auto":
         limit = settled.model.decode_memory_gib
-        logger.info("model.decode_memory_gib auto: %s", "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB")
+        logger.info(
+            "model.decode_memory_gib auto: %s",
+            "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB",
+        )
     return settled
 
 
@@ -300,14 +385,18 @@ def make_plan(
 
     Args:
         device: its ceilings.
-        gpus: processes, one per GPU, as the config's `distributed` section divides them.
+        gpus: processes, one per GPU, as the config's `distributed` section divides
+            them.
         memory_gb: 1e9 bytes that may be used; None means all of the device.
-        runtime: bytes of the process before anything is loaded; None means a CUDA context's, or this process's.
-        description: of the model; None asks the family.
-        sizes: gigabytes of the weights that are here, by reward; None looks for their files.
+        runtime: bytes of the process before anything is loaded; None means a CUDA
+            context's, or this process's. description: of the model; None asks the
+            family.
+        sizes: gigabytes of the weights that are here, by reward; None looks for their
+            files.
 
     Raises:
-        ConfigError: the model, the size of the videos or the options do not fit each other.
+        ConfigError: the model, the size of the videos or the options do not fit each
+            other.
     """
     held = make_memory_plan(
         config,
@@ -327,25 +416,40 @@ def make_plan(
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
     section = config.evaluation
     _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)
-    prompts = (section.num_prompts or len(load_eval_prompts(config))) if section.every else 0
+    prompts = (
+        (section.num_prompts or len(load_eval_prompts(config))) if section.every else 0
+    )
     # Of an evaluation, on the rank that has most of them.
-    batches = math.ceil(math.ceil(prompts * section.noises / section.batch_size) / layout.data_parallel)
+    batches = math.ceil(
+        math.ceil(prompts * section.noises / section.batch_size) / layout.data_parallel
+    )
     tokens = description.tokens(evaluated)
-    waits = waiting(held, visited, device, evaluation_tokens=tokens, eval_batches=batches)
+    waits = waiting(
+        held, visited, device, evaluation_tokens=tokens, eval_batches=batches
+    )
     longest = longest_prompt(config, layout.data_parallel)
-    forward = description.forward_work(description.transformer, held.video_tokens, description.text_tokens)
+    forward = description.forward_work(
+        description.transformer, held.video_tokens, description.text_tokens
+    )
     words = description.text_tokens - description.image_tokens
     # A picture has as many tokens for every prompt; only the words are more.
     longer = description.forward_work(
-        description.transformer, held.video_tokens, round(longest * words) + description.image_tokens
+        description.transformer,
+        held.video_tokens,
+        round(longest * words) + description.image_tokens,
     )
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None
     if section.every:
-        one, _ = device.seconds(held.calls.evaluation, config.compute_dtype, config.model.attention)
+        one, _ = device.seconds(
+            held.calls.evaluation, config.compute_dtype, config.model.attention
+        )
         # The ranks that share a video take turns at decoding.
         decoded = math.ceil(batches * section.batch_size / layout.sp)
-        scoring = sum(costs.seconds for costs in reward_costs(config.reward, config.evaluation_video).values())
+        scoring = sum(
+            costs.seconds
+            for costs in reward_costs(config.reward, config.evaluation_video).values()
+        )
         seconds_per_evaluation = batches * config.evaluation_steps * one
         seconds_per_evaluation += decoded * (decode_evaluated.predicted + scoring)
         seconds_per_evaluation += waits.get("evaluation", 0.0)
@@ -365,35 +469,58 @@ def make_plan(
 
 
 def longest_prompt(config: RunConfig, data_parallel: int) -> float:
-    """Expected length in words of the longest prompt among the ranks of a rollout, over the mean length.
+    """Expected length in words of the longest prompt among the ranks of a rollout, over
+    the mean length.
 
-    All ranks wait for the one that has it. 1 where a rollout has one prompt, or its prompts are not here.
+    All ranks wait for the one that has it. 1 where a rollout has one prompt, or its
+    prompts are not here.
     """
     groups = data_parallel * config.rollout.batch_size // config.rollout.num_generations
     prompts = config.data.prompts
-    if data_parallel == 1 or groups <= 1 or (isinstance(prompts, str) and not Path(prompts).is_file()):
+    if (
+        data_parallel == 1
+        or groups <= 1
+        or (isinstance(prompts, str) and not Path(prompts).is_file())
+    ):
         return 1.0
-    words = sorted(_words(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key))
-    # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups - ((n-1)/N)^groups.
+    words = sorted(
+        _words(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key)
+    )
+    # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups -
+    # ((n-1)/N)^groups.
     chances = [(n / len(words)) ** groups for n in range(len(words) + 1)]
-    longest = sum(count * (high - low) for count, (low, high) in zip(words, pairwise(chances), strict=True))
+    longest = sum(
+        count * (high - low)
+        for count, (low, high) in zip(words, pairwise(chances), strict=True)
+    )
     return max(1.0, longest * len(words) / max(1, sum(words)))
 
 
-def _decoding(held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int) -> tuple[bool, Phase]:
+def _decoding(
+    held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int
+) -> tuple[bool, Phase]:
     """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
     decoding = held.description.decoding(latent, videos, held.config.model, held.on_gpu)
     dtype = decoding.dtype or held.config.model.decode_dtype(held.on_gpu)
     flops, moved = held.description.decode_work(latent, decoding.tiled, dtype)
     cost = Cost(linear=flops, elementwise=moved)
     predicted, bound = device.decode_seconds(cost, dtype)
-    return decoding.tiled, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
+    return decoding.tiled, Phase(
+        name="decode", cost=cost, predicted=predicted, bound=bound
+    )
 
 
 def _phases(
-    held: MemoryPlan, device: Device, visited: Visits, decode: Phase, waits: Mapping[str, float], slower: float
+    held: MemoryPlan,
+    device: Device,
+    visited: Visits,
+    decode: Phase,
+    waits: Mapping[str, float],
+    slower: float,
 ) -> tuple[Phase, ...]:
-    """Phases per video; `slower` is the share by which the rank with the longest prompts computes longer."""
+    """Phases per video; `slower` is the share by which the rank with the longest
+    prompts computes longer.
+    """
     config = held.config
     weights = held.weights
     calls = held.calls
@@ -403,26 +530,42 @@ def _phases(
     updates = config.training.updates_per_rollout
 
     def phase(name: str, cost: Cost, slower: float = 0.0) -> Phase:
-        predicted, bound = device.seconds(cost, config.compute_dtype, config.model.attention)
+        predicted, bound = device.seconds(
+            cost, config.compute_dtype, config.model.attention
+        )
         wait = waits.get(name, 0.0) / videos + slower * predicted
-        return Phase(name=name, cost=cost, predicted=predicted + wait, bound=bound + wait, waiting=wait)
+        return Phase(
+            name=name,
+            cost=cost,
+            predicted=predicted + wait,
+            bound=bound + wait,
+            waiting=wait,
+        )
 
-    # The products of a second backward pass are those of a gradient's cost less a velocity's.
+    # The products of a second backward pass are those of a gradient's cost less a
+    # velocity's.
     second = calls.gradient + calls.velocity.times(-1.0)
     # A call is of a micro-batch, a phase of one video.
-    rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(visited.pass_steps / batch)
+    rollout = calls.sampling.times(visited.rollout / batch) + calls.gradient.times(
+        visited.pass_steps / batch
+    )
     rollout = rollout + second.times(visited.second_products / batch)
     # One of the two branches of a velocity.
     rollout = rollout + calls.velocity.times(visited.repeated / (2 * batch))
-    # Gradient, weight and moments are read, weight and moments written; clipping reads and writes the gradient. Shards
-    # are those of this rank, but the matrices that Muon makes orthogonal are whole.
+    # Gradient, weight and moments are read, weight and moments written; clipping reads
+    # and writes the gradient. Shards are those of this rank, but the matrices that Muon
+    # makes orthogonal are whole.
     shard = 1 / layout.weight_shards if config.training.mode == "full" else 1.0
     elementwise = 4.0 * (5 * weights.trained + 2 * weights.moments) * shard
     optimizer = Cost(linear=weights.muon_flops, elementwise=elementwise)
-    # The ranks that share videos decode and score a share of them each, once all are sampled.
+    # The ranks that share videos decode and score a share of them each, once all are
+    # sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
     seconds = {name: getattr(decode, name) * in_turn for name in ("predicted", "bound")}
-    scoring = sum(c.seconds for c in reward_costs(config.reward, config.video).values()) * in_turn
+    scoring = (
+        sum(c.seconds for c in reward_costs(config.reward, config.video).values())
+        * in_turn
+    )
     return (
         phase("rollout", rollout, slower),
         replace(decode, cost=decode.cost.times(in_turn), **seconds),
@@ -454,53 +597,77 @@ class Option:
     def overrides(self) -> str:
         """As words of the command line."""
         return " ".join(
-            f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}" for key, value in self.changes
+            f"--{key}={value:g}" if isinstance(value, float) else f"--{key}={value}"
+            for key, value in self.changes
         )
 
 
 def find_options(plan: Plan) -> list[Option]:
-    """Up to eight changes that save memory and leave what is computed as it is, the fastest first.
+    """Up to eight changes that save memory and leave what is computed as it is, the
+    fastest first.
 
-    Of a plan that fits: the single changes that save memory. Of one that does not: the single changes that make it fit,
-    or else one set of changes of which none can be left out; if even that does not fit, it needs least memory.
+    Of a plan that fits: the single changes that save memory. Of one that does not: the
+    single changes that make it fit, or else one set of changes of which none can be
+    left out; if even that does not fit, it needs least memory.
     """
-    single = [option for change in possible_changes(plan) if (option := _try(plan, (change,)))]
+    single = [
+        option for change in possible_changes(plan) if (option := _try(plan, (change,)))
+    ]
     if plan.fits:
         # What saves less than a hundredth is not worth a line.
-        helping = [option for option in single if option.plan.memory.peak < 0.99 * plan.memory.peak]
+        helping = [
+            option
+            for option in single
+            if option.plan.memory.peak < 0.99 * plan.memory.peak
+        ]
     else:
         helping = [option for option in single if option.plan.fits]
-        if single and not helping and (best := _together(plan, single)).plan.memory.peak < plan.memory.peak:
+        if (
+            single
+            and not helping
+            and (best := _together(plan, single)).plan.memory.peak < plan.memory.peak
+        ):
             helping = [best]
 
     return sorted(
         helping,
-        key=lambda option: (not NOT_TIMED.isdisjoint(dict(option.changes)), option.plan.seconds_per_video),
+        key=lambda option: (
+            not NOT_TIMED.isdisjoint(dict(option.changes)),
+            option.plan.seconds_per_video,
+        ),
     )[:8]
 
 
 def _together(plan: Plan, single: list[Option]) -> Option:
-    """All changes together, less those that are not needed to fit, or that save nothing where nothing fits."""
+    """All changes together, less those that are not needed to fit, or that save nothing
+    where nothing fits.
+    """
     # Of the values of a key the last one saves most.
     chosen: dict[str, Any] = {}
     best = single[0]
     for option in single:
         both = chosen | dict(option.changes)
-        if together := _try(plan, tuple(both.items())):  # None where it excludes an earlier one
+        # None where it excludes an earlier one
+        if together := _try(plan, tuple(both.items())):
             chosen = both
             best = together
-    # Leave out again what is not needed, the costliest first: the changes are in that order.
+    # Leave out again what is not needed, the costliest first: the changes are in that
+    # order.
     for key in list(chosen):
         fewer = {name: value for name, value in chosen.items() if name != key}
         found = _try(plan, tuple(fewer.items()))
-        if found is not None and (found.plan.fits or found.plan.memory.peak <= best.plan.memory.peak):
+        if found is not None and (
+            found.plan.fits or found.plan.memory.peak <= best.plan.memory.peak
+        ):
             chosen = fewer
             best = found
     return best
 
 
 def possible_changes(plan: Plan) -> Iterator[Change]:
-    """Single changes that may save memory and keep the result, those that cost most first."""
+    """Single changes that may save memory and keep the result, those that cost most
+    first.
+    """
     config = plan.asked
     model = config.model
     rollout = config.rollout
@@ -513,7 +680,9 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "training.update", UPDATES[config.training.update]
     # Only values that keep less than the present one.
     order = ["selective", "full"]
-    for value in order[order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :]:
+    for value in order[
+        order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :
+    ]:
         yield "model.checkpointing", value
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
@@ -522,13 +691,24 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
     sizes = [size for size in range(most - 1, 0, -1) if rollout.batch_size % size == 0]
     for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]):
         yield "rollout.micro_batch_size", size
-    if plan.gathered.sharded and plan.gathered.keep != "never" and not config.distributed.cpu_offload:
+    if (
+        plan.gathered.sharded
+        and plan.gathered.keep != "never"
+        and not config.distributed.cpu_offload
+    ):
         yield "distributed.keep_gathered", "never"
     if evaluation.every and evaluation.batch_size > 1:
-        yield from (("evaluation.batch_size", size) for size in sorted({1, max(1, evaluation.batch_size // 4)})[::-1])
+        yield from (
+            ("evaluation.batch_size", size)
+            for size in sorted({1, max(1, evaluation.batch_size // 4)})[::-1]
+        )
     # In GiB. A video that needs more than that is decoded in tiles.
     limits = (8.0, 1.0) if not plan.tiled else ()
-    yield from (("model.decode_memory_gib", size) for size in limits if size < (model.decode_limit_gib or math.inf))
+    yield from (
+        ("model.decode_memory_gib", size)
+        for size in limits
+        if size < (model.decode_limit_gib or math.inf)
+    )
     if plan.on_gpu and model.decode_dtype(True) == "float32":
         yield "model.vae_dtype", "auto"
     if plan.on_gpu and config.training.mode == "lora" and model.adaln != "offload":
@@ -538,8 +718,11 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
     """The option, or None where the configuration or a run refuses the changes."""
     given = dict(changes)
-    if given.get("distributed.cpu_offload") and plan.asked.distributed.keep_gathered in ("rollout", "always"):
-        given["distributed.keep_gathered"] = "auto"  # what is offloaded cannot stay on the GPU
+    if given.get(
+        "distributed.cpu_offload"
+    ) and plan.asked.distributed.keep_gathered in ("rollout", "always"):
+        # what is offloaded cannot stay on the GPU
+        given["distributed.keep_gathered"] = "auto"
     changes = tuple(given.items())
     try:
         changed = make_plan(
@@ -559,10 +742,18 @@ def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
 def resident_bytes() -> int:
     """Memory of this process with the libraries of a run imported."""
     # Optional packages take memory only where they are installed.
-    for name in ("sage_fast.run.run", "peft", "torch.utils.tensorboard", "matplotlib.figure", "av"):
+    for name in (
+        "sage_fast.run.run",
+        "peft",
+        "torch.utils.tensorboard",
+        "matplotlib.figure",
+        "av",
+    ):
         if importlib.util.find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
     if sys.platform != "linux":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # The second number is the resident set, in pages.
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )

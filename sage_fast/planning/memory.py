@@ -1,11 +1,13 @@
 """Memory of a run by component and phase, in bytes, on each of its GPUs.
 
-Exact: weights, adapters, gradients, optimizer state, copies, accumulators, trajectories (counted), and what graphs keep
-and what works beside them (traced on the meta device). Taken from elsewhere: weights beside the transformer, what
-decoding and scoring need, the runtime, NCCL's buffers, and a reserve for fragmentation.
+Exact: weights, adapters, gradients, optimizer state, copies, accumulators, trajectories
+(counted), and what graphs keep and what works beside them (traced on the meta device).
+Taken from elsewhere: weights beside the transformer, what decoding and scoring need,
+the runtime, NCCL's buffers, and a reserve for fragmentation.
 
-With weights over R ranks (`sharding/parallelize.py`) each holds 1/R of the weights, and with training.mode full of
-gradients, optimizer state, anchor and average. Kept and working memory of a call of the model is in `work.py`.
+With weights over R ranks (`sharding/parallelize.py`) each holds 1/R of the weights, and
+with training.mode full of gradients, optimizer state, anchor and average. Kept and
+working memory of a call of the model is in `work.py`.
 """
 
 import math
@@ -26,33 +28,56 @@ from sage_fast.objectives.base import second_half
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights
-from sage_fast.planning.work import Calls, keeps_old_policy, measures_old_policy, model_calls, most_groups
+from sage_fast.planning.work import (
+    Calls,
+    keeps_old_policy,
+    measures_old_policy,
+    model_calls,
+    most_groups,
+)
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
 
-PHASES = ("encode", "rollout", "decode", "reward", "anchor", "update", "optimizer", "evaluation")
+PHASES = (
+    "encode",
+    "rollout",
+    "decode",
+    "reward",
+    "anchor",
+    "update",
+    "optimizer",
+    "evaluation",
+)
 
 CUDA_RUNTIME = 1.5 * GB
 """CUDA context and libraries."""
 
 PICTURES = 0.1 * GB
-"""CPU memory of the pictures of an evaluation while they are drawn; measured with the toy run."""
+"""CPU memory of the pictures of an evaluation while they are drawn; measured with the
+toy run.
+"""
 
 PROCESS = 2.5 * GB
-"""CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and what is being read; assumed."""
+"""CPU memory of a process on a GPU, with the libraries of a run, a CUDA context and
+what is being read; assumed.
+"""
 
 FRAGMENTATION = 0.05
 CPU_FRAGMENTATION = 0.3
-"""Share of what comes and goes that the allocator is assumed to lose: a GPU's caching one, and the C library's, which
-keeps freed blocks of up to 32 MB. The latter is fitted to the toy run."""
+"""Share of what comes and goes that the allocator is assumed to lose: a GPU's caching
+one, and the C library's, which keeps freed blocks of up to 32 MB. The latter is fitted
+to the toy run.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """Bytes on each GPU in one phase, by what they hold. The fields are the rows of the plan, in its order.
+    """Bytes on each GPU in one phase, by what they hold. The fields are the rows of the
+    plan, in its order.
 
-    Example: `memory.phases["update"].kept_activations` is 14.9e9 for LoRA at 480x832x81 with split guidance.
+    Example: `memory.phases["update"].kept_activations` is 14.9e9 for LoRA at 480x832x81
+    with split guidance.
     """
 
     runtime: float = 0.0
@@ -83,7 +108,10 @@ class PhaseMemory:
 
     def parts(self) -> dict[str, float]:
         """Label -> bytes of every field."""
-        return {f.metadata.get("label", f.name.replace("_", " ")): getattr(self, f.name) for f in fields(self)}
+        return {
+            f.metadata.get("label", f.name.replace("_", " ")): getattr(self, f.name)
+            for f in fields(self)
+        }
 
     @property
     def total(self) -> float:
@@ -91,15 +119,27 @@ class PhaseMemory:
 
     def fragmented(self, on_gpu: bool) -> "PhaseMemory":
         """With the share of what comes and goes that the allocator loses."""
-        passing = self.kept_activations + self.working_set + self.decoding + self.optimizer_step
+        passing = (
+            self.kept_activations
+            + self.working_set
+            + self.decoding
+            + self.optimizer_step
+        )
         passing += self.weights_in_flight
-        passing += self.scoring if on_gpu else self.trajectories + self.anchor_velocities
-        return replace(self, fragmentation=(FRAGMENTATION if on_gpu else CPU_FRAGMENTATION) * passing)
+        passing += (
+            self.scoring if on_gpu else self.trajectories + self.anchor_velocities
+        )
+        return replace(
+            self,
+            fragmentation=(FRAGMENTATION if on_gpu else CPU_FRAGMENTATION) * passing,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of a run by phase, in the order of `PHASES`; phases that a run does not have are left out."""
+    """Memory of a run by phase, in the order of `PHASES`; phases that a run does not
+    have are left out.
+    """
 
     phases: Mapping[str, PhaseMemory]
 
@@ -124,9 +164,10 @@ class _Rewards(NamedTuple):
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
 
-    asked: the configuration that was planned; in `config` its `auto`s are settled. layout, gathered: how GPUs share the
-    work and the weights. sizes: gigabytes of the weights that are here, by reward. runtime: bytes of the process before
-    it loads anything. memory_limit: bytes that may be used.
+    asked: the configuration that was planned; in `config` its `auto`s are settled.
+    layout, gathered: how GPUs share the work and the weights. sizes: gigabytes of the
+    weights that are here, by reward. runtime: bytes of the process before it loads
+    anything. memory_limit: bytes that may be used.
     """
 
     asked: RunConfig
@@ -142,7 +183,9 @@ class MemoryPlan:
 
     def latent_of(self, video: VideoConfig) -> tuple[int, int, int, int]:
         """(C, F, H, W) of a video; ValueError for sizes that the decoder does not have."""
-        return self.description.latent_shape(video.num_frames, video.height, video.width)
+        return self.description.latent_shape(
+            video.num_frames, video.height, video.width
+        )
 
     @property
     def latent(self) -> tuple[int, int, int, int]:
@@ -169,15 +212,20 @@ class MemoryPlan:
         resident = self._resident
         gathered = self.gathered
         two_phase = config.training.update != "single_pass"
-        # Where sharded weights do not stay gathered, only a few blocks of them are in flight at a time.
+        # Where sharded weights do not stay gathered, only a few blocks of them are in
+        # flight at a time.
         without_gradient = replace(
             resident,
-            gathered_weights=gathered.whole if gathered.sharded and gathered.keep != "never" else 0.0,
+            gathered_weights=gathered.whole
+            if gathered.sharded and gathered.keep != "never"
+            else 0.0,
             weights_in_flight=gathered.flying if gathered.keep == "never" else 0.0,
         )
         # The trajectories, as large as they are when the rollout ends.
         sampling = replace(without_gradient, **self._produced)
-        decoding = self.description.decoding(self.latent, config.rollout.videos_at_once, config.model, self.on_gpu)
+        decoding = self.description.decoding(
+            self.latent, config.rollout.videos_at_once, config.model, self.on_gpu
+        )
         phases = {
             "encode": PhaseMemory(
                 runtime=self.runtime,
@@ -186,36 +234,66 @@ class MemoryPlan:
                 # A family may have loaded the transformer into CPU memory before.
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
-            "rollout": self._working(sampling, self.calls.sampling if two_phase else self.calls.gradient),
+            "rollout": self._working(
+                sampling, self.calls.sampling if two_phase else self.calls.gradient
+            ),
             "decode": replace(sampling, decoding=decoding.peak_bytes),
             "reward": replace(sampling, scoring=self._rewards.working),
         }
-        # The single pass measures the anchor within the rollout and keeps no velocity of it.
+        # The single pass measures the anchor within the rollout and keeps no velocity
+        # of it.
         velocities = self._kept_velocities if two_phase else 0.0
         if velocities:
-            phases["anchor"] = self._working(replace(sampling, anchor_velocities=velocities), self.calls.velocity)
+            phases["anchor"] = self._working(
+                replace(sampling, anchor_velocities=velocities), self.calls.velocity
+            )
         # A copy of the first half's is there until the gradient is summed.
         copies = 1 if second_half(config, self.layout.data_parallel) is None else 2
-        update = replace(resident, **self._produced, anchor_velocities=velocities, gradients=copies * self._state)
-        # AdamW's second moment is copied, on a CPU for `optimizer/eps_share` alone; the others go tensor by tensor.
-        stepping = self._state if config.optimizer.name == "adamw" else 16.0 * self.weights.largest
+        update = replace(
+            resident,
+            **self._produced,
+            anchor_velocities=velocities,
+            gradients=copies * self._state,
+        )
+        # AdamW's second moment is copied, on a CPU for `optimizer/eps_share` alone; the
+        # others go tensor by tensor.
+        stepping = (
+            self._state
+            if config.optimizer.name == "adamw"
+            else 16.0 * self.weights.largest
+        )
         # The single pass has added its accumulators up by then, and frees them.
-        step = replace(update, gradient_accumulators=0.0, gradients=self._state, optimizer_step=stepping)
+        step = replace(
+            update,
+            gradient_accumulators=0.0,
+            gradients=self._state,
+            optimizer_step=stepping,
+        )
         # The single pass runs no model here: its gradient is that of the rollout.
         if two_phase:
-            flying = gathered.summed + (0.0 if gathered.keep == "always" else gathered.flying)
-            update = self._working(replace(update, weights_in_flight=flying), self.calls.gradient)
+            flying = gathered.summed + (
+                0.0 if gathered.keep == "always" else gathered.flying
+            )
+            update = self._working(
+                replace(update, weights_in_flight=flying), self.calls.gradient
+            )
         phases |= {"update": update, "optimizer": step}
         if config.evaluation.every:
             phases["evaluation"] = self._evaluation(without_gradient)
-        return Memory(phases={name: phase.fragmented(self.on_gpu) for name, phase in phases.items()})
+        return Memory(
+            phases={
+                name: phase.fragmented(self.on_gpu) for name, phase in phases.items()
+            }
+        )
 
     @cached_property
     def loading(self) -> dict[str, float] | None:
-        """Bytes of CPU memory that a node of GPUs needs, at most, by what they hold; None on a CPU.
+        """Bytes of CPU memory that a node of GPUs needs, at most, by what they hold;
+        None on a CPU.
 
-        Transformer and text encoder are read from mapped files straight to the GPUs, shard by shard where they are
-        sharded. Files that were read stay in the kernel's cache for as long as there is room, which is not counted.
+        Transformer and text encoder are read from mapped files straight to the GPUs,
+        shard by shard where they are sharded. Files that were read stay in the kernel's
+        cache for as long as there is room, which is not counted.
         """
         if not self.on_gpu:
             return None
@@ -231,19 +309,30 @@ class MemoryPlan:
             rounded = self.weights.trained_pinned / self.weights.trained
             kept += rounded * checkpoint_bytes(self.config, self.weights) / layout.gpus
         # On the GPU from the first video on.
-        parts = {"processes": PROCESS, "video decoders": self.description.decoder_gb * GB}
+        parts = {
+            "processes": PROCESS,
+            "video decoders": self.description.decoder_gb * GB,
+        }
         # Rewards are on the GPU before the transformer is read.
         models = self._rewards.models
-        parts |= {"weights that stay": kept} if kept > models else {"reward models": models}
-        return {name: min(layout.gpus, layout.node) * size for name, size in parts.items()}
+        parts |= (
+            {"weights that stay": kept} if kept > models else {"reward models": models}
+        )
+        return {
+            name: min(layout.gpus, layout.node) * size for name, size in parts.items()
+        }
 
-    # ------------------------------------------------------------------------------------------ what there is
+    # ------------------------------------------------------------------------------------------
+    # what there is
 
     @cached_property
     def _rewards(self) -> _Rewards:
         here = rewards_here(self.config)
         return _Rewards(
-            models=sum(self.sizes.get(name, costs.weights / GB) * GB for name, costs in here.items()),
+            models=sum(
+                self.sizes.get(name, costs.weights / GB) * GB
+                for name, costs in here.items()
+            ),
             tables=float(sum(costs.tables for costs in here.values())),
             working=float(max((costs.working for costs in here.values()), default=0.0)),
         )
@@ -265,12 +354,16 @@ class MemoryPlan:
         return PhaseMemory(
             runtime=self.runtime,
             # From the check of the collectives on, after prompts are encoded.
-            communication_buffers=self.layout.communication_buffers if self.on_gpu else 0.0,
+            communication_buffers=self.layout.communication_buffers
+            if self.on_gpu
+            else 0.0,
             reward_models=self._rewards.models,
             reward_tables=self._rewards.tables,
             video_decoder=self.description.decoder_gb * GB,
             transformer=max(0.0, gathered.resident - offloaded),
-            gathered_weights=gathered.whole if gathered.sharded and gathered.keep == "always" else 0.0,
+            gathered_weights=gathered.whole
+            if gathered.sharded and gathered.keep == "always"
+            else 0.0,
             adapters=self._state if lora else 0.0,
             optimizer_state=4.0 * self.weights.moments * gathered.share,
             anchor=self._state * (has_anchor + keeps_old_policy(config)),
@@ -279,16 +372,28 @@ class MemoryPlan:
         )
 
     def _tables(self) -> float:
-        """Rotary tables, and with frozen AdaLN weights the modulation of every noise level."""
+        """Rotary tables, and with frozen AdaLN weights the modulation of every noise
+        level.
+        """
         config = self.config
         description = self.description
         # An evaluation may have another size and other noise levels.
         count = 2 if config.evaluation.every else 1
-        latents = {self.latent_of(video) for video in (config.video, config.evaluation_video)[:count]}
+        latents = {
+            self.latent_of(video)
+            for video in (config.video, config.evaluation_video)[:count]
+        }
         # Cosine and sine of every token, in float32.
-        rope = 2 * 4 * sum(map(description.tokens, latents)) * description.transformer["attention_head_dim"]
+        rope = (
+            2
+            * 4
+            * sum(map(description.tokens, latents))
+            * description.transformer["attention_head_dim"]
+        )
         # Of sharded weights `auto` makes no table.
-        weights = config.model.adaln == "weights" or (config.model.adaln == "auto" and self.gathered.sharded)
+        weights = config.model.adaln == "weights" or (
+            config.model.adaln == "auto" and self.gathered.sharded
+        )
         if weights or config.training.mode == "full":
             return float(rope)
         levels = sum(set((config.rollout.num_steps, config.evaluation_steps)[:count]))
@@ -299,37 +404,57 @@ class MemoryPlan:
         """Memory that a rollout leaves for its update."""
         rollout = self.config.rollout
         video = self.config.video
-        # A step works on its state and velocity; noised videos need the final latents alone.
-        noised = self.config.training.update == "forward_process" and self.config.forward_process.states == "noised"
+        # A step works on its state and velocity; noised videos need the final latents
+        # alone.
+        noised = (
+            self.config.training.update == "forward_process"
+            and self.config.forward_process.states == "noised"
+        )
         states = 3 if noised else 2 * rollout.num_steps + 1
-        produced = {"trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states}
+        produced = {
+            "trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states
+        }
         # In uint8. A GPU's videos are in CPU memory.
         if not self.on_gpu:
-            produced["videos"] = float(rollout.batch_size * video.num_frames * 3 * video.height * video.width)
+            produced["videos"] = float(
+                rollout.batch_size * video.num_frames * 3 * video.height * video.width
+            )
         if self.config.training.update == "single_pass":
             # A gradient per video, and with a KL one per group for its terms.
-            groups = most_groups(rollout) if any(kl_uses(self.config.objective.kl_mode)) else 0
-            produced["gradient_accumulators"] = self._state * (rollout.batch_size + groups)
+            groups = (
+                most_groups(rollout)
+                if any(kl_uses(self.config.objective.kl_mode))
+                else 0
+            )
+            produced["gradient_accumulators"] = self._state * (
+                rollout.batch_size + groups
+            )
         return produced
 
     @property
     def _kept_velocities(self) -> float:
-        """Bytes of the anchor's velocities, one for each step that the KL counts, and of the old policy's."""
+        """Bytes of the anchor's velocities, one for each step that the KL counts, and
+        of the old policy's.
+        """
         rollout = self.config.rollout
         objective = self.config.objective
         forward = self.config.training.update == "forward_process"
         steps = self.config.forward_process.levels if forward else rollout.num_steps
         has_anchor = anchor_kind(objective.kl_mode) != "none"
-        measured = num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
+        measured = (
+            num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
+        )
         if measures_old_policy(self.config):
             measured += steps
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
-        # At worst each trained video is in another micro-batch; these run whole, and ranks have equally many.
+        # At worst each trained video is in another micro-batch; these run whole, and
+        # ranks have equally many.
         trained = math.ceil(chosen * rollout.batch_size / rollout.num_generations)
         videos = min(rollout.batch_size, trained * rollout.videos_at_once)
         return 4.0 * prod(self.latent) * videos * measured
 
-    # ------------------------------------------------------------------------------------------ what comes and goes
+    # ------------------------------------------------------------------------------------------
+    # what comes and goes
 
     def _working(self, phase: PhaseMemory, cost: Cost) -> PhaseMemory:
         """With what a call of the model keeps and works with."""
@@ -340,8 +465,12 @@ class MemoryPlan:
         latent = self.latent_of(self.config.evaluation_video)
         batch = self.config.evaluation.batch_size
         states = 2 * self.config.evaluation_steps + 1
-        evaluating = replace(without_gradient, trajectories=4.0 * prod(latent) * batch * states)
-        decoding = self.description.decoding(latent, batch, self.config.model, self.on_gpu)
+        evaluating = replace(
+            without_gradient, trajectories=4.0 * prod(latent) * batch * states
+        )
+        decoding = self.description.decoding(
+            latent, batch, self.config.model, self.on_gpu
+        )
         return max(
             self._working(evaluating, self.calls.evaluation),
             replace(evaluating, decoding=decoding.peak_bytes),
@@ -351,9 +480,15 @@ class MemoryPlan:
 
 
 def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
-    """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and average, and the adapter once more."""
-    copies = 1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
-    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(config)
+    """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and
+    average, and the adapter once more.
+    """
+    copies = (
+        1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
+    )
+    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(
+        config
+    )
     return 4.0 * (weights.trained * copies + weights.moments)
 
 

@@ -4,8 +4,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, too_few, videos_per_update
-from sage_fast.planning.devices import ATTENTION_SHARE, CONVOLUTION_SHARE, ELEMENTWISE_SHARE, LINEAR_SHARE
+from sage_fast.objectives.base import (
+    FEW_PROMPTS,
+    FEW_VIDEOS,
+    too_few,
+    videos_per_update,
+)
+from sage_fast.planning.devices import (
+    ATTENTION_SHARE,
+    CONVOLUTION_SHARE,
+    ELEMENTWISE_SHARE,
+    LINEAR_SHARE,
+)
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
@@ -16,14 +26,24 @@ def to_text(plan: Plan, options: Sequence[Option]) -> str:
     """The plan for people."""
     # (unit of memory, its bytes, digits behind the point)
     unit = ("GB", 1e9, 1) if plan.memory.peak >= 5e9 else ("MB", 1e6, 0)
-    lines = [*_head(plan), *_memory(plan, *unit), *_time(plan), *_options(plan, options, *unit)]
+    lines = [
+        *_head(plan),
+        *_memory(plan, *unit),
+        *_time(plan),
+        *_options(plan, options, *unit),
+    ]
     lines += ["assumptions", *(f"  - {line}" for line in assumptions(plan))]
     verdict = "It fits" if plan.fits else "It does not fit"
-    lines += ["", f"{verdict}: {plan.memory.peak / plan.memory_limit:.0%} of the memory."]
+    lines += [
+        "",
+        f"{verdict}: {plan.memory.peak / plan.memory_limit:.0%} of the memory.",
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
+def table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
+) -> Iterator[str]:
     """Lines of a table whose first `left` columns are aligned to the left."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for row in (head, *rows):
@@ -39,20 +59,29 @@ def _head(plan: Plan) -> Iterator[str]:
     config = plan.config
     mode = "adapters" if config.training.mode == "lora" else "weights"
     yield "model"
-    yield f"  {plan.weights.total:,} parameters, {plan.weights.trained:,} trained ({mode})"
+    yield (
+        f"  {plan.weights.total:,} parameters, {plan.weights.trained:,} trained "
+        f"({mode})"
+    )
     yield (
         f"  {video.num_frames} frames of {video.height}x{video.width}: latent "
-        f"{'x'.join(map(str, plan.latent))}, {plan.video_tokens:,} video and {plan.description.text_tokens} text tokens"
+        f"{'x'.join(map(str, plan.latent))}, {plan.video_tokens:,} video and "
+        f"{plan.description.text_tokens} text tokens"
     )
     unit, size = ("TFLOP", 1e12) if plan.forward.total > 1e11 else ("MFLOP", 1e6)
     linear = plan.forward.linear / size
     attention = plan.forward.attention / size
-    yield f"  one forward of one sample: {linear:,.1f} + {attention:,.1f} {unit} (linear + attention)"
+    yield (
+        f"  one forward of one sample: {linear:,.1f} + {attention:,.1f} {unit} "
+        "(linear + attention)"
+    )
     layout = plan.layout
     if layout.gpus > 1:
         yield (
-            f"  {layout.gpus} GPUs = {layout.replicate} replicas x {layout.shard} shards x {layout.sp} ranks per video "
-            f"(dp_replicate, dp_shard, sp): {layout.data_parallel * config.rollout.batch_size} videos per rollout"
+            f"  {layout.gpus} GPUs = {layout.replicate} replicas x {layout.shard} "
+            f"shards x {layout.sp} ranks per video "
+            "(dp_replicate, dp_shard, sp): "
+            f"{layout.data_parallel * config.rollout.batch_size} videos per rollout"
         )
     yield ""
 
@@ -61,21 +90,54 @@ def _memory(plan: Plan, unit: str, size: float, digits: int) -> Iterator[str]:
     columns = {phase: memory.parts() for phase, memory in plan.memory.phases.items()}
     # Rows that would read 0 in every phase are left out.
     visible = 0.5 * size / 10**digits
-    shown = [part for part in PhaseMemory().parts() if max(c[part] for c in columns.values()) >= visible]
-    where = f"on each {plan.device.name}" if plan.layout.gpus > 1 else f"on {plan.device.name}"
+    shown = [
+        part
+        for part in PhaseMemory().parts()
+        if max(c[part] for c in columns.values()) >= visible
+    ]
+    where = (
+        f"on each {plan.device.name}"
+        if plan.layout.gpus > 1
+        else f"on {plan.device.name}"
+    )
     yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
-    rows = [[part, *(f"{c[part] / size:.{digits}f}" if c[part] else "" for c in columns.values())] for part in shown]
-    rows.append(["total", *(f"{memory.total / size:.{digits}f}" for memory in plan.memory.phases.values())])
+    rows = [
+        [
+            part,
+            *(
+                f"{c[part] / size:.{digits}f}" if c[part] else ""
+                for c in columns.values()
+            ),
+        ]
+        for part in shown
+    ]
+    rows.append(
+        [
+            "total",
+            *(
+                f"{memory.total / size:.{digits}f}"
+                for memory in plan.memory.phases.values()
+            ),
+        ]
+    )
     yield from table(["", *columns], rows)
     limit = plan.memory_limit / size
-    yield f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, in {plan.memory.peak_phase}"
+    yield (
+        f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, "
+        f"in {plan.memory.peak_phase}"
+    )
     if plan.asked.model.checkpointing == "auto":
         yield f"  model.checkpointing auto: {plan.config.model.settled_checkpointing}"
     if plan.asked.rollout.micro_batch_size == "auto":
         yield f"  rollout.micro_batch_size auto: {plan.config.rollout.videos_at_once}"
     if plan.loading is not None:
-        parts = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in plan.loading.items() if size)
-        yield f"  CPU memory of a node, at most: {sum(plan.loading.values()) / 1e9:.1f} GB ({parts})"
+        parts = ", ".join(
+            f"{name} {size / 1e9:.1f}" for name, size in plan.loading.items() if size
+        )
+        yield (
+            f"  CPU memory of a node, at most: {sum(plan.loading.values()) / 1e9:.1f} "
+            f"GB ({parts})"
+        )
     yield ""
 
 
@@ -84,12 +146,17 @@ def _time(plan: Plan) -> Iterator[str]:
     gpus = plan.layout.gpus
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
-    shared = f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
+    shared = (
+        f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
+    )
     yield f"time per video{shared}, predicted"
 
     def row(name: str, phases: Sequence[Phase]) -> list[str]:
         linear = sum(phase.cost.linear for phase in phases) / flop_size
-        attention = sum(p.cost.attention + p.cost.attention_backward for p in phases) / flop_size
+        attention = (
+            sum(p.cost.attention + p.cost.attention_backward for p in phases)
+            / flop_size
+        )
         moved = sum(phase.cost.elementwise for phase in phases) / byte_size
         shown = [_number(sum(phase.predicted for phase in phases))]
         shown += [_number(sum(phase.waiting for phase in phases))] if gpus > 1 else []
@@ -97,44 +164,70 @@ def _time(plan: Plan) -> Iterator[str]:
         return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
 
     waits = ["of it waiting, s"] if gpus > 1 else []
-    head = ["", f"linear, {flop_unit}", f"attention, {flop_unit}", f"elementwise, {byte_unit}"]
-    rows = [*(row(phase.name, [phase]) for phase in plan.phases), row("total", plan.phases)]
+    head = [
+        "",
+        f"linear, {flop_unit}",
+        f"attention, {flop_unit}",
+        f"elementwise, {byte_unit}",
+    ]
+    rows = [
+        *(row(phase.name, [phase]) for phase in plan.phases),
+        row("total", plan.phases),
+    ]
     yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
     hours = plan.videos_per_gpu_hour
     batch = plan.config.rollout.batch_size
     iteration = _span(plan.seconds_per_rollout)
-    yield f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its update {iteration}"
+    yield (
+        f"  {hours:,.1f} videos per GPU-hour; a rollout of {batch} videos and its "
+        f"update {iteration}"
+    )
     if gpus > 1:
         yield f"  {gpus} GPUs: {hours * gpus:,.0f} videos per hour"
     yield from _per_update(plan)
     if plan.encoding is not None:
-        yield f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
+        yield (
+            f"  encoding of prompts, at the first start: {encoding_text(plan.encoding)}"
+        )
     if plan.seconds_per_evaluation is not None:
         every = plan.config.evaluation.every
         more = f"{_number(plan.evaluation_per_video)} s per video beside these"
-        yield f"  an evaluation, every {every} updates: about {_span(plan.seconds_per_evaluation)}, {more}"
+        yield (
+            f"  an evaluation, every {every} updates: about "
+            f"{_span(plan.seconds_per_evaluation)}, {more}"
+        )
     if gpus > 1:
-        yield f"  a checkpoint, every {plan.config.checkpoint.every} updates: {_bytes(plan.checkpoint)} from each GPU"
+        yield (
+            f"  a checkpoint, every {plan.config.checkpoint.every} updates: "
+            f"{_bytes(plan.checkpoint)} from each GPU"
+        )
     yield ""
 
 
 def encoding_text(encoding: Encoding) -> str:
     """Time and size of encoding the prompts that a run uses."""
     return (
-        f"{encoding.prompts:,}, {_number(encoding.flops / 1e12)} TFLOP, {_span(encoding.seconds)} and loading the "
+        f"{encoding.prompts:,}, {_number(encoding.flops / 1e12)} TFLOP, "
+        f"{_span(encoding.seconds)} and loading the "
         f"encoders, {_bytes(encoding.size)} in the cache"
     )
 
 
 def _per_update(plan: Plan) -> Iterator[str]:
-    """Videos and prompts of an update, beside those of published recipes (docs/real_model.md)."""
+    """Videos and prompts of an update, beside those of published recipes
+    (docs/real_model.md).
+    """
     rollout = plan.config.rollout
     prompts = rollout.batch_size * plan.layout.data_parallel // rollout.num_generations
     videos = videos_per_update(plan.config, prompts)
-    yield f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) to 1,152 (48 x 24)"
+    yield (
+        f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) "
+        "to 1,152 (48 x 24)"
+    )
     if plan.on_gpu and too_few(videos, prompts):
         yield (
-            f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per update a curve may stay flat; raise "
+            f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per "
+            "update a curve may stay flat; raise "
             "rollout.batch_size, or start with hv15_quick_lora_1gpu"
         )
 
@@ -144,14 +237,22 @@ def _bytes(size: float) -> str:
 
 
 def _number(seconds: float) -> str:
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
+    return (
+        f"{seconds:,.0f}"
+        if seconds >= 100
+        else f"{seconds:.1f}"
+        if seconds >= 1
+        else f"{seconds:.3f}"
+    )
 
 
 def _span(seconds: float) -> str:
     return f"{_number(seconds)} s" if seconds < 120 else f"{_number(seconds / 60)} min"
 
 
-def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digits: int) -> Iterator[str]:
+def _options(
+    plan: Plan, options: Sequence[Option], unit: str, size: float, digits: int
+) -> Iterator[str]:
     if not options:
         return
     if plan.fits:
@@ -161,13 +262,24 @@ def _options(plan: Plan, options: Sequence[Option], unit: str, size: float, digi
     else:
         yield "no change that keeps the result makes it fit; this one needs least memory"
     rows = [
-        [o.overrides, f"{p.memory.peak / size:.{digits}f}", _number(p.seconds_per_video)]
+        [
+            o.overrides,
+            f"{p.memory.peak / size:.{digits}f}",
+            _number(p.seconds_per_video),
+        ]
         for o, p in ((option, option.plan) for option in options)
     ]
     yield from table(["", f"peak {unit}", "s per video"], rows)
     if not plan.fits and not options[0].plan.fits:
-        smaller = "more GPUs (--gpus), --training.mode=lora, or " if plan.config.training.mode == "full" else ""
-        yield f"  beyond that: {smaller}a smaller video.num_frames, video.height and video.width, or more memory"
+        smaller = (
+            "more GPUs (--gpus), --training.mode=lora, or "
+            if plan.config.training.mode == "full"
+            else ""
+        )
+        yield (
+            f"  beyond that: {smaller}a smaller video.num_frames, video.height and "
+            "video.width, or more memory"
+        )
     yield ""
 
 
@@ -176,50 +288,94 @@ def assumptions(plan: Plan) -> list[str]:
     config = plan.config
     device = plan.device
     layout = plan.layout
-    product, _, _, attention = device.rates(config.compute_dtype, config.model.attention)
-    pictures = f" ({plan.description.image_tokens} of a picture)" if plan.description.image_tokens else ""
+    product, _, _, attention = device.rates(
+        config.compute_dtype, config.model.attention
+    )
+    pictures = (
+        f" ({plan.description.image_tokens} of a picture)"
+        if plan.description.image_tokens
+        else ""
+    )
     lines = [
-        "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and activations traced on the meta device",
-        f"every prompt has {plan.description.text_tokens} text tokens{pictures}, the empty one too; no glyph tokens",
-        f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, attention {attention}, copy "
+        (
+            "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and "
+            "activations traced on the meta device"
+        ),
+        (
+            f"every prompt has {plan.description.text_tokens} text tokens{pictures}, "
+            "the empty one too; no glyph tokens"
+        ),
+        f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, "
+        f"attention {attention}, copy "
         f"{device.bandwidth:,.3g} TB/s",
-        f"reached of them: products {LINEAR_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, elementwise "
+        f"reached of them: products {LINEAR_SHARE:.0%}, attention "
+        f"{ATTENTION_SHARE:.0%}, elementwise "
         f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
     ]
     if plan.visits.anchor:
         share = anchor_share(config.training, config.objective.kl_mode)
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
-        lines.append(f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; after a refresh it is 0")
+        lines.append(
+            f"the KL to the anchor is measured{steps} in {share:.0%} of the rollouts; "
+            "after a refresh it is 0"
+        )
     if plan.on_gpu:
-        lines.append(f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context of 1.5 GB")
+        lines.append(
+            f"fragmentation {FRAGMENTATION:.0%} of temporary memory; a CUDA context "
+            "of 1.5 GB"
+        )
     else:
         lines.append(
-            "runtime is this process with the libraries of a run and the pictures of an evaluation; the allocator "
-            f"keeps {CPU_FRAGMENTATION:.0%} of temporary memory; operators that take microseconds cost more"
+            "runtime is this process with the libraries of a run and the pictures of "
+            "an evaluation; the allocator "
+            f"keeps {CPU_FRAGMENTATION:.0%} of temporary memory; operators that take "
+            "microseconds cost more"
         )
     if plan.tiled:
-        lines.append("videos are decoded in tiles: one does not fit model.decode_memory_gib whole")
+        lines.append(
+            "videos are decoded in tiles: one does not fit model.decode_memory_gib "
+            "whole"
+        )
     if layout.gpus > 1:
         fabric = f"NVLink {device.link:,.0f} GB/s"
         if layout.gpus > layout.node:
-            fabric += f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
+            fabric += (
+                f", network {device.network:,.0f} GB/s per GPU, nodes of {layout.node}"
+            )
         lines += [
-            f"waiting counted: exchange of a video's tokens and heads ({fabric}, reported); ranks wait for the longest "
-            f"prompts (expected {plan.longest:.2f} times the mean) and for the rank with most videos to train, tokens, "
+            f"waiting counted: exchange of a video's tokens and heads ({fabric}, "
+            "reported); ranks wait for the longest "
+            f"prompts (expected {plan.longest:.2f} times the mean) and for the rank "
+            "with most videos to train, tokens, "
             "videos to decode and evaluation batches",
-            "waiting not counted: other collectives, latencies, GPUs of unequal speed, rewards",
-            f"communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, {CHANNELS} channels) per group of ranks",
+            (
+                "waiting not counted: other collectives, latencies, GPUs of unequal "
+                "speed, rewards"
+            ),
+            (
+                "communication buffers: NCCL's defaults (NCCL_BUFFSIZE 4 MiB, "
+                f"{CHANNELS} channels) per group of ranks"
+            ),
         ]
         if plan.gathered.sharded:
             kept = {
                 "never": "for every forward and backward",
-                "rollout": "once for rollout, anchor and evaluation, and for every pass of an update",
+                "rollout": (
+                    "once for rollout, anchor and evaluation, and for every pass of "
+                    "an update"
+                ),
                 "always": "once",
             }
-            lines.append(f"weights are gathered {kept[plan.gathered.keep]} (distributed.keep_gathered)")
+            lines.append(
+                f"weights are gathered {kept[plan.gathered.keep]} "
+                "(distributed.keep_gathered)"
+            )
         if plan.gathered.sharded and config.distributed.cpu_offload:
-            lines.append("the way of shards over PCIe, and the optimizer on the CPU, are not predicted")
+            lines.append(
+                "the way of shards over PCIe, and the optimizer on the CPU, are not "
+                "predicted"
+            )
     else:
         lines.append("one process, so no communication and no waiting")
     return lines
@@ -243,7 +399,9 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "checkpointing": plan.config.model.checkpointing,
         "micro_batch_size": plan.config.rollout.videos_at_once,
         "loading_memory": plan.loading,
-        "memory": {phase: memory.parts() for phase, memory in plan.memory.phases.items()},
+        "memory": {
+            phase: memory.parts() for phase, memory in plan.memory.phases.items()
+        },
         "phases": {
             phase.name: {
                 "linear_flops": phase.cost.linear,
@@ -261,7 +419,11 @@ def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
         "seconds_per_evaluation": plan.seconds_per_evaluation,
         "encoding": asdict(plan.encoding) if plan.encoding else None,
         "evaluation_per_video": plan.evaluation_per_video,
-        "degrees": {"dp_replicate": plan.layout.replicate, "dp_shard": plan.layout.shard, "sp": plan.layout.sp},
+        "degrees": {
+            "dp_replicate": plan.layout.replicate,
+            "dp_shard": plan.layout.shard,
+            "sp": plan.layout.sp,
+        },
         "checkpoint_bytes_per_gpu": plan.checkpoint,
         "seconds_exchanging": dict(plan.waits),
         "options": [

@@ -1,10 +1,12 @@
-"""The policy: the transformer's velocity under classifier-free guidance, and its gradient.
+"""The policy: the transformer's velocity under classifier-free guidance, and its
+gradient.
 
     v = v_u + g (v_c - v_u)             dL/dv_c = g dL/dv,    dL/dv_u = (1 - g) dL/dv
 
-v_c is the velocity of the prompt, v_u that of the empty prompt, beside the same picture where there is one. The
-branches are two dense calls because their text lengths differ; at g = 1 only the conditional one exists. The gradient
-is a vector-Jacobian product (VJP) with the cotangent dL/dv, so it splits exactly: the branches can be differentiated
+v_c is the velocity of the prompt, v_u that of the empty prompt, beside the same picture
+where there is one. The branches are two dense calls because their text lengths differ;
+at g = 1 only the conditional one exists. The gradient is a vector-Jacobian product
+(VJP) with the cotangent dL/dv, so it splits exactly: the branches can be differentiated
 together, or one after the other with only one branch's activations alive at a time.
 
 Shapes: B batch, C channels, F frames, H, W.
@@ -20,41 +22,55 @@ from sage_fast.models.family import family_of
 from sage_fast.records import PromptEmbeds
 
 Cotangents = Sequence[Tensor] | Callable[[Tensor], Sequence[Tensor]]
-"""dL/dv, like the velocity, of every quantity L to differentiate: tensors if they are known before the forward, or a
-function of the detached guided velocity."""
+"""dL/dv, like the velocity, of every quantity L to differentiate: tensors if they are
+known before the forward, or a function of the detached guided velocity.
+"""
 
 VJP = Callable[[Tensor, Sequence[Tensor]], None]
-"""Called as vjp(output, cotangents) with an output that has a graph: adds the product of each cotangent with the
-Jacobian to wherever gradients are collected."""
+"""Called as vjp(output, cotangents) with an output that has a graph: adds the product
+of each cotangent with the Jacobian to wherever gradients are collected.
+"""
 
 
 def vjp_into_grad(output: Tensor, cotangents: Sequence[Tensor]) -> None:
-    """The `VJP` of a single cotangent into `.grad` of the parameters: every engine's but DeepSpeed's."""
+    """The `VJP` of a single cotangent into `.grad` of the parameters: every engine's
+    but DeepSpeed's.
+    """
     (cotangent,) = cotangents
     output.backward(cotangent)
 
 
-def model_velocity(transformer: nn.Module, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+def model_velocity(
+    transformer: nn.Module,
+    latents: Tensor,
+    sigma: Tensor,
+    prompts: Sequence[PromptEmbeds],
+) -> Tensor:
     """Velocity of one branch; arguments and result as in `GuidedPolicy.velocity`."""
     return family_of(transformer).velocity(transformer, latents, sigma, prompts)
 
 
 class GuidedPolicy:
-    """The policy of a run: the transformer's guided velocity as a function of its trained weights.
+    """The policy of a run: the transformer's guided velocity as a function of its
+    trained weights.
 
-    It stays in eval mode throughout. Rollout and update then compute the very same function, which makes the
-    ratio of the first update exactly 1.
+    It stays in eval mode throughout. Rollout and update then compute the very same
+    function, which makes the ratio of the first update exactly 1.
 
     Args:
         uncond: the empty prompt.
     """
 
-    def __init__(self, transformer: Any, uncond: PromptEmbeds, guidance_scale: float) -> None:
+    def __init__(
+        self, transformer: Any, uncond: PromptEmbeds, guidance_scale: float
+    ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
         self.guidance_scale = guidance_scale
 
-    def velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def velocity(
+        self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
+    ) -> Tensor:
         """Guided velocity; gradients flow through both branches.
 
         Args:
@@ -85,20 +101,24 @@ class GuidedPolicy:
         Args:
             latents, sigma, prompts: as in `velocity`.
             cotangents: see `Cotangents`.
-            split: differentiate one branch after the other instead of both at once. This halves the activations. If
-                the cotangents depend on the velocity, it costs one more forward of the unconditional branch.
-            vjp: collects the gradients, which are complete when this method returns; with `split` it is called once
-                per branch.
+            split: differentiate one branch after the other instead of both at once.
+                This halves the activations. If the cotangents depend on the velocity,
+                it costs one more forward of the unconditional branch.
+            vjp: collects the gradients, which are complete when this method returns;
+                with `split` it is called once per branch.
 
         Returns:
-            The guided velocity, detached, bit for bit that of `velocity`: the same expression of the outputs that
-            were differentiated.
+            The guided velocity, detached, bit for bit that of `velocity`: the same
+            expression of the outputs that were differentiated.
         """
         scale = self.guidance_scale
         if not split or scale == 1.0:
             with torch.enable_grad():
                 output = self.velocity(latents, sigma, prompts)
-            vjp(output, cotangents(output.detach()) if callable(cotangents) else cotangents)
+            vjp(
+                output,
+                cotangents(output.detach()) if callable(cotangents) else cotangents,
+            )
             return output.detach()
 
         with torch.enable_grad():
@@ -109,16 +129,25 @@ class GuidedPolicy:
                 uncond = self._uncond_velocity(latents, sigma, prompts)
             cotangents = cotangents(self._guided(conditional, uncond))
         vjp(output, [scale * cotangent for cotangent in cotangents])
-        # The VJP has released the first branch's activations before the second branch makes its own.
+        # The VJP has released the first branch's activations before the second branch
+        # makes its own.
         with torch.enable_grad():
             output = self._uncond_velocity(latents, sigma, prompts)
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
         return self._guided(conditional, output.detach())
 
-    def _uncond_velocity(self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    def _uncond_velocity(
+        self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
+    ) -> Tensor:
         """Velocity of the empty prompt, beside the pictures of the prompts."""
-        return model_velocity(self.transformer, latents, sigma, [self.uncond.beside(prompt) for prompt in prompts])
+        return model_velocity(
+            self.transformer,
+            latents,
+            sigma,
+            [self.uncond.beside(prompt) for prompt in prompts],
+        )
 
     def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
-        # One expression for rollout and update: another order of its operations has other last bits.
+        # One expression for rollout and update: another order of its operations has
+        # other last bits.
         return uncond + self.guidance_scale * (conditional - uncond)

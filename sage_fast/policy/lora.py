@@ -1,7 +1,8 @@
 """Choice of the trained weights: LoRA adapters, or the whole transformer.
 
-Adapters are peft's, through diffusers' `add_adapter`, and are saved in diffusers' layout, so that a stock pipeline
-loads them. Trained weights are float32 masters, also over a bfloat16 transformer.
+Adapters are peft's, through diffusers' `add_adapter`, and are saved in diffusers'
+layout, so that a stock pipeline loads them. Trained weights are float32 masters, also
+over a bfloat16 transformer.
 """
 
 import hashlib
@@ -25,8 +26,11 @@ from sage_fast.models.transformer import is_dead
 ADAPTER_FILE = "pytorch_lora_weights.safetensors"
 
 
-def make_trainable(transformer: Any, mode: Literal["lora", "full"], lora: LoraConfig, seed: int) -> None:
-    """Prepare a transformer for `training.mode`: the adapter that is there, or a new one, or every weight that matters.
+def make_trainable(
+    transformer: Any, mode: Literal["lora", "full"], lora: LoraConfig, seed: int
+) -> None:
+    """Prepare a transformer for `training.mode`: the adapter that is there, or a new
+    one, or every weight that matters.
 
     ValueError as `add_lora` and `train_all`.
     """
@@ -34,7 +38,13 @@ def make_trainable(transformer: Any, mode: Literal["lora", "full"], lora: LoraCo
         for name, parameter in transformer.named_parameters():
             parameter.requires_grad_(".lora_" in name)
     elif mode == "lora":
-        add_lora(transformer, rank=lora.rank, alpha=lora.alpha, target_modules=lora.target_modules, seed=seed)
+        add_lora(
+            transformer,
+            rank=lora.rank,
+            alpha=lora.alpha,
+            target_modules=lora.target_modules,
+            seed=seed,
+        )
     else:
         train_all(transformer)
 
@@ -45,21 +55,30 @@ def has_adapter(transformer: nn.Module) -> bool:
 
 
 def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list[str]:
-    """Qualified names of the linear layers that get an adapter; None are those of the family.
+    """Qualified names of the linear layers that get an adapter; None are those of the
+    family.
 
-    ValueError when a name of `target_modules` matches no linear layer of the transformer blocks.
+    ValueError when a name of `target_modules` matches no linear layer of the
+    transformer blocks.
     """
     family = family_of(transformer)
     dead = family.dead_modules(transformer)
     targets: list[str] = []
     for suffix in family.lora_targets if target_modules is None else target_modules:
         pattern = re.compile(rf"{family.blocks}\.\d+\.{re.escape(suffix)}")
-        matches = [n for n, m in transformer.named_modules() if isinstance(m, nn.Linear) and pattern.fullmatch(n)]
+        matches = [
+            n
+            for n, m in transformer.named_modules()
+            if isinstance(m, nn.Linear) and pattern.fullmatch(n)
+        ]
         if not matches:
             block = transformer_blocks(transformer)[0]
-            known = sorted(n for n, m in block.named_modules() if isinstance(m, nn.Linear))
+            known = sorted(
+                n for n, m in block.named_modules() if isinstance(m, nn.Linear)
+            )
             raise ValueError(
-                f"lora.target_modules has {suffix!r}, which is not a linear layer of a transformer block. "
+                f"lora.target_modules has {suffix!r}, which is not a linear layer of "
+                "a transformer block. "
                 f"Choose from {known}."
             )
         targets += [n for n in matches if not is_dead(n, dead)]
@@ -67,11 +86,18 @@ def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list
 
 
 def add_lora(
-    transformer: Any, *, rank: int, alpha: float | None, target_modules: Sequence[str] | None, seed: int
+    transformer: Any,
+    *,
+    rank: int,
+    alpha: float | None,
+    target_modules: Sequence[str] | None,
+    seed: int,
 ) -> None:
-    """Freeze the transformer and add one trainable float32 adapter, initially the identity.
+    """Freeze the transformer and add one trainable float32 adapter, initially the
+    identity.
 
-    The initial weights are a function of `seed` alone; torch's global generator is left as it was.
+    The initial weights are a function of `seed` alone; torch's global generator is left
+    as it was.
     """
     transformer.requires_grad_(False)
     config = PeftLoraConfig(
@@ -81,7 +107,8 @@ def add_lora(
         init_lora_weights=True,
     )
     with torch.random.fork_rng(devices=[]):
-        # `torch.manual_seed` would seed the GPUs too, whose generators are not restored here.
+        # `torch.manual_seed` would seed the GPUs too, whose generators are not restored
+        # here.
         torch.default_generator.manual_seed(seed)  # adapters are made on the CPU
         transformer.add_adapter(config)
     for parameter in transformer.parameters():
@@ -92,11 +119,13 @@ def add_lora(
 def train_all(transformer: Any) -> None:
     """Make every weight trainable that can influence the velocity.
 
-    ValueError unless the weights are float32: the optimizer needs full-precision masters.
+    ValueError unless the weights are float32: the optimizer needs full-precision
+    masters.
     """
     if transformer.dtype != torch.float32:
         raise ValueError(
-            f"training.mode full needs float32 master weights, but model.dtype is {transformer.dtype}. "
+            "training.mode full needs float32 master weights, but model.dtype is "
+            f"{transformer.dtype}. "
             "Set model.dtype to float32, or training.mode to lora."
         )
     dead = family_of(transformer).dead_modules(transformer)
@@ -110,9 +139,12 @@ def trainable_parameters(transformer: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = None) -> str:
-    """SHA-256 of names, shapes and the first and last numbers of the base weights, without adapters: cheap for 8.3 B
-    parameters, and different for any two sets of weights that were trained apart.
+def base_digest(
+    transformer: nn.Module, weights: Mapping[str, Tensor] | None = None
+) -> str:
+    """SHA-256 of names, shapes and the first and last numbers of the base weights,
+    without adapters: cheap for 8.3 B parameters, and different for any two sets of
+    weights that were trained apart.
 
     Args:
         weights: of a transformer that has not been given them yet.
@@ -122,7 +154,8 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
         if ".lora_" in name:
             continue
         name = name.replace(".base_layer", "")
-        # In the model's type: weights that are still on disk, in another one, have the same digest.
+        # In the model's type: weights that are still on disk, in another one, have the
+        # same digest.
         flat = (parameter if weights is None else weights[name]).detach().flatten()
         ends = torch.cat([flat[:8], flat[-8:]]).to(parameter.dtype).double().cpu()
         digest.update(f"{name} {tuple(parameter.shape)} {ends.tolist()}".encode())
@@ -132,21 +165,29 @@ def base_digest(transformer: nn.Module, weights: Mapping[str, Tensor] | None = N
 def described(config: PeftLoraConfig) -> str:
     """peft's description of an adapter as JSON."""
     # JSON has no sets, and their order differs from process to process.
-    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    fields = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     return json.dumps(fields, indent=2, sort_keys=True)
 
 
 def copy_lora(transformer: Any, folder: Path) -> Callable[[], None]:
-    """Copy the adapter as it is now to CPU memory; the function that is returned writes it in diffusers' layout.
+    """Copy the adapter as it is now to CPU memory; the function that is returned writes
+    it in diffusers' layout.
 
-    The file is that of diffusers' `save_lora_adapter`, which can only write immediately. A stock transformer loads it
-    with `load_lora_adapter(folder, prefix=None, weight_name=ADAPTER_FILE)`. Without the file name diffusers guesses it,
+    The file is that of diffusers' `save_lora_adapter`, which can only write
+    immediately. A stock transformer loads it with `load_lora_adapter(folder,
+    prefix=None, weight_name=ADAPTER_FILE)`. Without the file name diffusers guesses it,
     and refuses to do so below a folder named `checkpoints`.
     """
     ((name, config),) = transformer.peft_config.items()
     weights = get_peft_model_state_dict(transformer, adapter_name=name)
     # A copy also of what is on the CPU, where training goes on before it is written.
-    copies = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in weights.items()}
+    copies = {
+        key: value.detach().to("cpu", copy=True).contiguous()
+        for key, value in weights.items()
+    }
     metadata = {"format": "pt", LORA_ADAPTER_METADATA_KEY: described(config)}
 
     def write() -> None:

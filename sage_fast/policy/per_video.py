@@ -1,7 +1,8 @@
 """Gradients of LoRA weights by video, from one backward pass of a batch.
 
-Autograd sums a weight's gradient over the batch. A copy of the weight for each video (a view, without memory) has each
-video's own: the product of the video's rows alone, as many FLOPs as the product over all rows.
+Autograd sums a weight's gradient over the batch. A copy of the weight for each video (a
+view, without memory) has each video's own: the product of the video's rows alone, as
+many FLOPs as the product over all rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,30 +16,42 @@ from torch.nn import functional as F
 
 
 class PerVideo:
-    """The trained LoRA weights of a transformer, of which every video of a batch may have a copy.
+    """The trained LoRA weights of a transformer, of which every video of a batch may
+    have a copy.
 
     Args:
-        transformer: with an adapter; nothing else is trained, and the weights are whole on this device.
+        transformer: with an adapter; nothing else is trained, and the weights are whole
+            on this device.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
-        linear = (module for module in transformer.modules() if isinstance(module, nn.Linear))
-        self.layers: list[Any] = [layer for layer in linear if layer.weight.requires_grad]
+        linear = (
+            module for module in transformer.modules() if isinstance(module, nn.Linear)
+        )
+        self.layers: list[Any] = [
+            layer for layer in linear if layer.weight.requires_grad
+        ]
         self.weights: list[Tensor] = [layer.weight for layer in self.layers]
 
     @contextmanager
     def copies(self, videos: int) -> Iterator[Sequence[Tensor]]:
-        """Within the context the model computes a batch of so many videos with a copy for each, and only such a batch.
+        """Within the context the model computes a batch of so many videos with a copy
+        for each, and only such a batch.
 
-        Backward passes belong into the context too, because checkpointing runs the forward again.
+        Backward passes belong into the context too, because checkpointing runs the
+        forward again.
 
         Yields:
-            The copies, (B, *shape) each, in the order of `Module.parameters`; for one video the weights themselves.
+            The copies, (B, *shape) each, in the order of `Module.parameters`; for one
+            video the weights themselves.
         """
         if videos == 1:
             yield self.weights
             return
-        leaves = [weight.detach().expand(videos, *weight.shape).requires_grad_() for weight in self.weights]
+        leaves = [
+            weight.detach().expand(videos, *weight.shape).requires_grad_()
+            for weight in self.weights
+        ]
         for layer, leaf in zip(self.layers, leaves, strict=True):
             # The fused forward reads the weight, a stock one calls the layer.
             # Into the dictionary: the attribute takes a Parameter alone.
@@ -53,7 +66,9 @@ class PerVideo:
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T of rows x (B ..., K), which lie video after video, with B copies of W (B, M, K)."""
+    """x W^T of rows x (B ..., K), which lie video after video, with B copies of W (B,
+    M, K).
+    """
 
     @staticmethod
     def forward(ctx: Any, copies: Tensor, x: Tensor) -> Tensor:
@@ -63,5 +78,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
         copies, x = ctx.saved_tensors
-        rows, columns = (tensor.reshape(len(copies), -1, tensor.shape[-1]) for tensor in (x, grad))
-        return torch.bmm(columns.mT, rows), grad @ copies[0] if ctx.needs_input_grad[1] else None
+        rows, columns = (
+            tensor.reshape(len(copies), -1, tensor.shape[-1]) for tensor in (x, grad)
+        )
+        return torch.bmm(columns.mT, rows), grad @ copies[0] if ctx.needs_input_grad[
+            1
+        ] else None

@@ -1,4 +1,6 @@
-"""Trained weights into a freshly loaded transformer, for sampling and export: no optimizer, nothing trainable."""
+"""Trained weights into a freshly loaded transformer, for sampling and export: no
+optimizer, nothing trainable.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -19,12 +21,17 @@ from sage_fast.policy.lora import make_trainable, trainable_parameters
 
 @torch.no_grad()
 def use_weights(
-    transformer: Any, weights: Mapping[str, Tensor], *, mode: Literal["lora", "full"], lora: LoraConfig
+    transformer: Any,
+    weights: Mapping[str, Tensor],
+    *,
+    mode: Literal["lora", "full"],
+    lora: LoraConfig,
 ) -> None:
-    """Take over the weights that a run trained, by parameter name, as its checkpoints hold them.
+    """Take over the weights that a run trained, by parameter name, as its checkpoints
+    hold them.
 
-    With mode `lora` the adapter is added first where there is none, and keeps its float32. ValueError when names or
-    shapes do not fit.
+    With mode `lora` the adapter is added first where there is none, and keeps its
+    float32. ValueError when names or shapes do not fit.
     """
     if mode == "lora":
         make_trainable(transformer, mode, lora, seed=0)  # every value is replaced below
@@ -32,7 +39,11 @@ def use_weights(
     else:
         # Not `make_trainable`, which wants float32 masters.
         dead = family_of(transformer).dead_modules(transformer)
-        parameters = {name: p for name, p in transformer.named_parameters() if not is_dead(name, dead)}
+        parameters = {
+            name: p
+            for name, p in transformer.named_parameters()
+            if not is_dead(name, dead)
+        }
     # Shapes come from the checkpoint's index, before any tensor is read.
     saved = weights.meta if isinstance(weights, SavedTensors) else weights
     check_same_shapes(shapes_of(parameters), shapes_of(saved), "weights")
@@ -43,7 +54,8 @@ def use_weights(
 
 
 def weights_digest(path: Path) -> str:
-    """SHA-256 over the weights of a checkpoint folder, an adapter folder or an adapter file.
+    """SHA-256 over the weights of a checkpoint folder, an adapter folder or an adapter
+    file.
 
     ValueError as `adapter_files`.
     """

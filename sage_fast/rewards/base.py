@@ -1,4 +1,6 @@
-"""The interface of a reward: its scores, its declared costs and files, and the random generators that it may use."""
+"""The interface of a reward: its scores, its declared costs and files, and the random
+generators that it may use.
+"""
 
 import copy
 import random
@@ -22,16 +24,20 @@ OnFailure = Literal["stop", "drop_group"]
 
 
 class Reward(Protocol):
-    """Scores generated videos. Implementations are frozen: they carry no gradient and no state between calls.
+    """Scores generated videos. Implementations are frozen: they carry no gradient and
+    no state between calls.
 
-    What follows is optional. A reward that cannot score every text has a method `check_prompts(prompts)` that raises a
-    RewardError; it is shown the prompts that a run uses before anything is generated. An attribute `LOWER_IS_BETTER`
-    names those of its scores that fall as videos get better, such as a distance: tables, plots and win rates follow it.
+    What follows is optional. A reward that cannot score every text has a method
+    `check_prompts(prompts)` that raises a RewardError; it is shown the prompts that a
+    run uses before anything is generated. An attribute `LOWER_IS_BETTER` names those of
+    its scores that fall as videos get better, such as a distance: tables, plots and win
+    rates follow it.
 
         LOWER_IS_BETTER: Collection[str]
 
-    For `plan` and `doctor`, which build no reward, its class may have two static methods that take `reward.options` of
-    the reward, and the page of `evaluate` shows what an attribute `SCALES` says of its scores:
+    For `plan` and `doctor`, which build no reward, its class may have two static
+    methods that take `reward.options` of the reward, and the page of `evaluate` shows
+    what an attribute `SCALES` says of its scores:
 
         requirements(options) -> list[Requirement]     files that it loads
         costs(options, video: VideoConfig) -> RewardCosts     memory and time that it takes
@@ -46,8 +52,8 @@ class Reward(Protocol):
             prompts: B texts.
 
         Returns:
-            name -> (B,) float32, higher is better unless `LOWER_IS_BETTER` names it. Names not given a weight in the
-            config are logged only.
+            name -> (B,) float32, higher is better unless `LOWER_IS_BETTER` names it.
+            Names not given a weight in the config are logged only.
         """
         ...
 
@@ -56,11 +62,12 @@ class Reward(Protocol):
 class RewardCosts:
     """Memory and time of a reward on its device.
 
-    weights: bytes of its published weights. folder: folder or hub id that holds them; the files that are there count
-    instead. tables: bytes kept between calls. working: bytes alive while it scores. seconds: to score
-    one video on a GPU.
+    weights: bytes of its published weights. folder: folder or hub id that holds them;
+    the files that are there count instead. tables: bytes kept between calls. working:
+    bytes alive while it scores. seconds: to score one video on a GPU.
 
-    Example: `RewardCosts(weights=4.5e9, folder="models/VideoReward", working=1e9, seconds=0.5)`
+    Example: `RewardCosts(weights=4.5e9, folder="models/VideoReward", working=1e9,
+    seconds=0.5)`
     """
 
     weights: float = 0.0
@@ -74,9 +81,11 @@ class RewardCosts:
 class Scale:
     """Definition of a score, here and in Table 2 of the SAGE-GRPO paper.
 
-    here: its definition. published: that of the paper's. factor: ours times it is the paper's.
+    here: its definition. published: that of the paper's. factor: ours times it is the
+    paper's.
 
-    Example: `Scale(here="exp(logit_scale) cos", published="divided by 26", factor=1 / 26)`
+    Example: `Scale(here="exp(logit_scale) cos", published="divided by 26", factor=1 /
+    26)`
     """
 
     here: str
@@ -85,22 +94,29 @@ class Scale:
 
 
 def reward_scales(names: Sequence[str]) -> dict[str, Scale]:
-    """The scales of the scores of some rewards, as far as they say and can be imported here."""
+    """The scales of the scores of some rewards, as far as they say and can be imported
+    here.
+    """
     scales: dict[str, Scale] = {}
     for name in names:
-        with suppress(ConfigError):  # it is scored elsewhere, or it could not have scored
+        # it is scored elsewhere, or it could not have scored
+        with suppress(ConfigError):
             scales |= getattr(find_reward(name), "SCALES", {})
     return scales
 
 
 def find_reward(name: str, guard: Guard | None = None) -> Any:
-    """The class, function or object behind an entry of `reward.rewards`. ConfigError where it names nothing."""
+    """The class, function or object behind an entry of `reward.rewards`. ConfigError
+    where it names nothing.
+    """
     with (guard or Guard(name))("while it was imported", keeps=True):
         return resolve(name, REWARDS, "reward.rewards")
 
 
 def scored_elsewhere(config: RewardConfig) -> list[str]:
-    """Rewards of a config that `reward.url` or `reward.python` scores: those of that interpreter have no short name."""
+    """Rewards of a config that `reward.url` or `reward.python` scores: those of that
+    interpreter have no short name.
+    """
     if config.url is not None:
         return config.rewards
     names = outside_names(config.rewards, REWARDS) if config.python is not None else []
@@ -108,7 +124,8 @@ def scored_elsewhere(config: RewardConfig) -> list[str]:
 
 
 def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
-    """Declared costs of the rewards of a config; zeros for one that declares none. ConfigError as above.
+    """Declared costs of the rewards of a config; zeros for one that declares none.
+    ConfigError as above.
 
     Those of rewards that are scored elsewhere are not known here.
     """
@@ -118,49 +135,81 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         with Guard(name)("while it was asked for its costs"):
             # Copies of the options, which code of others may change.
-            found[name] = costs(copy.deepcopy(config.options.get(name, {})), video) if costs else RewardCosts()
+            found[name] = (
+                costs(copy.deepcopy(config.options.get(name, {})), video)
+                if costs
+                else RewardCosts()
+            )
     return found
 
 
 def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requirement]:
-    """Declared files of a reward with its options; none for one that declares none. ConfigError as above."""
+    """Declared files of a reward with its options; none for one that declares none.
+    ConfigError as above.
+    """
     requirements = getattr(find_reward(name), "requirements", None)
     with Guard(name)("while it was asked for its requirements"):
         return list(requirements(copy.deepcopy(options))) if requirements else []
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:
-    """A batch, for a message: prompt and place in its group of the first video, and how many more share the batch."""
+    """A batch, for a message: prompt and place in its group of the first video, and how
+    many more share the batch.
+    """
     first = samples[0]
     others = len(samples) - 1
     text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
     if others:
-        text += f" or one of the {others} videos scored with it" if others > 1 else " or the video scored with it"
+        text += (
+            f" or one of the {others} videos scored with it"
+            if others > 1
+            else " or the video scored with it"
+        )
     return text
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is cuda where there is one. ValueError for a device that torch cannot use here."""
+    """`auto` is cuda where there is one. ValueError for a device that torch cannot use
+    here.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         # torch.device itself takes a GPU that is not there; to use it tells.
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device is {name!r}, which torch cannot use here: {error}. Use auto or cpu.") from error
+        raise ValueError(
+            f"device is {name!r}, which torch cannot use here: {error}. Use auto or "
+            "cpu."
+        ) from error
     return torch.device(name)
 
 
 def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:
-    """ValueError unless `videos` is uint8 (B, F, 3, H, W), F >= 1, with one prompt each."""
-    if videos.dtype != torch.uint8 or videos.ndim != 5 or videos.shape[2] != 3 or not videos.shape[1]:
-        raise ValueError(f"Expected uint8 videos (B, F, 3, H, W), got {videos.dtype} {tuple(videos.shape)}.")
+    """ValueError unless `videos` is uint8 (B, F, 3, H, W), F >= 1, with one prompt
+    each.
+    """
+    if (
+        videos.dtype != torch.uint8
+        or videos.ndim != 5
+        or videos.shape[2] != 3
+        or not videos.shape[1]
+    ):
+        raise ValueError(
+            f"Expected uint8 videos (B, F, 3, H, W), got {videos.dtype} "
+            f"{tuple(videos.shape)}."
+        )
     if len(videos) != len(prompts):
-        raise ValueError(f"Got {len(videos)} videos and {len(prompts)} prompts; there must be one prompt per video.")
+        raise ValueError(
+            f"Got {len(videos)} videos and {len(prompts)} prompts; there must be one "
+            "prompt per video."
+        )
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators, CUDA's included. Only custom rewards draw from them."""
+    """Seed Python's, NumPy's and torch's generators, CUDA's included. Only custom
+    rewards draw from them.
+    """
     random.seed(seed)
     # NumPy takes words of 32 bits, and a seed has up to 63.
     np.random.seed([seed % 2**32, seed >> 32])
@@ -169,7 +218,9 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """Give the generators of `seed_generators` back the states that they had before the context."""
+    """Give the generators of `seed_generators` back the states that they had before the
+    context.
+    """
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     own = random.getstate()
     numpy = np.random.get_state()

@@ -1,6 +1,8 @@
-"""Rewards by CLIP: CLIPScore, does the video show what the prompt says, and PickScore, which one would people pick?
+"""Rewards by CLIP: CLIPScore, does the video show what the prompt says, and PickScore,
+which one would people pick?
 
-Both are cosine similarities of frames and prompts. transformers has the model, the tokenizer and the preprocessing.
+Both are cosine similarities of frames and prompts. transformers has the model, the
+tokenizer and the preprocessing.
 """
 
 import logging
@@ -46,7 +48,8 @@ class _ClipSimilarity:
         batch_size: frames that go through the model at once.
 
     Raises:
-        ValueError, OSError: the checkpoint is missing or is not one of a CLIP model; the message says how to get it.
+        ValueError, OSError: the checkpoint is missing or is not one of a CLIP model;
+            the message says how to get it.
     """
 
     def __init__(
@@ -62,43 +65,60 @@ class _ClipSimilarity:
     ) -> None:
         from transformers import AutoTokenizer, CLIPModel
 
-        try:  # in transformers 5 CLIPImageProcessor resizes by torchvision where that is installed
+        # in transformers 5 CLIPImageProcessor resizes by torchvision where that is
+        # installed
+        try:
             from transformers import CLIPImageProcessorPil as CLIPImageProcessor
         except ImportError:
             from transformers import CLIPImageProcessor
 
         if num_frames is not None and num_frames < 1:
-            raise ValueError(f"num_frames is {num_frames}, but it must be at least 1, or null for every frame.")
+            raise ValueError(
+                f"num_frames is {num_frames}, but it must be at least 1, or null for "
+                "every frame."
+            )
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
         if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16.")
+            raise ValueError(
+                f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16."
+            )
         self.reward = reward
         self.num_frames = num_frames
         self.batch_size = batch_size
         self.device = resolve_device(device)
         self.dtype = getattr(torch, dtype)
 
-        weights = folder = checkpoint_folder(path, f"reward.options.{reward}.path", *MODEL_FILES)
+        weights = folder = checkpoint_folder(
+            path, f"reward.options.{reward}.path", *MODEL_FILES
+        )
         if processor != path:  # its weights are not needed
-            folder = checkpoint_folder(processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES)
+            folder = checkpoint_folder(
+                processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES
+            )
         self.preprocess = CLIPImageProcessor.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         try:
             model = load_pretrained(CLIPModel, weights, dtype=self.dtype)
         except ValueError as error:
-            raise ValueError(f"{error} Or set reward.options.{reward}.path to a checkpoint of CLIPModel.") from error
+            raise ValueError(
+                f"{error} Or set reward.options.{reward}.path to a checkpoint of "
+                "CLIPModel."
+            ) from error
         self.model = model.to(self.device).requires_grad_(False)
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
         """Warn of prompts of which the end is not read."""
         longer = [
-            prompt for prompt in prompts if len(self.tokenizer(prompt, verbose=False)["input_ids"]) > self.max_tokens
+            prompt
+            for prompt in prompts
+            if len(self.tokenizer(prompt, verbose=False)["input_ids"]) > self.max_tokens
         ]
         if longer:
             logger.warning(
-                "%s reads the first %d tokens of a prompt, and %d prompts have more, such as %.60r...",
+                "%s reads the first %d tokens of a prompt, and %d prompts have more, "
+                "such as %.60r...",
                 *(self.reward, self.max_tokens, len(longer), longer[0]),
             )
 
@@ -111,15 +131,26 @@ class _ClipSimilarity:
         """
         check_videos(videos, prompts)
         frames = videos[:, middle_frames(videos.shape[1], self.num_frames)]
-        images = self._embed_frames(frames.flatten(0, 1).cpu()).view(*frames.shape[:2], -1)
+        images = self._embed_frames(frames.flatten(0, 1).cpu()).view(
+            *frames.shape[:2], -1
+        )
         # The videos of a group share their prompt.
         distinct = list(dict.fromkeys(prompts))
-        # Always to the full length: padding to the longest text would let one prompt change another's rounding.
+        # Always to the full length: padding to the longest text would let one prompt
+        # change another's rounding.
         tokens = self.tokenizer(
-            distinct, padding="max_length", truncation=True, max_length=self.max_tokens, return_tensors="pt"
+            distinct,
+            padding="max_length",
+            truncation=True,
+            max_length=self.max_tokens,
+            return_tensors="pt",
         )
-        tokens = {key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")}
-        embeds = functional.normalize(_pooled(self.model.get_text_features(**tokens)).float(), dim=-1)
+        tokens = {
+            key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")
+        }
+        embeds = functional.normalize(
+            _pooled(self.model.get_text_features(**tokens)).float(), dim=-1
+        )
         texts = embeds[[distinct.index(prompt) for prompt in prompts]]
         return (images * texts[:, None]).sum(-1).mean(1).cpu()
 
@@ -128,21 +159,27 @@ class _ClipSimilarity:
         embeds = []
         for part in frames.split(self.batch_size):
             # Resized by PIL, frame after frame, as in the training of the checkpoints.
-            prepared = self.preprocess(list(part), return_tensors="pt", input_data_format="channels_first")
+            prepared = self.preprocess(
+                list(part), return_tensors="pt", input_data_format="channels_first"
+            )
             pixels = prepared["pixel_values"].to(self.device, self.dtype)
             embeds.append(_pooled(self.model.get_image_features(pixel_values=pixels)))
         return functional.normalize(torch.cat(embeds).float(), dim=-1)
 
 
 def _pooled(features: Any) -> Tensor:
-    """The projected embedding: transformers 4 returns it, transformers 5 returns an object that holds it."""
+    """The projected embedding: transformers 4 returns it, transformers 5 returns an
+    object that holds it.
+    """
     return features if isinstance(features, Tensor) else features.pooler_output
 
 
 def middle_frames(total: int, num_frames: int | None) -> list[int]:
-    """The frames that stand for a video of `total` frames: the middles of `num_frames` equal parts of it.
+    """The frames that stand for a video of `total` frames: the middles of `num_frames`
+    equal parts of it.
 
-    All of them when `num_frames` is None or not less than `total`. Example: 4 of 81 are 10, 30, 50 and 70.
+    All of them when `num_frames` is None or not less than `total`. Example: 4 of 81 are
+    10, 30, 50 and 70.
     """
     count = total if num_frames is None else min(num_frames, total)
     return [(2 * i + 1) * total // (2 * count) for i in range(count)]
@@ -151,26 +188,34 @@ def middle_frames(total: int, num_frames: int | None) -> list[int]:
 class CLIPScore(_ClipSimilarity):
     """100 cos(frame, prompt) under CLIP, mean over the chosen frames.
 
-    Hessel et al. 2021 (arXiv 2104.08718, section 3) define CLIPScore as 2.5 max(cos, 0) for one image. Tables report,
-    and torchmetrics (`torchmetrics.multimodal.CLIPScore`) computes, 100 max(cos, 0): the same order on a scale of
-    100, on which photographs with their captions have about 20 to 35. Reported here is 100 cos. The clamp is left
-    out because a video that it touches would have no better or worse neighbours; for scores of practice, which are far
-    above 0, all three differ by a factor alone. Scores of different checkpoints are not comparable.
+    Hessel et al. 2021 (arXiv 2104.08718, section 3) define CLIPScore as 2.5 max(cos, 0)
+    for one image. Tables report, and torchmetrics (`torchmetrics.multimodal.CLIPScore`)
+    computes, 100 max(cos, 0): the same order on a scale of 100, on which photographs
+    with their captions have about 20 to 35. Reported here is 100 cos. The clamp is left
+    out because a video that it touches would have no better or worse neighbours; for
+    scores of practice, which are far above 0, all three differ by a factor alone.
+    Scores of different checkpoints are not comparable.
 
     Args:
-        path: CLIP checkpoint, a local folder or a hub id that `hf download` has fetched. The default is torchmetrics'.
-        num_frames: frames that are scored, the middles of that many equal parts of the video; null scores all.
-        device: `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
+        path: CLIP checkpoint, a local folder or a hub id that `hf download` has
+            fetched. The default is torchmetrics'. num_frames: frames that are scored,
+            the middles of that many equal parts of the video; null scores all. device:
+            `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: of the model, `float32`, `bfloat16` or `float16`.
         batch_size: frames that go through the model at once.
 
     A prompt of more than 77 tokens is truncated, as CLIP does.
 
-    Example: `CLIPScore().score(videos, ["a red circle moving left"] * 8)["CLIPScore"]` has shape (8,).
+    Example: `CLIPScore().score(videos, ["a red circle moving left"] * 8)["CLIPScore"]`
+    has shape (8,).
     """
 
     SCALES: ClassVar = {
-        "CLIPScore": Scale(here="100 cos", published="2.5 cos (Hessel et al. 2021), it seems", factor=0.025)
+        "CLIPScore": Scale(
+            here="100 cos",
+            published="2.5 cos (Hessel et al. 2021), it seems",
+            factor=0.025,
+        )
     }
 
     @staticmethod
@@ -178,13 +223,25 @@ class CLIPScore(_ClipSimilarity):
         """See `Reward`."""
         patterns = ["config.json", WEIGHTS, PREPROCESSING, TOKENIZER]
         return [
-            require("CLIPScore", str(options.get("path", CLIP_L14)), patterns, CLIP_L14, *MODEL_FILES, gigabytes=1.7)
+            require(
+                "CLIPScore",
+                str(options.get("path", CLIP_L14)),
+                patterns,
+                CLIP_L14,
+                *MODEL_FILES,
+                gigabytes=1.7,
+            )
         ]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
         """See `Reward`. Weights in float32; activations and seconds are assumed."""
-        return RewardCosts(weights=1.7e9, folder=str(options.get("path", CLIP_L14)), working=0.5e9, seconds=0.2)
+        return RewardCosts(
+            weights=1.7e9,
+            folder=str(options.get("path", CLIP_L14)),
+            working=0.5e9,
+            seconds=0.2,
+        )
 
     def __init__(
         self,
@@ -195,49 +252,82 @@ class CLIPScore(_ClipSimilarity):
         batch_size: int = 32,
     ) -> None:
         super().__init__(
-            "clip_score", path, path, num_frames=num_frames, device=device, dtype=dtype, batch_size=batch_size
+            "clip_score",
+            path,
+            path,
+            num_frames=num_frames,
+            device=device,
+            dtype=dtype,
+            batch_size=batch_size,
         )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """{"CLIPScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
+        """{"CLIPScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts.
+        ValueError for other shapes.
+        """
         return {"CLIPScore": 100 * self.cosines(videos, prompts)}
 
 
 class PickScore(_ClipSimilarity):
-    """exp(logit_scale) cos(frame, prompt) under PickScore's fine-tuned CLIP-H, mean over the chosen frames.
+    """exp(logit_scale) cos(frame, prompt) under PickScore's fine-tuned CLIP-H, mean
+    over the chosen frames.
 
-    Kirstain et al. 2023 (arXiv 2305.01569, equation 2): the score of one image is the product of its embedding and the
-    text's times the learned temperature. Scores of generated pictures lie around 18 to 24 with the published weights,
-    whose temperature is 100. Some trainers divide by 26; a weight in `reward.weights` does that here.
+    Kirstain et al. 2023 (arXiv 2305.01569, equation 2): the score of one image is the
+    product of its embedding and the text's times the learned temperature. Scores of
+    generated pictures lie around 18 to 24 with the published weights, whose temperature
+    is 100. Some trainers divide by 26; a weight in `reward.weights` does that here.
 
     Args:
         path: checkpoint, a local folder or a hub id that `hf download` has fetched.
-        processor: the same for tokenizer and preprocessor_config.json; null takes `path` when it is a folder that has
-            them, and otherwise the repository that PickScore's model card names.
+        processor: the same for tokenizer and preprocessor_config.json; null takes
+            `path` when it is a folder that has them, and otherwise the repository that
+            PickScore's model card names.
         num_frames, device, dtype, batch_size: see `CLIPScore`.
 
-    Example: `PickScore().score(videos, ["a red circle moving left"] * 8)["PickScore"]` has shape (8,).
+    Example: `PickScore().score(videos, ["a red circle moving left"] * 8)["PickScore"]`
+    has shape (8,).
     """
 
     SCALES: ClassVar = {
-        "PickScore": Scale(here="exp(logit_scale) cos, about 18 to 24", published="divided by 26", factor=1 / 26)
+        "PickScore": Scale(
+            here="exp(logit_scale) cos, about 18 to 24",
+            published="divided by 26",
+            factor=1 / 26,
+        )
     }
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
         """See `Reward`."""
         path = str(options.get("path", PICK_SCORE))
-        model = require("PickScore", path, ["config.json", WEIGHTS], PICK_SCORE, *MODEL_FILES, gigabytes=3.9)
+        model = require(
+            "PickScore",
+            path,
+            ["config.json", WEIGHTS],
+            PICK_SCORE,
+            *MODEL_FILES,
+            gigabytes=3.9,
+        )
         processor = str(options.get("processor") or _processor_of(path))
         if processor == path:
             return [model]
         files = [PREPROCESSING, TOKENIZER]
-        return [model, require("PickScore's processor", processor, files, PROCESSOR, *PROCESSOR_FILES)]
+        return [
+            model,
+            require(
+                "PickScore's processor", processor, files, PROCESSOR, *PROCESSOR_FILES
+            ),
+        ]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
         """See `Reward`. Weights in float32; activations and seconds are assumed."""
-        return RewardCosts(weights=4.0e9, folder=str(options.get("path", PICK_SCORE)), working=0.5e9, seconds=0.3)
+        return RewardCosts(
+            weights=4.0e9,
+            folder=str(options.get("path", PICK_SCORE)),
+            working=0.5e9,
+            seconds=0.3,
+        )
 
     def __init__(
         self,
@@ -248,15 +338,26 @@ class PickScore(_ClipSimilarity):
         dtype: Precision = "float32",
         batch_size: int = 32,
     ) -> None:
-        options: dict[str, Any] = {"num_frames": num_frames, "device": device, "dtype": dtype, "batch_size": batch_size}
-        super().__init__("pick_score", path, processor or _processor_of(path), **options)
+        options: dict[str, Any] = {
+            "num_frames": num_frames,
+            "device": device,
+            "dtype": dtype,
+            "batch_size": batch_size,
+        }
+        super().__init__(
+            "pick_score", path, processor or _processor_of(path), **options
+        )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
-        """{"PickScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts. ValueError for other shapes."""
+        """{"PickScore": (B,) float32} of videos (B, F, 3, H, W) uint8 and B prompts.
+        ValueError for other shapes.
+        """
         temperature = float(self.model.logit_scale.float().exp())
         return {"PickScore": temperature * self.cosines(videos, prompts)}
 
 
 def _processor_of(path: str) -> str:
-    """Source of tokenizer and preprocessing of a PickScore checkpoint, unless the options say."""
+    """Source of tokenizer and preprocessing of a PickScore checkpoint, unless the
+    options say.
+    """
     return path if (Path(path).expanduser() / PREPROCESSING).is_file() else PROCESSOR

@@ -1,4 +1,6 @@
-"""The rewards of a run as one: every configured reward is called, every score is checked, none is made up."""
+"""The rewards of a run as one: every configured reward is called, every score is
+checked, none is made up.
+"""
 
 import logging
 import threading
@@ -16,26 +18,48 @@ from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import World
 from sage_fast.records import Sample
-from sage_fast.rewards.base import Reward, describe_batch, find_reward, kept_generators, scored_elsewhere
+from sage_fast.rewards.base import (
+    Reward,
+    describe_batch,
+    find_reward,
+    kept_generators,
+    scored_elsewhere,
+)
 from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
-from sage_fast.rewards.server import TAKEN, FunctionReward, SetupError, build_reward, fill_options, parameters
+from sage_fast.rewards.server import (
+    TAKEN,
+    FunctionReward,
+    SetupError,
+    build_reward,
+    fill_options,
+    parameters,
+)
 
 LARGEST = 1e30
 """Of a score: sums and squares of larger ones are not finite in float32."""
 SLOW = 300.0
-"""Seconds after which a call of a reward is said to be still running, and again each time."""
+"""Seconds after which a call of a reward is said to be still running, and again each
+time.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
 def _reward_code(
-    name: str, guard: Guard | None, when: str, refusals: tuple[type[BaseException], ...] = (), *, keeps: bool = False
+    name: str,
+    guard: Guard | None,
+    when: str,
+    refusals: tuple[type[BaseException], ...] = (),
+    *,
+    keeps: bool = False,
 ) -> Iterator[None]:
-    """Turn whatever code of reward `name` raises into a RewardError that says so and `when`; `refusals` pass.
+    """Turn whatever code of reward `name` raises into a RewardError that says so and
+    `when`; `refusals` pass.
 
-    guard: keeps what it does to this process from the run; None where it runs in another one. keeps: see `Guard`.
+    guard: keeps what it does to this process from the run; None where it runs in
+    another one. keeps: see `Guard`.
     """
     try:
         with guard(when, keeps=keeps) if guard else nullcontext():
@@ -47,19 +71,25 @@ def _reward_code(
         raise
     except SystemExit as call:
         # It would end the run as if it had succeeded.
-        raise RewardError(f"Reward {name!r} tried to end the process by sys.exit({call.code!r}) {when}.") from call
+        raise RewardError(
+            f"Reward {name!r} tried to end the process by sys.exit({call.code!r}) "
+            f"{when}."
+        ) from call
     except BaseException as error:
-        raise RewardError(f"Reward {name!r} raised {type(error).__name__}: {error} {when}.") from error
+        raise RewardError(
+            f"Reward {name!r} raised {type(error).__name__}: {error} {when}."
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredBatch:
     """The scores of B of a rollout's V videos; `numbers` are theirs.
 
-    scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for every video is absent.
-    failed: (B,) bool.
+    scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for
+    every video is absent. failed: (B,) bool.
 
-    Example: `ScoredBatch(numbers=[4, 5], scores={"VQ": tensor([0.3, 0.0])}, failed=tensor([False, True]))`
+    Example: `ScoredBatch(numbers=[4, 5], scores={"VQ": tensor([0.3, 0.0])},
+    failed=tensor([False, True]))`
     """
 
     numbers: Sequence[int]
@@ -70,23 +100,33 @@ class ScoredBatch:
 class CompositeReward:
     """Calls several rewards on the same videos and collects their named scores.
 
-    weights: score name -> weight, without those that are 0. lower_is_better: names of the scores that fall as videos
-    get better: those that a reward declares, and those with a negative weight.
+    weights: score name -> weight, without those that are 0. lower_is_better: names of
+    the scores that fall as videos get better: those that a reward declares, and those
+    with a negative weight.
 
     Raises:
         ConfigError: a score of which less is better has a positive weight.
     """
 
     def __init__(
-        self, rewards: Mapping[str, Reward], weights: Mapping[str, float], guards: Mapping[str, Guard] | None = None
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, float],
+        guards: Mapping[str, Guard] | None = None,
     ) -> None:
         self.rewards = dict(rewards)
-        self._guards = {name: Guard(name) for name in rewards} if guards is None else guards
+        self._guards = (
+            {name: Guard(name) for name in rewards} if guards is None else guards
+        )
         remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
-        """Waits for the scores while the next videos are sampled, where this process scores nothing itself."""
+        """Waits for the scores while the next videos are sampled, where this process
+        scores nothing itself.
+        """
         self.on_hang: Callable[[str | None], None] = lambda text: None
-        """Told, in words and from another thread, of a call that has run for long, and None once such a call ends."""
+        """Told, in words and from another thread, of a call that has run for long, and
+        None once such a call ends.
+        """
         self._compares_next = False
         self._again: tuple[Tensor, Sequence[Sample], Mapping[str, Tensor]] | None = None
         self.weights = {name: weight for name, weight in weights.items() if weight}
@@ -94,7 +134,8 @@ class CompositeReward:
         if taken := weights.keys() & TAKEN:
             name = taken.pop()
             raise ConfigError(
-                f"reward.weights.{name} stands for a sum of scores. The numbers of a function of that name are called "
+                f"reward.weights.{name} stands for a sum of scores. The numbers of a "
+                "function of that name are called "
                 f"{name}_score."
             )
         for name, reward in rewards.items():
@@ -102,17 +143,22 @@ class CompositeReward:
             declared = getattr(source, "LOWER_IS_BETTER", ())
             # A lone name instead of a tuple would count as its letters.
             declared = (declared,) if isinstance(declared, str) else declared
-            if not isinstance(declared, Iterable) or not all(isinstance(score, str) for score in declared):
+            if not isinstance(declared, Iterable) or not all(
+                isinstance(score, str) for score in declared
+            ):
                 raise ConfigError(
-                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must be a tuple of names of scores, "
+                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must "
+                    "be a tuple of names of scores, "
                     'such as ("distance",).'
                 )
             lower.update(declared)
         for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(
-                    f"reward.weights.{name} is {self.weights[name]:g}, but its reward says that lower is better, so "
-                    f"that training would make it worse. Give it a negative weight, such as {-self.weights[name]:g}."
+                    f"reward.weights.{name} is {self.weights[name]:g}, but its reward "
+                    "says that lower is better, so "
+                    "that training would make it worse. Give it a negative weight, "
+                    f"such as {-self.weights[name]:g}."
                 )
         self.lower_is_better = frozenset(lower)
 
@@ -125,16 +171,19 @@ class CompositeReward:
         device: str | None = None,
         fps: float | None = None,
     ) -> "CompositeReward":
-        """Build every reward of a config, and show it the prompts if it has a method `check_prompts`.
+        """Build every reward of a config, and show it the prompts if it has a method
+        `check_prompts`.
 
         Args:
             prompts: texts of the videos to be scored.
-            device: the policy's, for rewards with an option `device` that `reward.options` does not give.
-                fps: of the videos, for rewards with an option `fps`.
+            device: the policy's, for rewards with an option `device` that
+                `reward.options` does not give. fps: of the videos, for rewards with an
+                option `fps`.
 
         Raises:
-            ConfigError: names the reward whose options do not fit, or the prompt that it refuses, and why.
-            RewardError: a reward failed in any other way while it was set up.
+            ConfigError: names the reward whose options do not fit, or the prompt that
+                it refuses, and why. RewardError: a reward failed in any other way while
+                it was set up.
         """
         rewards: dict[str, Reward] = {}
         elsewhere = scored_elsewhere(config)
@@ -145,11 +194,14 @@ class CompositeReward:
             options = fill_options(found, given, device=device, fps=fps)
             if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
                 logger.warning(
-                    "reward.options.%s.fps is %s, but the videos have video.fps = %s. The reward samples frames at its "
+                    "reward.options.%s.fps is %s, but the videos have video.fps = %s. "
+                    "The reward samples frames at its "
                     "own rate.",
                     *(name, options["fps"], fps),
                 )
-            with _reward_code(name, guard, "while it was set up", (ConfigError,), keeps=True):
+            with _reward_code(
+                name, guard, "while it was set up", (ConfigError,), keeps=True
+            ):
                 try:
                     rewards[name] = build_reward(name, found, options)
                 except SetupError as error:
@@ -157,29 +209,43 @@ class CompositeReward:
         if remote := connect(config, device, fps):
             rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
         for name, reward in rewards.items():
-            with _reward_code(name, guards.get(name), "while it was set up", (ConfigError, RewardServerError)):
+            with _reward_code(
+                name,
+                guards.get(name),
+                "while it was set up",
+                (ConfigError, RewardServerError),
+            ):
                 try:
-                    getattr(reward, "check_prompts", lambda prompts: None)(list(prompts))
+                    getattr(reward, "check_prompts", lambda prompts: None)(
+                        list(prompts)
+                    )
                 except RewardError as error:
-                    raise ConfigError(f"data.prompts or evaluation.prompts: {error}") from error
+                    raise ConfigError(
+                        f"data.prompts or evaluation.prompts: {error}"
+                    ) from error
         return cls(rewards, config.weights, guards)
 
     def close(self) -> None:
-        """End the processes that the rewards have started, and warn of threads that cannot be ended."""
+        """End the processes that the rewards have started, and warn of threads that
+        cannot be ended.
+        """
         for reward in self.rewards.values():
             if isinstance(reward, RemoteReward):
                 reward.close()
         end_processes()
         for thread, name in running_threads().items():
             logger.warning(
-                "Reward %r has started the thread %r, which is still running. A command ends without it; in Python it "
+                "Reward %r has started the thread %r, which is still running. A "
+                "command ends without it; in Python it "
                 "goes on. Have the reward end it, or start it with daemon=True.",
                 *(name, thread),
             )
 
     def overall(self, scores: Mapping[str, Tensor]) -> Tensor:
         """Weighted sum of the scores, (B,) float64."""
-        return torch.stack([weight * scores[name] for name, weight in self.weights.items()]).sum(0)
+        return torch.stack(
+            [weight * scores[name] for name, weight in self.weights.items()]
+        ).sum(0)
 
     def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
         """Scores of one batch.
@@ -192,67 +258,107 @@ class CompositeReward:
             name -> (B,) float64, all finite.
 
         Raises:
-            RewardError: a reward raised, tried to exit, or returned a wrong shape, a taken name or a score that is not
-                finite.
+            RewardError: a reward raised, tried to exit, or returned a wrong shape, a
+                taken name or a score that is not finite.
         """
         scores: dict[str, Tensor] = {}
         for name in self.rewards:
-            result = self.call(name, videos, [s.prompt.text for s in samples], f"on {describe_batch(samples)}")
+            result = self.call(
+                name,
+                videos,
+                [s.prompt.text for s in samples],
+                f"on {describe_batch(samples)}",
+            )
             if not isinstance(result, Mapping):
                 raise RewardError(
-                    f"Reward {name!r} returned a {type(result).__name__}, but it must be {{name: scores}} with "
+                    f"Reward {name!r} returned a {type(result).__name__}, but it must "
+                    f"be {{name: scores}} with "
                     f"{len(samples)} numbers a name."
                 )
             for key, returned in result.items():
                 if not isinstance(key, str) or key in TAKEN:
                     raise RewardError(
-                        f"Reward {name!r} returned a score named {key!r}. A name is a text, and {', '.join(TAKEN)} "
+                        f"Reward {name!r} returned a score named {key!r}. A name is a "
+                        f"text, and {', '.join(TAKEN)} "
                         "stand for sums of scores: return it by another name."
                     )
                 if key in scores:
-                    raise RewardError(f"Two rewards return a score named {key!r}; the second is {name!r}.")
-                scores[key] = _checked(f"Reward {name!r} returned {key}", returned, samples)
+                    raise RewardError(
+                        f"Two rewards return a score named {key!r}; the second is "
+                        f"{name!r}."
+                    )
+                scores[key] = _checked(
+                    f"Reward {name!r} returned {key}", returned, samples
+                )
         missing = sorted(set(self.weights) - set(scores))
         if missing:
             raise ConfigError(
-                f"reward.weights names {missing}, but the rewards {list(self.rewards)} return {sorted(scores)}."
+                f"reward.weights names {missing}, but the rewards "
+                f"{list(self.rewards)} return {sorted(scores)}."
             )
         if self._compares_next and len(samples) > 1:
             self._compares_next = False
             self._compare_alone(videos, samples, scores)
         return scores
 
-    # ------------------------------------------------------------------------------------------ scored again
+    # ------------------------------------------------------------------------------------------
+    # scored again
 
     def compare_next(self) -> None:
-        """Score a video of the next batch once more, alone: its score must not depend on the others."""
+        """Score a video of the next batch once more, alone: its score must not depend
+        on the others.
+        """
         self._compares_next = True
 
     def compare_last(self) -> None:
-        """Score that video once more at the end of a run: a reward that drifts rises by itself."""
+        """Score that video once more at the end of a run: a reward that drifts rises by
+        itself.
+        """
         if self._again is not None:
             video, sample, before = self._again
-            self._tell_difference(before, self._score_again(video, sample), {}, "when the run began", "now")
+            self._tell_difference(
+                before,
+                self._score_again(video, sample),
+                {},
+                "when the run began",
+                "now",
+            )
 
-    def _compare_alone(self, videos: Tensor, samples: Sequence[Sample], batch: Mapping[str, Tensor]) -> None:
+    def _compare_alone(
+        self, videos: Tensor, samples: Sequence[Sample], batch: Mapping[str, Tensor]
+    ) -> None:
         # The best: what a reward does with the whole batch shows least in its middle.
         row = int(self.overall(batch).argmax())
         one = slice(row, row + 1)
         video = videos[one].clone()
         alone = self._score_again(video, samples[one])
         self._again = video, samples[one], alone
-        spread = {name: values.std(correction=0).item() for name, values in batch.items()}
+        spread = {
+            name: values.std(correction=0).item() for name, values in batch.items()
+        }
         self._tell_difference(
-            {name: values[one] for name, values in batch.items()}, alone, spread, "in its batch", "alone"
+            {name: values[one] for name, values in batch.items()},
+            alone,
+            spread,
+            "in its batch",
+            "alone",
         )
 
-    def _score_again(self, video: Tensor, sample: Sequence[Sample]) -> Mapping[str, Tensor]:
-        """Scores outside the run's own sequence of calls: a reward that draws finds its generators as they were."""
+    def _score_again(
+        self, video: Tensor, sample: Sequence[Sample]
+    ) -> Mapping[str, Tensor]:
+        """Scores outside the run's own sequence of calls: a reward that draws finds its
+        generators as they were.
+        """
         with kept_generators():
             try:
                 return self.score(video, sample)
             except (RewardError, RewardServerError) as error:
-                logger.warning("A video that was scored in a batch cannot be scored again, alone: %s", error)
+                logger.warning(
+                    "A video that was scored in a batch cannot be scored again, "
+                    "alone: %s",
+                    error,
+                )
                 return {}
 
     def _tell_difference(
@@ -270,8 +376,10 @@ class CompositeReward:
             rounding = 0.02 * abs(one) + 0.1 * spread.get(name, 0.0)
             if abs(one - other) > rounding + 1e-6:
                 logger.warning(
-                    "The same video has %s %.4g %s and %.4g %s. A score must depend on its video and prompt alone: "
-                    "else the gain of a run is not that of its videos (docs/rewards.md).",
+                    "The same video has %s %.4g %s and %.4g %s. A score must depend "
+                    "on its video and prompt alone: "
+                    "else the gain of a run is not that of its videos "
+                    "(docs/rewards.md).",
                     *(name, one, when_first, other, when_second),
                 )
 
@@ -283,12 +391,17 @@ class CompositeReward:
             when: for messages, such as "on prompt 3".
 
         Raises:
-            RewardError: it raised or tried to exit. RewardServerError: its server is gone.
+            RewardError: it raised or tried to exit. RewardServerError: its server is
+                gone.
         """
         guard = self._guards.get(name)
-        # A clone, which is compared afterwards; what goes to a server is a copy already.
+        # A clone, which is compared afterwards; what goes to a server is a copy
+        # already.
         given = videos.clone() if guard else videos
-        with self._watched(name, when), _reward_code(name, guard, when, (RewardServerError,)):
+        with (
+            self._watched(name, when),
+            _reward_code(name, guard, when, (RewardServerError,)),
+        ):
             result = self.rewards[name].score(given, list(prompts))
         if guard and not (given.dtype == videos.dtype and torch.equal(given, videos)):
             guard.tell("the videos that it was given", when)
@@ -296,7 +409,9 @@ class CompositeReward:
 
     @contextmanager
     def _watched(self, name: str, when: str) -> Iterator[None]:
-        """Say of a call that runs for long that it does: on one process nothing else ends it."""
+        """Say of a call that runs for long that it does: on one process nothing else
+        ends it.
+        """
         ended = threading.Event()
         begin = time.monotonic()
 
@@ -304,7 +419,11 @@ class CompositeReward:
             while not ended.wait(SLOW):
                 minutes = (time.monotonic() - begin) / 60
                 text = f"Reward {name!r} has been running for {minutes:.0f} min {when}."
-                logger.warning("%s Ctrl-C or SIGTERM ends the run without waiting for it; checkpoints stay.", text)
+                logger.warning(
+                    "%s Ctrl-C or SIGTERM ends the run without waiting for it; "
+                    "checkpoints stay.",
+                    text,
+                )
                 self.on_hang(text)
 
         thread = threading.Thread(target=tell, name="slow reward", daemon=True)
@@ -316,24 +435,35 @@ class CompositeReward:
             thread.join()
             self.on_hang(None)
 
-    def score_or_mark(self, videos: Tensor, samples: Sequence[Sample]) -> tuple[dict[str, Tensor], Tensor]:
+    def score_or_mark(
+        self, videos: Tensor, samples: Sequence[Sample]
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """As `score`, but a failure marks its sample instead of raising.
 
         Returns:
-            scores: those that could be computed, 0 where a reward failed; a name that failed everywhere is absent.
-            failed: (B,) bool, True where a reward failed.
+            scores: those that could be computed, 0 where a reward failed; a name that
+            failed everywhere is absent. failed: (B,) bool, True where a reward failed.
         """
         try:
-            # A server that is gone raises no RewardError: no video is at fault, so that ends the run.
-            return self.score(videos, samples), torch.zeros(len(samples), dtype=torch.bool)
+            # A server that is gone raises no RewardError: no video is at fault, so that
+            # ends the run.
+            return self.score(videos, samples), torch.zeros(
+                len(samples), dtype=torch.bool
+            )
         except RewardError as error:
-            logger.warning("%s Its videos are scored one by one; a group with one that fails again is dropped.", error)
+            logger.warning(
+                "%s Its videos are scored one by one; a group with one that fails "
+                "again is dropped.",
+                error,
+            )
         singles: dict[int, dict[str, Tensor]] = {}
         for row, sample in enumerate(samples):
             with suppress(RewardError):
                 singles[row] = self.score(videos[row : row + 1], [sample])
         names = dict.fromkeys(name for single in singles.values() for name in single)
-        scores = {name: torch.zeros(len(samples), dtype=torch.float64) for name in names}
+        scores = {
+            name: torch.zeros(len(samples), dtype=torch.float64) for name in names
+        }
         failed = torch.ones(len(samples), dtype=torch.bool)
         for row, single in singles.items():
             # One that lacks a score of the others has failed too.
@@ -355,21 +485,27 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
             raise TypeError(f"it is {given.dtype} of layout {given.layout}")
         value = given.to("cpu", torch.float64, copy=True)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
-        raise RewardError(f"{what}, which is not a tensor of numbers: {error}.") from error
+        raise RewardError(
+            f"{what}, which is not a tensor of numbers: {error}."
+        ) from error
     if value.shape != (len(samples),):
         raise RewardError(
-            f"{what} of shape {tuple(value.shape)} for {len(samples)} videos; it must be ({len(samples)},)."
+            f"{what} of shape {tuple(value.shape)} for {len(samples)} videos; it must "
+            f"be ({len(samples)},)."
         )
     bad = (~(value.abs() <= LARGEST)).nonzero().flatten().tolist()
     if bad:
-        raise RewardError(f"{what} = {value[bad[0]].item()} for {describe_batch([samples[bad[0]]])}.")
+        raise RewardError(
+            f"{what} = {value[bad[0]].item()} for {describe_batch([samples[bad[0]]])}."
+        )
     return value
 
 
 def gather_scores(
     scored: Sequence[ScoredBatch], error: str | None, count: int, world: World
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Exchange the scores of a rollout or an evaluation. Collective; every video is scored on one rank.
+    """Exchange the scores of a rollout or an evaluation. Collective; every video is
+    scored on one rank.
 
     Args:
         scored: batches of this rank. error: why it could not score one.
@@ -379,10 +515,11 @@ def gather_scores(
         scores: name -> (V,) float64, 0 where a video failed. failed: (V,) bool.
 
     Raises:
-        RewardError: a reward failed on any rank and must stop the run, or videos have different scores. The same on
-        every rank.
+        RewardError: a reward failed on any rank and must stop the run, or videos have
+            different scores. The same on every rank.
     """
-    # Errors travel with the scores: a rank that has failed must still take part, or the others would wait for it.
+    # Errors travel with the scores: a rank that has failed must still take part, or the
+    # others would wait for it.
     ranks = world.gather((list(scored), error))
     for rank, (_, failure) in enumerate(ranks):
         if failure is not None:
@@ -394,10 +531,12 @@ def gather_scores(
     for batch in batches:
         numbers = list(batch.numbers)
         failed[numbers] = batch.failed
-        # A batch that failed as a whole has no scores; its groups are dropped, so the zeros are never read.
+        # A batch that failed as a whole has no scores; its groups are dropped, so the
+        # zeros are never read.
         if batch.scores and sorted(batch.scores) != names:
             raise RewardError(
-                f"The rewards returned the scores {sorted(batch.scores)} for some videos and {names} in all; every "
+                f"The rewards returned the scores {sorted(batch.scores)} for some "
+                f"videos and {names} in all; every "
                 "video needs the same ones."
             )
         for name, values in batch.scores.items():

@@ -1,8 +1,11 @@
-"""Serve rewards over HTTP: `python -m sage_fast.rewards.server CONFIG`, or the child process of `reward.python`.
+"""Serve rewards over HTTP: `python -m sage_fast.rewards.server CONFIG`, or the child
+process of `reward.python`.
 
-The child is another interpreter, whose environment has the packages of a reward and none of ours. Therefore this file
-imports the standard library alone, takes torch or else numpy for the videos, and runs on Python 3.8. In such an
-environment it also serves by itself: `PYTHON server.py FILE.json`, which holds {"rewards": {"module:name": options}}.
+The child is another interpreter, whose environment has the packages of a reward and
+none of ours. Therefore this file imports the standard library alone, takes torch or
+else numpy for the videos, and runs on Python 3.8. In such an environment it also serves
+by itself: `PYTHON server.py FILE.json`, which holds {"rewards": {"module:name":
+options}}.
 
     GET  /health       {"server": its own id, "serves": digest of the rewards, "rewards": {name: {"options": ...,
                        "lower_is_better": ...}}}
@@ -10,8 +13,9 @@ environment it also serves by itself: `PYTHON server.py FILE.json`, which holds 
     POST /score/ID     safetensors: `videos` (B, F, 3, H, W) uint8, and in its metadata the JSON list `prompts`
     GET  /score/ID     the same answer for a batch that was sent before
 
-The answer to a batch has `scores` {name: B numbers}, an `error`, or a `state`: "scoring" (ask again) or "unknown" (send
-again). An ID is scored once, so that a repeated request gets the same result.
+The answer to a batch has `scores` {name: B numbers}, an `error`, or a `state`:
+"scoring" (ask again) or "unknown" (send again). An ID is scored once, so that a
+repeated request gets the same result.
 """
 
 from __future__ import annotations
@@ -38,26 +42,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
 TOKEN = "SAGE_FAST_REWARD_TOKEN"
-"""Environment variable, of the server and of its trainers, of the token that every request must carry."""
+"""Environment variable, of the server and of its trainers, of the token that every
+request must carry.
+"""
 LOOPBACK = "127.0.0.1"
 ANSWER_AFTER = 10.0
-"""Seconds until a batch that is not done is answered by "scoring": a slow server differs from a dead one."""
+"""Seconds until a batch that is not done is answered by "scoring": a slow server
+differs from a dead one.
+"""
 TAKEN = ("reward", "overall", "Reward")
 """Names that no score can have: in metrics and tables they are sums of scores."""
 MOST_KEPT = 4096
 """Results that are kept for repeated requests. A batch that waits has no result yet."""
 
 
-# ------------------------------------------------------------------------------------------ words
+# ------------------------------------------------------------------------------------------
+# words
 
-# Commands and runs use it too. It stands here because this file imports nothing of the project.
+# Commands and runs use it too. It stands here because this file imports nothing of the
+# project.
 
 
 class StandardStream(io.FileIO):
-    """A descriptor for words, which ends no work: those that have nowhere to go are dropped.
+    """A descriptor for words, which ends no work: those that have nowhere to go are
+    dropped.
 
-    A pipe that nobody reads any more and a terminal that is gone lead to nowhere from then on, for all that writes
-    there; a full disk may have room again.
+    A pipe that nobody reads any more and a terminal that is gone lead to nowhere from
+    then on, for all that writes there; a full disk may have room again.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -78,7 +89,9 @@ class StandardStream(io.FileIO):
 
 @contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Within the context `sys.stdout` and `sys.stderr` are `StandardStream`; those of a notebook stay as they are."""
+    """Within the context `sys.stdout` and `sys.stderr` are `StandardStream`; those of a
+    notebook stay as they are.
+    """
     before = sys.stdout, sys.stderr
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -86,14 +99,21 @@ def lasting_streams() -> Iterator[None]:
             raw = StandardStream(stream.fileno())
             text = io.BufferedWriter(raw)
             # A letter that the encoding lacks must not end anything either.
-            setattr(sys, name, io.TextIOWrapper(text, stream.encoding, "backslashreplace", line_buffering=True))
+            setattr(
+                sys,
+                name,
+                io.TextIOWrapper(
+                    text, stream.encoding, "backslashreplace", line_buffering=True
+                ),
+            )
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
 
 
-# ------------------------------------------------------------------------------------------ rewards
+# ------------------------------------------------------------------------------------------
+# rewards
 
 
 class SetupError(ValueError):
@@ -102,7 +122,9 @@ class SetupError(ValueError):
 
 @dataclass
 class FunctionReward:
-    """A function f(videos, prompts, **options) as a reward; numbers it returns are the score called `name`."""
+    """A function f(videos, prompts, **options) as a reward; numbers it returns are the
+    score called `name`.
+    """
 
     function: Callable[..., Any]
     name: str
@@ -115,7 +137,8 @@ class FunctionReward:
 
 
 def function_score(name: str) -> str:
-    """Name of the score of a function's numbers: the function's, or `lambda`; of one called `reward`, `reward_score`.
+    """Name of the score of a function's numbers: the function's, or `lambda`; of one
+    called `reward`, `reward_score`.
 
     Example: `function_score("__main__:main.<locals>.bright")` is `bright`.
     """
@@ -124,12 +147,15 @@ def function_score(name: str) -> str:
 
 
 WANTED = (
-    "Name a class with score(videos, prompts), a function f(videos, prompts), or a function that returns an object "
+    "Name a class with score(videos, prompts), a function f(videos, prompts), or a "
+    "function that returns an object "
     "with such a method."
 )
 
 
-def check_reward(name: str, found: Any, options: Mapping[str, Any]) -> Literal["object", "function", "maker"]:
+def check_reward(
+    name: str, found: Any, options: Mapping[str, Any]
+) -> Literal["object", "function", "maker"]:
     """Tell what an entry of `reward.rewards` names, without calling it.
 
     Args:
@@ -141,28 +167,42 @@ def check_reward(name: str, found: Any, options: Mapping[str, Any]) -> Literal["
     """
     if hasattr(found, "score") and not inspect.isclass(found):
         if options:
-            raise SetupError(f"reward.options.{name} = {options}, but {name} is an object and takes no options.")
+            raise SetupError(
+                f"reward.options.{name} = {options}, but {name} is an object and "
+                "takes no options."
+            )
         _check_order(name, found.score)
         return "object"
     if not callable(found):
-        raise SetupError(f"reward.rewards: {name!r} is of type {type(found).__name__}. {WANTED}")
+        raise SetupError(
+            f"reward.rewards: {name!r} is of type {type(found).__name__}. {WANTED}"
+        )
     takes = parameters(found)
     first = list(takes.values())[:2]
-    # Two parameters at the front that nothing else fills are the videos and the prompts.
+    # Two parameters at the front that nothing else fills are the videos and the
+    # prompts.
     needed = [
-        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty and p.name not in options
+        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and p.default is p.empty
+        and p.name not in options
         for p in first
     ]
     scores_videos = not inspect.isclass(found) and needed == [True, True]
     if not inspect.isclass(found) and not scores_videos and needed[:1] == [True]:
-        way = f"If it makes a reward, set its option: --reward.options.{name}.{first[0].name}=VALUE."
+        way = (
+            "If it makes a reward, set its option: "
+            f"--reward.options.{name}.{first[0].name}=VALUE."
+        )
         raise SetupError(f"{_wrong_order(name, takes)} {way}")
     try:
         with suppress(ValueError):  # some built-in functions have no signature
-            inspect.signature(found).bind(*([None, None] if scores_videos else []), **options)
+            inspect.signature(found).bind(
+                *([None, None] if scores_videos else []), **options
+            )
     except TypeError as error:
         raise SetupError(
-            f"reward.options.{name} = {options} does not fit {name}: {error}. Options are written as "
+            f"reward.options.{name} = {options} does not fit {name}: {error}. Options "
+            "are written as "
             f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
         ) from error
     if scores_videos:
@@ -176,12 +216,15 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
 
     Args:
         name: the entry. options: its `reward.options`.
-        found: what the entry names. A class is constructed with the options, and an object with a method `score` is
-            used as it is. A function whose first two parameters have no default is called as f(videos, prompts,
-            **options) for every batch; any other function is called with the options and must return a reward.
+        found: what the entry names. A class is constructed with the options, and an
+            object with a method `score` is used as it is. A function whose first two
+            parameters have no default is called as f(videos, prompts, **options) for
+            every batch; any other function is called with the options and must return a
+            reward.
 
     Raises:
-        SetupError: the options do not fit, the reward refuses them or lacks a file, or it is not a reward.
+        SetupError: the options do not fit, the reward refuses them or lacks a file, or
+            it is not a reward.
     """
     options = copy.deepcopy(dict(options))  # a reward may change what it is given
     kind = check_reward(name, found, options)
@@ -193,66 +236,99 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         reward = found(**options)
     except (TypeError, ValueError, OSError, ImportError) as error:
         given = f" with reward.options.{name} = {options}" if options else ""
-        raise SetupError(f"reward.rewards: {name!r} cannot be set up{given}: {error}") from error
+        raise SetupError(
+            f"reward.rewards: {name!r} cannot be set up{given}: {error}"
+        ) from error
     if not callable(getattr(reward, "score", None)):
         raise SetupError(
-            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no method score. {WANTED}"
+            f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no "
+            f"method score. {WANTED}"
         )
     _check_order(name, reward.score)
     return reward
 
 
 def _check_order(name: str, function: Callable[..., Any]) -> None:
-    """SetupError for a function that would take the videos for the prompts, as TRL's f(prompts, completions) does."""
+    """SetupError for a function that would take the videos for the prompts, as TRL's
+    f(prompts, completions) does.
+    """
     takes = parameters(function)
-    if next(iter(takes), "") in ("prompts", "prompt", "completions", "captions", "texts"):
+    if next(iter(takes), "") in (
+        "prompts",
+        "prompt",
+        "completions",
+        "captions",
+        "texts",
+    ):
         raise SetupError(_wrong_order(name, takes))
 
 
 def _wrong_order(name: str, takes: Mapping[str, Any]) -> str:
     return (
-        f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called as f(videos, prompts), with "
-        "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters first, in this order."
+        f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called "
+        "as f(videos, prompts), with "
+        "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters "
+        "first, in this order."
     )
 
 
 def parameters(found: Any) -> Mapping[str, inspect.Parameter]:
-    """Parameters by name; none for an object without a signature, such as some built-in functions."""
+    """Parameters by name; none for an object without a signature, such as some built-in
+    functions.
+    """
     try:
         return inspect.signature(found).parameters
     except (TypeError, ValueError):
         return {}
 
 
-def fill_options(found: Any, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
+def fill_options(
+    found: Any, options: Mapping[str, Any], **defaults: Any
+) -> dict[str, Any]:
     """The options of a reward, with those of a run that it takes and was not given."""
-    taken = {key: value for key, value in defaults.items() if value is not None and key in parameters(found)}
+    taken = {
+        key: value
+        for key, value in defaults.items()
+        if value is not None and key in parameters(found)
+    }
     return {**taken, **options}
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Builds rewards, and scores the batches of all trainers by them, one after another; `serve_forever` runs it.
+    """Builds rewards, and scores the batches of all trainers by them, one after
+    another; `serve_forever` runs it.
 
-    spec: `rewards`, {name: options}; `targets`, the package.module:attribute of short names; `device` and `fps` for
-    rewards that take them.
+    spec: `rewards`, {name: options}; `targets`, the package.module:attribute of short
+    names; `device` and `fps` for rewards that take them.
 
     Raises:
-        SetupError: a reward cannot be built here, or another machine could reach the server and there is no token.
+        SetupError: a reward cannot be built here, or another machine could reach the
+            server and there is no token.
     """
 
     daemon_threads = True
     request_queue_size = 1024  # clients that connect at once
 
-    def __init__(self, spec: Mapping[str, Any], host: str = LOOPBACK, port: int = 0, token: str | None = None) -> None:
+    def __init__(
+        self,
+        spec: Mapping[str, Any],
+        host: str = LOOPBACK,
+        port: int = 0,
+        token: str | None = None,
+    ) -> None:
         if host not in (LOOPBACK, "localhost") and not token:
-            raise SetupError(f"--host is {host}, which other machines reach. Set {TOKEN} here and for the trainers.")
+            raise SetupError(
+                f"--host is {host}, which other machines reach. Set {TOKEN} here and "
+                "for the trainers."
+            )
         self.token = token
         self.id = secrets.token_hex(8)  # a client tells servers apart by it
         self.rewards: dict[str, Any] = {}
         self.served: dict[str, dict[str, Any]] = {}
         self._results: dict[str, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
-        # One thread builds and scores: it is the queue, and libraries tie state to the thread that loads them.
+        # One thread builds and scores: it is the queue, and libraries tie state to the
+        # thread that loads them.
         self._thread = ThreadPoolExecutor(1)
         self._thread.submit(self._build, spec).result()
         self.serves = hashlib.sha256(to_json(self.served)).hexdigest()
@@ -266,25 +342,36 @@ class RewardServer(ThreadingHTTPServer):
                 found = getattr(importlib.import_module(module), attribute)
             except (Exception, SystemExit) as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise SetupError(f"reward.rewards: {target!r} is not in {sys.executable}: {reason}.") from error
-            options = fill_options(found, given, device=spec.get("device"), fps=spec.get("fps"))
+                raise SetupError(
+                    f"reward.rewards: {target!r} is not in {sys.executable}: {reason}."
+                ) from error
+            options = fill_options(
+                found, given, device=spec.get("device"), fps=spec.get("fps")
+            )
             reward = self.rewards[name] = build_reward(name, found, options)
             takes = parameters(found)
             if "fps" in takes:  # a trainer compares it with the rate of its videos
                 options = {"fps": takes["fps"].default, **options}
             lower = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
-            self.served[name] = {"options": options, "lower_is_better": [lower] if isinstance(lower, str) else lower}
+            self.served[name] = {
+                "options": options,
+                "lower_is_better": [lower] if isinstance(lower, str) else lower,
+            }
 
     def answer(self, path: str, body: bytearray | None) -> dict[str, Any]:
         """The answer to a request; `body` is None for a GET."""
         kind, _, key = path[1:].partition("/")
         if kind == "score":
-            # Two requests of one ID may come at once, and it is scored for the first alone.
+            # Two requests of one ID may come at once, and it is scored for the first
+            # alone.
             with self._lock:
                 if body is not None and key not in self._results:
                     self._results[key] = self._thread.submit(self._score, body)
-                    # In the order of entry, so the oldest results go; one that is not done somebody waits for.
-                    done = [old for old, result in self._results.items() if result.done()]
+                    # In the order of entry, so the oldest results go; one that is not
+                    # done somebody waits for.
+                    done = [
+                        old for old, result in self._results.items() if result.done()
+                    ]
                     for old in done[:-MOST_KEPT]:
                         del self._results[old]
                 future = self._results.get(key)
@@ -304,8 +391,10 @@ class RewardServer(ThreadingHTTPServer):
         try:
             for name, reward in self.rewards.items():
                 scoring = name
-                videos, prompts = read_batch(bytearray(body))  # a copy, which the reward may change
-                # As a trainer will read it: what JSON cannot hold is an error of this reward.
+                # a copy, which the reward may change
+                videos, prompts = read_batch(bytearray(body))
+                # As a trainer will read it: what JSON cannot hold is an error of this
+                # reward.
                 result = json.loads(to_json(dict(reward.score(videos, prompts))))
                 if twice := sorted(scores.keys() & result.keys()):
                     raise ValueError(f"another reward also returns {twice}")
@@ -316,7 +405,8 @@ class RewardServer(ThreadingHTTPServer):
 
 
 def read_batch(body: bytearray) -> tuple[Any, list[str]]:
-    """Videos and prompts of a request: uint8 (B, F, 3, H, W) of torch, or of numpy where that is not installed.
+    """Videos and prompts of a request: uint8 (B, F, 3, H, W) of torch, or of numpy
+    where that is not installed.
 
     The format is safetensors', read here so that no package has to be installed for it.
     """
@@ -335,8 +425,14 @@ def read_batch(body: bytearray) -> tuple[Any, list[str]]:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of values with tensors, arrays and numbers of theirs: exact for every floating-point type."""
-    return json.dumps(value, default=lambda v: v.tolist() if hasattr(v, "tolist") else list(v), sort_keys=True).encode()
+    """JSON of values with tensors, arrays and numbers of theirs: exact for every
+    floating-point type.
+    """
+    return json.dumps(
+        value,
+        default=lambda v: v.tolist() if hasattr(v, "tolist") else list(v),
+        sort_keys=True,
+    ).encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -346,9 +442,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         sent = self.headers.get("Authorization", "").encode()
-        if self.server.token and not hmac.compare_digest(sent, f"Bearer {self.server.token}".encode()):
+        if self.server.token and not hmac.compare_digest(
+            sent, f"Bearer {self.server.token}".encode()
+        ):
             self.close_connection = True  # its body is not read
-            return self._reply(401, {"error": f"the token in {TOKEN} is not that of the server"})
+            return self._reply(
+                401, {"error": f"the token in {TOKEN} is not that of the server"}
+            )
         length = self.headers.get("Content-Length")
         body = None if length is None else bytearray(int(length))
         with suppress(OSError):  # a client that has gone asks again
@@ -374,14 +474,17 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing per request."""
 
 
-# ------------------------------------------------------------------------------------------ program
+# ------------------------------------------------------------------------------------------
+# program
 
 
 def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
     if files == ["-"]:
         spec: dict[str, Any] = json.loads(sys.stdin.readline())
         # The trainer keeps its end open until it closes it or dies.
-        threading.Thread(target=lambda: os._exit(len(sys.stdin.read())), daemon=True).start()
+        threading.Thread(
+            target=lambda: os._exit(len(sys.stdin.read())), daemon=True
+        ).start()
         return spec
     if files[0].endswith(".json"):
         with open(files[0], encoding="utf-8") as file:
@@ -389,38 +492,72 @@ def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
     from sage_fast.config.load import load_config, read_tree
     from sage_fast.config.registry import REWARDS, SCORES
 
-    # A file to be laid over a preset may hold the rewards alone, and the rest of a run does not matter here.
+    # A file to be laid over a preset may hold the rewards alone, and the rest of a run
+    # does not matter here.
     tree = read_tree(files, overrides)
     unused = {"output_dir": "none", "data.prompts": ["none"]}
     reward = tree.get("reward", {})
-    for name in (reward.get("rewards") or [])[:1]:  # weights are the trainers' affair, and such a file may have none
+    # weights are the trainers' affair, and such a file may have none
+    for name in (reward.get("rewards") or [])[:1]:
         reward.setdefault("weights", {SCORES.get(name, ("any",))[0]: 1.0})
-    config = load_config(None, unused | {key: tree[key] for key in ("reward", "video") if key in tree})
-    rewards = {name: config.reward.options.get(name, {}) for name in config.reward.rewards}
+    config = load_config(
+        None, unused | {key: tree[key] for key in ("reward", "video") if key in tree}
+    )
+    rewards = {
+        name: config.reward.options.get(name, {}) for name in config.reward.rewards
+    }
     return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}
 
 
 def main() -> int:
     """Serve until interrupted; returns the exit status, 2 for what cannot be served."""
     text = "Serve the rewards of a configuration to trainers with reward.url."
-    parser = argparse.ArgumentParser(prog="python -m sage_fast.rewards.server", description=text)
-    parser.add_argument("config", nargs="+", help="as of `sage-fast train`, with overrides; or a JSON file")
-    parser.add_argument("--host", default=LOOPBACK, help=f"default 127.0.0.1; others need a token in {TOKEN}")
-    parser.add_argument("--port", type=int, default=8000, help="default 8000; 0 takes a free one")
+    parser = argparse.ArgumentParser(
+        prog="python -m sage_fast.rewards.server", description=text
+    )
+    parser.add_argument(
+        "config",
+        nargs="+",
+        help="as of `sage-fast train`, with overrides; or a JSON file",
+    )
+    parser.add_argument(
+        "--host",
+        default=LOOPBACK,
+        help=f"default 127.0.0.1; others need a token in {TOKEN}",
+    )
+    parser.add_argument(
+        "--port", type=int, default=8000, help="default 8000; 0 takes a free one"
+    )
     options, overrides = parser.parse_known_args()
     if not __package__:
-        del sys.path[0]  # this file's folder, whose clip.py would stand in for OpenAI's clip
+        # this file's folder, whose clip.py would stand in for OpenAI's clip
+        del sys.path[0]
     # A reward may print: stdout carries one line, which a trainer reads.
     hello = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with lasting_streams():
         try:
             spec = _read_spec(options.config, overrides)
-            server = RewardServer(spec, options.host, options.port, spec.get("token") or os.environ.get(TOKEN))
+            server = RewardServer(
+                spec,
+                options.host,
+                options.port,
+                spec.get("token") or os.environ.get(TOKEN),
+            )
         except Exception as error:  # noqa: BLE001  a reward may fail in any way
-            print(f"error: {type(error).__name__}:", *str(error).splitlines(), file=hello, flush=True)
+            print(
+                f"error: {type(error).__name__}:",
+                *str(error).splitlines(),
+                file=hello,
+                flush=True,
+            )
             return 2
-        print(f"Serving {list(server.rewards)} at http://{options.host}:{server.server_port}", file=hello, flush=True)
+        print(
+            f"Serving {list(server.rewards)} at "
+            f"http://{options.host}:{server.server_port}",
+            file=hello,
+            flush=True,
+        )
         with suppress(KeyboardInterrupt):
             server.serve_forever()
         os._exit(0)  # a batch in progress has nobody left to ask for it

@@ -1,4 +1,5 @@
-"""Code of the user inside a run: its records, how it stops the run, and the end of a run that it fails in.
+"""Code of the user inside a run: its records, how it stops the run, and the end of a
+run that it fails in.
 
     class StopWhenGood(Callback):
         def on_evaluation(self, record: EvaluationRecord) -> None:
@@ -7,8 +8,9 @@
 
     train(config, callbacks=[StopWhenGood()])
 
-Callbacks are called on rank 0 alone, in the order in which they were given, between the steps of the run; what they
-take, training waits for. They must not change what they are given, and must not communicate with other ranks.
+Callbacks are called on rank 0 alone, in the order in which they were given, between the
+steps of the run; what they take, training waits for. They must not change what they are
+given, and must not communicate with other ranks.
 """
 
 import logging
@@ -26,16 +28,20 @@ logger = logging.getLogger(__name__)
 
 
 class StopRun(Exception):
-    """Raised by a callback to end the run: it finishes its update, saves, and says the reason. No error."""
+    """Raised by a callback to end the run: it finishes its update, saves, and says the
+    reason. No error.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRecord:
     """An iteration that is finished and in metrics.jsonl.
 
-    update: optimizer updates done. total: `training.num_updates`. metrics: its row of metrics.jsonl.
+    update: optimizer updates done. total: `training.num_updates`. metrics: its row of
+    metrics.jsonl.
 
-    Example: `UpdateRecord(update=3, total=50, metrics={"reward/mean": 0.41, "grad_norm": 0.2, ...})`
+    Example: `UpdateRecord(update=3, total=50, metrics={"reward/mean": 0.41,
+    "grad_norm": 0.2, ...})`
     """
 
     update: int
@@ -45,12 +51,14 @@ class UpdateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """An evaluation whose scores, videos and metrics are on disk. Update 0 is the model that the run starts from.
+    """An evaluation whose scores, videos and metrics are on disk. Update 0 is the model
+    that the run starts from.
 
-    metrics: its row of metrics.jsonl, with `eval/...`. evaluation: the scores of every prompt. baseline: those of
-    update 0.
+    metrics: its row of metrics.jsonl, with `eval/...`. evaluation: the scores of every
+    prompt. baseline: those of update 0.
 
-    Example: `EvaluationRecord(update=10, metrics={"eval/paired_gain": 0.1, ...}, evaluation=..., baseline=...)`
+    Example: `EvaluationRecord(update=10, metrics={"eval/paired_gain": 0.1, ...},
+    evaluation=..., baseline=...)`
     """
 
     update: int
@@ -61,7 +69,8 @@ class EvaluationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRecord:
-    """A checkpoint that is complete on disk; with `checkpoint.asynchronous`, training has gone on since.
+    """A checkpoint that is complete on disk; with `checkpoint.asynchronous`, training
+    has gone on since.
 
     Example: `SaveRecord(update=10, folder=Path("runs/mine/checkpoints/update-000010"))`
     """
@@ -73,15 +82,18 @@ class SaveRecord:
 class Callback:
     """Base class of callbacks: override what you need. Each may raise `StopRun`.
 
-    Any other exception of a callback ends the run in the same orderly way: the update in progress is finished and
-    saved, and `CallbackError` is raised, with the callback's exception as its cause. The callback is not called again.
+    Any other exception of a callback ends the run in the same orderly way: the update
+    in progress is finished and saved, and `CallbackError` is raised, with the
+    callback's exception as its cause. The callback is not called again.
     """
 
     def on_rollout(self, record: RolloutRecord) -> None:
         """The videos of the coming update are scored; its gradient is not taken yet."""
 
     def on_update(self, record: UpdateRecord) -> None:
-        """An iteration is finished; where an evaluation was due, `on_evaluation` comes next."""
+        """An iteration is finished; where an evaluation was due, `on_evaluation` comes
+        next.
+        """
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         """An evaluation is finished, that of update 0 included."""
@@ -91,7 +103,8 @@ class Callback:
 
 
 class Callbacks:
-    """The callbacks of a run as one that raises nothing: what they want is asked for when the run can act on it.
+    """The callbacks of a run as one that raises nothing: what they want is asked for
+    when the run can act on it.
 
     Args:
         callbacks: none of them on ranks other than 0.
@@ -104,7 +117,8 @@ class Callbacks:
         for callback in callbacks:
             if not isinstance(callback, Callback):
                 raise ConfigError(
-                    f"callbacks: {callback!r} is not a sage_fast.Callback. Give objects of classes derived from it, "
+                    f"callbacks: {callback!r} is not a sage_fast.Callback. Give "
+                    "objects of classes derived from it, "
                     "such as [Mine()]."
                 )
         self._active = list(callbacks)
@@ -118,7 +132,9 @@ class Callbacks:
         return self.stop_reason is not None or self._failure is not None
 
     def raise_failure(self, update: int, directory: Path) -> None:
-        """CallbackError where a callback has failed, now that the run is saved at `update`."""
+        """CallbackError where a callback has failed, now that the run is saved at
+        `update`.
+        """
         if self._failure is None:
             return
         name, error = self._failure
@@ -128,7 +144,8 @@ class Callbacks:
             ended = "before its first update"
             go_on = "start it again"
         raise CallbackError(
-            f"Callback {name} raised {describe(error)}. The run in {directory} was ended {ended}: fix or remove the "
+            f"Callback {name} raised {describe(error)}. The run in {directory} was "
+            f"ended {ended}: fix or remove the "
             f"callback, and {go_on} with resume set to auto."
         ) from error
 
@@ -144,6 +161,8 @@ class Callbacks:
                     logger.info("%s stops the run: %s", name, stop)
                 self.stop_reason = self.stop_reason or str(stop) or name
             except Exception as error:  # noqa: BLE001  the user's own code; raised again when the run is saved
-                logger.error("%s raised %s: the run is saved and ends.", name, describe(error))
+                logger.error(
+                    "%s raised %s: the run is saved and ends.", name, describe(error)
+                )
                 self._active.remove(callback)
                 self._failure = self._failure or (name, error)

@@ -1,4 +1,6 @@
-"""The directory of a run: where everything in it lies, and what those files hold that more than one part reads."""
+"""The directory of a run: where everything in it lies, and what those files hold that
+more than one part reads.
+"""
 
 import logging
 import os
@@ -64,8 +66,14 @@ class RunDirectory(os.PathLike[str]):
     __str__ = __fspath__
 
     def environment_after(self, update: int) -> Path:
-        """Versions of what went on after an update: those that the first part was made with stay on record."""
-        return self.path / f"environment-{checkpoint_name(update)}.json" if update else self.environment
+        """Versions of what went on after an update: those that the first part was made
+        with stay on record.
+        """
+        return (
+            self.path / f"environment-{checkpoint_name(update)}.json"
+            if update
+            else self.environment
+        )
 
     def evaluation(self, update: int) -> Path:
         """Scores per prompt after an update."""
@@ -80,44 +88,79 @@ class RunDirectory(os.PathLike[str]):
         return self.samples / f"{checkpoint_name(update)}.png"
 
     def left_by_a_run(self) -> list[Path]:
-        """Files that a new run in this directory would take for its own, in the order in which it is moved away.
+        """Files that a new run in this directory would take for its own, in the order
+        in which it is moved away.
 
-        Checkpoints go first: a run that is killed in between is then one whose checkpoints are gone, which starts
-        nothing.
+        Checkpoints go first: a run that is killed in between is then one whose
+        checkpoints are gone, which starts nothing.
         """
-        made = [self.checkpoints, self.metrics, self._evaluation, self.samples, self.tensorboard, self.wandb_id]
-        made += [self.config, *sorted(self.path.glob("environment*.json")), self.reward_plot, self.before_after]
+        made = [
+            self.checkpoints,
+            self.metrics,
+            self._evaluation,
+            self.samples,
+            self.tensorboard,
+            self.wandb_id,
+        ]
+        made += [
+            self.config,
+            *sorted(self.path.glob("environment*.json")),
+            self.reward_plot,
+            self.before_after,
+        ]
         made += [self.page, self.status, *sorted(self.path.glob("abandoned-*"))]
         return [path for path in made if path.exists()]
 
     def made_after(self, update: int) -> list[Path]:
-        """Files of later updates, and what is made of the last one, in the order in which they are renamed.
+        """Files of later updates, and what is made of the last one, in the order in
+        which they are renamed.
 
-        The newest checkpoint goes first: a run that is killed in between goes on from an older one of the same part.
+        The newest checkpoint goes first: a run that is killed in between goes on from
+        an older one of the same part.
         """
-        numbered = [*reversed(list_checkpoints(self.checkpoints)), *self.path.glob("environment-*.json")]
-        numbered += [path for folder in (self._evaluation, self.samples) for path in folder.glob("*")]
-        names = ((CHECKPOINT_NAME.fullmatch(path.stem.removeprefix("environment-")), path) for path in numbered)
+        numbered = [
+            *reversed(list_checkpoints(self.checkpoints)),
+            *self.path.glob("environment-*.json"),
+        ]
+        numbered += [
+            path
+            for folder in (self._evaluation, self.samples)
+            for path in folder.glob("*")
+        ]
+        names = (
+            (CHECKPOINT_NAME.fullmatch(path.stem.removeprefix("environment-")), path)
+            for path in numbered
+        )
         later = [path for name, path in names if name and int(name[1]) > update]
         results = [self.result, self.before_after] if later else []
         # Without its pin an update that is made again is not taken for the best.
-        best = [self.checkpoints / BEST] if read_best(self.checkpoints, newest=update) is None else []
+        best = (
+            [self.checkpoints / BEST]
+            if read_best(self.checkpoints, newest=update) is None
+            else []
+        )
         return [path for path in (*best, *later, *results) if path.exists()]
 
-    # ------------------------------------------------------------------------------------------ content
+    # ------------------------------------------------------------------------------------------
+    # content
 
     @property
     def is_run(self) -> bool:
         """True where there is a configuration."""
-        return os.path.isfile(self.config)  # False, not an error, for a word too long to be a path
+        # False, not an error, for a word too long to be a path
+        return os.path.isfile(self.config)
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The configuration by dotted key. ConfigError where there is none."""
-        from sage_fast.config.load import read_config_file  # its library may not be on a machine that measures
+        # its library may not be on a machine that measures
+        from sage_fast.config.load import read_config_file
 
         if not self.is_run:
-            raise ConfigError(f"{self} has no config.yaml, so it is not a run. Give directories of `sage-fast train`.")
+            raise ConfigError(
+                f"{self} has no config.yaml, so it is not a run. Give directories of "
+                "`sage-fast train`."
+            )
         return settings_of(read_config_file(self.config))
 
     @property
@@ -127,35 +170,50 @@ class RunDirectory(os.PathLike[str]):
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Metrics at the first look, one record per update, oldest first. ConfigError, RunDirectoryError."""
+        """Metrics at the first look, one record per update, oldest first. ConfigError,
+        RunDirectoryError.
+        """
         if not self.metrics.is_file():
-            raise ConfigError(f"{self} has no metrics.jsonl: the run has not begun yet.")
+            raise ConfigError(
+                f"{self} has no metrics.jsonl: the run has not begun yet."
+            )
         merged: dict[int, dict[str, Any]] = {}
         for row in read_metrics(self.metrics):
-            # Training and evaluation may each have a record of an update; where both have a key, the later one counts.
+            # Training and evaluation may each have a record of an update; where both
+            # have a key, the later one counts.
             merged.setdefault(row["update"], {}).update(row)
         return [merged[update] for update in sorted(merged)]
 
     def curve(self, key: str) -> dict[int, float]:
         """A metric by update, where it was logged."""
-        return {row["update"]: float(row[key]) for row in self.rows if isinstance(row.get(key), int | float)}
+        return {
+            row["update"]: float(row[key])
+            for row in self.rows
+            if isinstance(row.get(key), int | float)
+        }
 
     def evaluations(self) -> dict[int, Path]:
         """Files of scores per prompt, by update, oldest first."""
-        return {update_of(file.with_suffix("")): file for file in sorted(self._evaluation.glob("update-*.json"))}
+        return {
+            update_of(file.with_suffix("")): file
+            for file in sorted(self._evaluation.glob("update-*.json"))
+        }
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records of a ``metrics.jsonl``, oldest first.
 
-    A last line that was cut short (the run was killed while it wrote) is left out with a warning.
+    A last line that was cut short (the run was killed while it wrote) is left out with
+    a warning.
 
     Raises:
         FileNotFoundError: there is no such file.
-        RunDirectoryError: a line before the last is not a record; the message starts with ``path:line``.
+        RunDirectoryError: a line before the last is not a record; the message starts
+            with ``path:line``.
     """
     lines = Path(path).read_bytes().split(b"\n")
-    # Without blank ends the last line is the last record, the only one that a kill can have cut short.
+    # Without blank ends the last line is the last record, the only one that a kill can
+    # have cut short.
     while lines and not lines[-1].strip():
         lines.pop()
     rows = []
@@ -168,10 +226,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
                 raise ValueError("it is not an object with a whole number 'update'")
         except ValueError as error:
             if number == len(lines):
-                logger.warning("%s:%d: dropped the last line, which was cut short", path, number)
+                logger.warning(
+                    "%s:%d: dropped the last line, which was cut short", path, number
+                )
                 break
             raise RunDirectoryError(
-                f"{path}:{number}: not a metrics record ({error}); delete or mend that line."
+                f"{path}:{number}: not a metrics record ({error}); delete or mend "
+                "that line."
             ) from error
         rows.append(row)
     return rows

@@ -1,4 +1,5 @@
-"""Stopping politely: a signal, or a file named STOP in the run's directory, ends the run after the update in progress.
+"""Stopping politely: a signal, or a file named STOP in the run's directory, ends the
+run after the update in progress.
 
     SIGINT      Ctrl-C
     SIGTERM     preemption, and the end of a container
@@ -6,10 +7,12 @@
     SIGHUP      a terminal that was closed, a connection that was lost; `nohup` makes the run go on instead
     STOP        anybody who can write into the run's directory, on any system and under any launcher
 
-torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with `--signals-to-handle`), and kills them
-30 seconds later unless `--shutdown-timeout` says otherwise; the file gives an update all the time that it takes.
+torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with
+`--signals-to-handle`), and kills them 30 seconds later unless `--shutdown-timeout` says
+otherwise; the file gives an update all the time that it takes.
 
-A process that a reward forks has none of this: there the signals do what they did before.
+A process that a reward forks has none of this: there the signals do what they did
+before.
 """
 
 import os
@@ -24,21 +27,26 @@ from sage_fast.run.directory import RunDirectory
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_KEY_PRESS = 1.0
-"""Seconds within which two SIGINTs are one: the terminal and the launcher may both pass on a single Ctrl-C."""
+"""Seconds within which two SIGINTs are one: the terminal and the launcher may both pass
+on a single Ctrl-C.
+"""
 
 
 class GracefulStop:
     """Context manager that turns the signals above into a request.
 
-    A second SIGINT interrupts at once, and so does any signal while a reward hangs, see `watch`.
+    A second SIGINT interrupts at once, and so does any signal while a reward hangs, see
+    `watch`.
 
     Args:
-        run_directory: where a STOP file asks the same; None: nowhere. A file left over from earlier is removed on
-            entry, one that came during the context on exit.
+        run_directory: where a STOP file asks the same; None: nowhere. A file left over
+            from earlier is removed on entry, one that came during the context on exit.
         announce: say so on stderr; of many ranks one should.
     """
 
-    def __init__(self, run_directory: str | os.PathLike[str] | None = None, announce: bool = True) -> None:
+    def __init__(
+        self, run_directory: str | os.PathLike[str] | None = None, announce: bool = True
+    ) -> None:
         self._signalled: float | None = None
         self._announce = announce
         self._announced_file = False
@@ -65,12 +73,16 @@ class GracefulStop:
                 continue  # started by nohup
             try:
                 self._previous[number] = signal.signal(number, self._handle)
-            except ValueError:  # not in the main thread: the host program keeps its own handlers
+            # not in the main thread: the host program keeps its own handlers
+            except ValueError:
                 break
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.restore_handlers()
         self._remove_file()
@@ -82,7 +94,8 @@ class GracefulStop:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def watch(self, hangs: str | None) -> None:
-        """Take note of a reward that hangs, in words; None: it has ended. An update that it holds up is not waited for.
+        """Take note of a reward that hangs, in words; None: it has ended. An update
+        that it holds up is not waited for.
 
         To be called from any thread.
         """
@@ -96,7 +109,10 @@ class GracefulStop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._hangs is not None:
-            self._say(f"{signal.Signals(number).name}: {self._hangs} Ending without this update; checkpoints stay.")
+            self._say(
+                f"{signal.Signals(number).name}: {self._hangs} Ending without this "
+                "update; checkpoints stay."
+            )
             raise KeyboardInterrupt
         now = time.monotonic()
         if self._signalled is not None:
@@ -105,7 +121,9 @@ class GracefulStop:
             return
         self._signalled = now
         hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
-        self._say(f"{signal.Signals(number).name}: finishing this update, then saving.{hint}")
+        self._say(
+            f"{signal.Signals(number).name}: finishing this update, then saving.{hint}"
+        )
 
     def _say(self, text: str) -> None:
         if self._announce:
@@ -118,7 +136,8 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    # A signal that reaches the child before its handlers are restored would be lost: it waits until they are.
+    # A signal that reaches the child before its handlers are restored would be lost: it
+    # waits until they are.
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _active else ())
 
 
@@ -132,4 +151,8 @@ def _after_fork_in_child() -> None:
     _after_fork()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork,
+    after_in_child=_after_fork_in_child,
+)

@@ -24,7 +24,9 @@ from sage_fast.run.plots import GAIN, LOSS
 
 STRIP_FRAMES = 8
 GRID_FRAMES = 3
-"""Shown of each video, spread evenly from the first to the last; a shorter one shows all."""
+"""Shown of each video, spread evenly from the first to the last; a shorter one shows
+all.
+"""
 
 INK = "#1d232b"
 MARGIN = 20
@@ -48,7 +50,8 @@ Place = tuple[int, int, np.ndarray]
 class Cell:
     """A prompt of a sheet.
 
-    videos: (F, 3, H, W) uint8 RGB each, one below the other. marks: whether each shows what was asked, or none.
+    videos: (F, 3, H, W) uint8 RGB each, one below the other. marks: whether each shows
+    what was asked, or none.
 
     Example: `Cell(caption="a red circle", videos=[before, after], marks=[False, True])`
     """
@@ -59,7 +62,8 @@ class Cell:
 
 
 def write_picture(path: Path, image: str, size: tuple[int, int]) -> None:
-    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that begins with it.
+    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that
+    begins with it.
 
     OSError, and ValueError as `read_picture`.
     """
@@ -68,14 +72,22 @@ def write_picture(path: Path, image: str, size: tuple[int, int]) -> None:
         picture.save(partial, "JPEG")
 
 
-def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: str = "", *, grid: bool = False) -> None:
-    """Write a PNG with the caption of every cell above the frames of its videos, ticked where they are marked.
+def contact_sheet(
+    path: str | os.PathLike[str],
+    cells: Sequence[Cell],
+    title: str = "",
+    *,
+    grid: bool = False,
+) -> None:
+    """Write a PNG with the caption of every cell above the frames of its videos, ticked
+    where they are marked.
 
     Args:
         path: the file to write; missing folders are created.
         cells: videos of the same cell have the same size.
         title: above the cells.
-        grid: up to 6 cells side by side, with `GRID_FRAMES` of each video; else one a row, with `STRIP_FRAMES`.
+        grid: up to 6 cells side by side, with `GRID_FRAMES` of each video; else one a
+            row, with `STRIP_FRAMES`.
 
     Raises:
         ValueError: no cells, or a video of another shape or dtype.
@@ -85,7 +97,8 @@ def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: st
         raise ValueError("a contact sheet needs at least one prompt, and got none")
     columns = min(6, math.ceil(math.sqrt(len(cells)))) if grid else 1
     frames = GRID_FRAMES if grid else STRIP_FRAMES
-    # Pixels from one cell to the next, and of a frame, which has 2 white ones after it; the mark follows the last.
+    # Pixels from one cell to the next, and of a frame, which has 2 white ones after it;
+    # the mark follows the last.
     across = (WIDTH - 2 * MARGIN + GAP) // columns
     side = (across - GAP - MARK_WIDTH) // frames - 2
     texts: list[Text] = []
@@ -103,35 +116,65 @@ def contact_sheet(path: str | os.PathLike[str], cells: Sequence[Cell], title: st
         y = top + LINE_HEIGHT * max(map(len, captions))
         for column, (cell, caption) in enumerate(zip(shown, captions, strict=True)):
             x = MARGIN + column * across
-            texts += [(x, top + (n + 0.5) * LINE_HEIGHT, line, INK, 13) for n, line in enumerate(caption)]
+            texts += [
+                (x, top + (n + 0.5) * LINE_HEIGHT, line, INK, 13)
+                for n, line in enumerate(caption)
+            ]
             below = y
             for number, video in enumerate(cell.videos):
                 strip = _strip(video, f"video {cell.caption!r}", frames, width=side)
                 places.append((x, below, strip))
                 if cell.marks:
-                    sign, colour = ("\N{CHECK MARK}", GAIN) if cell.marks[number] else ("\N{BALLOT X}", LOSS)
-                    texts.append((x + strip.shape[1] + 4, below + strip.shape[0] / 2, sign, colour, 18))
+                    sign, colour = (
+                        ("\N{CHECK MARK}", GAIN)
+                        if cell.marks[number]
+                        else ("\N{BALLOT X}", LOSS)
+                    )
+                    texts.append(
+                        (
+                            x + strip.shape[1] + 4,
+                            below + strip.shape[0] / 2,
+                            sign,
+                            colour,
+                            18,
+                        )
+                    )
                 below += strip.shape[0] + 4
-        # Below the lowest strip, because the cells of a row may differ in the height and number of their videos.
+        # Below the lowest strip, because the cells of a row may differ in the height
+        # and number of their videos.
         top = max(top_of + strip.shape[0] for _, top_of, strip in places) + GAP
     _write_sheet(path, top, texts, places)
 
 
-def _write_sheet(path: str | os.PathLike[str], height: int, texts: Sequence[Text], places: Sequence[Place]) -> None:
+def _write_sheet(
+    path: str | os.PathLike[str],
+    height: int,
+    texts: Sequence[Text],
+    places: Sequence[Place],
+) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH / DPI, height / DPI), dpi=DPI)
-    with rc_context({"font.family": ["DejaVu Sans", *_other_fonts()]}), catch_warnings():
-        # A character that no font has is a box; the page of the run and the names of the files have it.
+    with (
+        rc_context({"font.family": ["DejaVu Sans", *_other_fonts()]}),
+        catch_warnings(),
+    ):
+        # A character that no font has is a box; the page of the run and the names of
+        # the files have it.
         simplefilter("ignore")
-        # A sheet is laid out from the top; matplotlib counts pixels and shares of a figure from the bottom.
+        # A sheet is laid out from the top; matplotlib counts pixels and shares of a
+        # figure from the bottom.
         for x, top, strip in places:
-            figure.figimage(strip, xo=x, yo=height - top - strip.shape[0], origin="upper")
+            figure.figimage(
+                strip, xo=x, yo=height - top - strip.shape[0], origin="upper"
+            )
         for text_x, middle, text, colour, size in texts:
             # No mathematics: a prompt may hold dollars.
             at = text_x / WIDTH, 1 - middle / height
-            figure.text(*at, text, color=colour, size=size, va="center", parse_math=False)
+            figure.text(
+                *at, text, color=colour, size=size, va="center", parse_math=False
+            )
         with replacing(path) as temporary:
             figure.savefig(temporary, format="png", dpi=DPI)
 
@@ -141,7 +184,14 @@ def _other_fonts() -> list[str]:
     """Fonts for scripts that matplotlib's own lacks, as far as they are installed."""
     from matplotlib.font_manager import fontManager
 
-    wanted = ("Noto Sans CJK", "Noto Sans Arabic", "Noto Sans", "WenQuanYi", "Arial Unicode", "Microsoft YaHei")
+    wanted = (
+        "Noto Sans CJK",
+        "Noto Sans Arabic",
+        "Noto Sans",
+        "WenQuanYi",
+        "Arial Unicode",
+        "Microsoft YaHei",
+    )
     names = sorted({font.name for font in fontManager.ttflist})
     return [name for start in wanted for name in names if name.startswith(start)]
 
@@ -155,12 +205,18 @@ def _wrapped(text: str, width: int) -> list[str]:
 
 
 def _strip(video: Tensor, what: str, most: int, *, width: int) -> np.ndarray:
-    """At most so many frames of a video in a row, evenly from the first to the last, each `width` wide: (H, W, 3)."""
+    """At most so many frames of a video in a row, evenly from the first to the last,
+    each `width` wide: (H, W, 3).
+    """
     frames = video_frames(video, what)
     height = round(frames.shape[1] * width / frames.shape[2])
-    indices = np.linspace(0, len(frames) - 1, min(len(frames), most)).round().astype(int)
+    indices = (
+        np.linspace(0, len(frames) - 1, min(len(frames), most)).round().astype(int)
+    )
     whole = np.full((height, len(indices) * (width + 2) - 2, 3), 255, dtype=np.uint8)
     for place, index in enumerate(indices):
-        frame = Image.fromarray(frames[index]).resize((width, height), Image.Resampling.LANCZOS)
+        frame = Image.fromarray(frames[index]).resize(
+            (width, height), Image.Resampling.LANCZOS
+        )
         whole[:, place * (width + 2) : place * (width + 2) + width] = frame
     return whole

@@ -1,6 +1,8 @@
-"""Figures of runs and studies: curves with bands, the reward of a run, and the files and pages that they go into.
+"""Figures of runs and studies: curves with bands, the reward of a run, and the files
+and pages that they go into.
 
-A figure in a page is inline SVG whose colours are the page's CSS variables, so that it follows light and dark.
+A figure in a page is inline SVG whose colours are the page's CSS variables, so that it
+follows light and dark.
 """
 
 import io
@@ -16,7 +18,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = ("#0b6bcb", "#d1571b", "#2a8a57", "#8a4fbf", "#8c96a3", "#b8902a", "#c43e77", "#3aa3a8", "#5b4636")
+COLOURS = (
+    "#0b6bcb",
+    "#d1571b",
+    "#2a8a57",
+    "#8a4fbf",
+    "#8c96a3",
+    "#b8902a",
+    "#c43e77",
+    "#3aa3a8",
+    "#5b4636",
+)
 """Of lines, in their order; after the last one again from the first, dashed."""
 GREY = 4
 """Number of the grey among them, for what is context."""
@@ -28,11 +40,18 @@ LOSS = "#b3362b"
 
 CSS_NAMES = {
     **{colour: f"var(--c{number})" for number, colour in enumerate(COLOURS)},
-    **{RULE: "var(--rule)", FAINT: "var(--faint)", GAIN: "var(--gain)", LOSS: "var(--loss)"},
+    **{
+        RULE: "var(--rule)",
+        FAINT: "var(--faint)",
+        GAIN: "var(--gain)",
+        LOSS: "var(--loss)",
+    },
 }
 
 MAX_POINTS = 500
-"""Points of a line; longer ones are averaged, so that a page stays small however long the run."""
+"""Points of a line; longer ones are averaged, so that a page stays small however long
+the run.
+"""
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -41,8 +60,8 @@ Rows = Sequence[Mapping[str, Any]]
 class Line:
     """A line of a figure.
 
-    x, y: N numbers each, x ascending. spread: N half widths of its band, or none. colour: number of its colour. dots:
-    mark every point.
+    x, y: N numbers each, x ascending. spread: N half widths of its band, or none.
+    colour: number of its colour. dots: mark every point.
 
     Example: `Line(label="evaluation", x=[0, 10], y=[0.2, 0.3], spread=[0.1, 0.1])`
     """
@@ -56,9 +75,16 @@ class Line:
 
 
 def metric_line(
-    rows: Rows, key: str, label: str = "", *, spread: str = "", colour: int = 0, dots: bool = False
+    rows: Rows,
+    key: str,
+    label: str = "",
+    *,
+    spread: str = "",
+    colour: int = 0,
+    dots: bool = False,
 ) -> Line:
-    """A metric over updates, in a band of plus and minus another one where that is logged.
+    """A metric over updates, in a band of plus and minus another one where that is
+    logged.
 
     Where two rows of an update have the metric, the later one counts.
     """
@@ -97,17 +123,32 @@ def draw_lines(axes: "Axes", lines: Sequence[Line]) -> None:
     for line in lines:
         if not line.x:
             continue
-        # (3, N): x, y and half width. Neighbours are averaged where there are more than fit.
-        points = np.array([line.x, line.y, line.spread or [0.0] * len(line.x)], dtype=np.float64)
+        # (3, N): x, y and half width. Neighbours are averaged where there are more than
+        # fit.
+        points = np.array(
+            [line.x, line.y, line.spread or [0.0] * len(line.x)], dtype=np.float64
+        )
         parts = np.array_split(points, min(len(line.x), MAX_POINTS), axis=1)
         x, y, spread = np.stack([part.mean(axis=1) for part in parts], axis=1)
-        # Dots vanish into the line where there are many of them, and a line of one point is nothing without.
+        # Dots vanish into the line where there are many of them, and a line of one
+        # point is nothing without.
         marker = "o" if len(x) == 1 or (line.dots and len(x) <= 60) else None
         colour = COLOURS[line.colour % len(COLOURS)]
         dashes = "--" if line.colour >= len(COLOURS) else "-"
-        axes.plot(x, y, label=line.label, marker=marker, markersize=3.5, linewidth=1.6, color=colour, linestyle=dashes)
+        axes.plot(
+            x,
+            y,
+            label=line.label,
+            marker=marker,
+            markersize=3.5,
+            linewidth=1.6,
+            color=colour,
+            linestyle=dashes,
+        )
         if any(line.spread):
-            axes.fill_between(x, y - spread, y + spread, color=colour, alpha=0.16, linewidth=0)
+            axes.fill_between(
+                x, y - spread, y + spread, color=colour, alpha=0.16, linewidth=0
+            )
 
 
 def line_chart(
@@ -120,14 +161,15 @@ def line_chart(
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
-        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the axis at 0. second_axis: what
-            stands below the number of an update.
+        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the
+            axis at 0. second_axis: what stands below the number of an update.
     """
     if not any(line.x for line in lines):
         return ""
     figure = _chart_figure(second_axis is not None)
     (axes,) = figure.axes
-    # All charts share this figure: what the last one has drawn goes, and so do its limits.
+    # All charts share this figure: what the last one has drawn goes, and so do its
+    # limits.
     for artist in (*axes.lines, *axes.collections):
         artist.remove()
     axes.relim()
@@ -144,7 +186,9 @@ def line_chart(
 
 @cache
 def _chart_figure(two_axes: bool) -> "Figure":
-    """The figure of all charts of a page: to make axes and ticks takes as long as to draw them."""
+    """The figure of all charts of a page: to make axes and ticks takes as long as to
+    draw them.
+    """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -153,7 +197,9 @@ def _chart_figure(two_axes: bool) -> "Figure":
     figure = Figure(figsize=(width, height))
     # Fixed margins: a constrained layout would be computed for every chart.
     below = 0.45 if two_axes else 0.3
-    axes = figure.add_axes((0.62 / width, below / height, 1 - 0.72 / width, 1 - (below + 0.1) / height))
+    axes = figure.add_axes(
+        (0.62 / width, below / height, 1 - 0.72 / width, 1 - (below + 0.1) / height)
+    )
     style_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(4))
@@ -168,7 +214,9 @@ def score_lines(rows: Rows, name: str, mean: str) -> list[Line]:
     stderr = f"eval/{name}_stderr"
     return [
         metric_line(rows, mean, "training batch", colour=GREY),
-        metric_line(rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True),
+        metric_line(
+            rows, eval_mean, "evaluation ± 1 standard error", spread=stderr, dots=True
+        ),
     ]
 
 
@@ -180,16 +228,20 @@ def reward_figure(rows: Rows) -> "Figure":
     axes = figure.subplots()
     style_axes(axes, "Reward", "optimizer update", "reward")
     draw_lines(axes, score_lines(rows, "reward", "reward/mean"))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no half of an update
+    # there is no half of an update
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, fontsize=9)
     return figure
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------
+# files
 
 
 def figure_file(figure: "Figure", kind: str, fonttype: str = "path") -> bytes:
-    """The figure as a `png` or `svg` file: the same bytes every time, so without a date and with fixed names inside."""
+    """The figure as a `png` or `svg` file: the same bytes every time, so without a date
+    and with fixed names inside.
+    """
     from matplotlib import rc_context
 
     buffer = io.BytesIO()
@@ -205,7 +257,8 @@ def inline_svg(figure: "Figure") -> str:
     for axes in figure.axes:
         axes.patch.set_visible(False)
     text = figure_file(figure, "svg", fonttype="none").decode()
-    # The page says how large it is and in which font; the XML around the element, its style and metadata say the rest.
+    # The page says how large it is and in which font; the XML around the element, its
+    # style and metadata say the rest.
     unwanted = r'\A.*?(?=<svg)|<metadata>.*?</metadata>|<style.*?</style>|font-family: [^;]*;| (width|height)="[^"]*pt"'
     text = re.sub(unwanted, "", text, flags=re.S)
     return re.sub("|".join(CSS_NAMES), lambda found: CSS_NAMES[found[0]], text)

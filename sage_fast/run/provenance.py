@@ -1,4 +1,6 @@
-"""Versions, commit and hardware that a run was made with; nothing that identifies the host or its user."""
+"""Versions, commit and hardware that a run was made with; nothing that identifies the
+host or its user.
+"""
 
 import json
 import os
@@ -33,7 +35,11 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "packages": package_versions(),
-        "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "model": _cpu_model(),
+            "count": os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
         "gpu": _describe_gpu(),
     }
 
@@ -51,27 +57,49 @@ def write_environment(run_dir: str | os.PathLike[str], update: int = 0) -> Path:
 
 
 def git_commit(root: Path) -> str | None:
-    """The commit checked out at ``root``, with ``-dirty`` after it when tracked files differ from it.
+    """The commit checked out at ``root``, with ``-dirty`` after it when tracked files
+    differ from it.
 
-    Without a checkout at ``root`` (an installed package, an archive), without a commit or without git it is the
-    environment's ``SAGE_FAST_COMMIT``; None where that is not set.
+    Without a checkout at ``root`` (an installed package, an archive), without a commit
+    or without git it is the environment's ``SAGE_FAST_COMMIT``; None where that is not
+    set.
     """
     given = os.environ.get("SAGE_FAST_COMMIT")
-    # Without this, a package installed inside somebody's repository would report their commit.
+    # Without this, a package installed inside somebody's repository would report their
+    # commit.
     if not (root / ".git").exists():
         return given
     # The hash alone, whatever tags there are.
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return given
 
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text("utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    lines = (
+        cpuinfo.read_text("utf-8", errors="replace").splitlines()
+        if cpuinfo.exists()
+        else []
+    )
+    models = [
+        line.partition(":")[2].strip()
+        for line in lines
+        if line.startswith("model name")
+    ]
     return models[0] if models else platform.machine()
 
 

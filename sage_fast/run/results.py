@@ -1,7 +1,9 @@
-"""The paired evaluation of a run: the scores before and after, sample videos, pictures, and `result.json`.
+"""The paired evaluation of a run: the scores before and after, sample videos, pictures,
+and `result.json`.
 
-"Before" is update 0 of the run: the model that it starts from. Its scores are part of every checkpoint, so that no file
-that is deleted from the run directory changes a comparison.
+"Before" is update 0 of the run: the model that it starts from. Its scores are part of
+every checkpoint, so that no file that is deleted from the run directory changes a
+comparison.
 """
 
 import json
@@ -43,8 +45,14 @@ logger = logging.getLogger(__name__)
 
 
 def decline(directory: RunDirectory, update: int) -> str | None:
-    """One line where the last evaluation up to an update says that the run got worse than its start or its best."""
-    rows = [row for row in read_metrics(directory.metrics) if "eval/paired_gain" in row and row["update"] <= update]
+    """One line where the last evaluation up to an update says that the run got worse
+    than its start or its best.
+    """
+    rows = [
+        row
+        for row in read_metrics(directory.metrics)
+        if "eval/paired_gain" in row and row["update"] <= update
+    ]
     if not rows:
         return None
     gain = rows[-1]["eval/paired_gain"]
@@ -54,11 +62,14 @@ def decline(directory: RunDirectory, update: int) -> str | None:
     if gain < min(0.0, WORSE * stderr):
         findings.append("the model that the run starts from")
     if best is not None and best[1] > gain:
-        findings.append(f"update {best[0]}, whose gain was {best[1]:+.3g} (--checkpoint best)")
+        findings.append(
+            f"update {best[0]}, whose gain was {best[1]:+.3g} (--checkpoint best)"
+        )
     if not findings:
         return None
     return (
-        f"By the run's own evaluation update {rows[-1]['update']} (reward {gain:+.3g} \N{PLUS-MINUS SIGN} {stderr:.2g} "
+        f"By the run's own evaluation update {rows[-1]['update']} (reward {gain:+.3g} "
+        f"\N{PLUS-MINUS SIGN} {stderr:.2g} "
         f"against its start) is worse than {' and than '.join(findings)}."
     )
 
@@ -67,8 +78,8 @@ class RunEvaluation:
     """Evaluates during a run, and compares its end with its beginning.
 
     Args:
-        trainer: the run; its world's rank 0 writes the files, and all ranks call the same methods.
-        directory: of the run.
+        trainer: the run; its world's rank 0 writes the files, and all ranks call the
+            same methods. directory: of the run.
     """
 
     def __init__(self, trainer: Trainer, directory: RunDirectory) -> None:
@@ -79,25 +90,33 @@ class RunEvaluation:
         """The scores of update 0, on all ranks; None where there was no evaluation."""
         self.latest: Evaluation | None = None
         """The scores that `run` has made last."""
-        # Spread over the file: neighbouring prompts are often variations of one another.
+        # Spread over the file: neighbouring prompts are often variations of one
+        # another.
         count = len(trainer.eval_prompts)
         wanted = trainer.config.evaluation.num_samples
-        self._sample_rows = sorted({count * i // wanted for i in range(wanted)}) if wanted else []
+        self._sample_rows = (
+            sorted({count * i // wanted for i in range(wanted)}) if wanted else []
+        )
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
-        """Take the scores of update 0 from a checkpoint, or from their file where it has none. Collective.
+        """Take the scores of update 0 from a checkpoint, or from their file where it
+        has none. Collective.
 
         A file that is missing or was cut short is written again, from the checkpoint.
         """
         if saved is None:
-            self.baseline = self.world.broadcast(self.load(0) if self.world.is_main else None)
+            self.baseline = self.world.broadcast(
+                self.load(0) if self.world.is_main else None
+            )
             return
         self.baseline = Evaluation.from_dict(saved)
         if self.world.is_main and self.load(0) != self.baseline:
             self.baseline.save(self.directory.evaluation(0))
 
     def load(self, update: int) -> Evaluation | None:
-        """The scores of an update from their file; None, with a warning, where it cannot be used."""
+        """The scores of an update from their file; None, with a warning, where it
+        cannot be used.
+        """
         file = self.directory.evaluation(update)
         if not file.exists():
             return None
@@ -108,10 +127,12 @@ class RunEvaluation:
             return None
 
     def run(self) -> dict[str, float]:
-        """Evaluate, write samples and scores, and return the metrics; ranks other than 0 write samples alone.
+        """Evaluate, write samples and scores, and return the metrics; ranks other than
+        0 write samples alone.
 
         Raises:
-            RewardError: a reward failed and `reward.on_failure` says to stop, or fewer than two pairs are left.
+            RewardError: a reward failed and `reward.on_failure` says to stop, or fewer
+                than two pairs are left.
         """
         trainer = self.trainer
         update = trainer.update
@@ -119,13 +140,16 @@ class RunEvaluation:
 
         def write(row: int, video: Tensor) -> None:
             if row in self._sample_rows:
-                write_video(self._video_file(update, row), video, trainer.config.video.fps)
+                write_video(
+                    self._video_file(update, row), video, trainer.config.video.fps
+                )
 
         try:
             evaluation = trainer.evaluate(on_video=write)
         except RewardError as error:
             raise RewardError(
-                f"{error} That was in the evaluation at update {update}: --reward.on_failure=drop_group leaves such a "
+                f"{error} That was in the evaluation at update {update}: "
+                "--reward.on_failure=drop_group leaves such a "
                 "prompt out, --evaluation.every=0 turns evaluation off."
             ) from error
         seconds = time.perf_counter() - start
@@ -138,27 +162,44 @@ class RunEvaluation:
             return {}
         evaluation.save(self.directory.evaluation(update))
         if self._sample_rows:
-            # Other ranks have written some of these files: each did so before its scores were gathered.
-            cells = [media.Cell(caption=prompt, videos=[read_video(path)]) for prompt, path in self.samples(update)]
+            # Other ranks have written some of these files: each did so before its
+            # scores were gathered.
+            cells = [
+                media.Cell(caption=prompt, videos=[read_video(path)])
+                for prompt, path in self.samples(update)
+            ]
             media.contact_sheet(self.directory.sheet(update), cells, f"update {update}")
         return metrics
 
     def samples(self, update: int) -> list[tuple[str, Path]]:
         """The prompts on the contact sheet of an evaluation, and the mp4 of each."""
-        # Every n-th, spread as the samples are; without samples the step would be 0, which is an error.
+        # Every n-th, spread as the samples are; without samples the step would be 0,
+        # which is an error.
         rows = self._sample_rows[:: math.ceil(len(self._sample_rows) / MOST_SHOWN) or 1]
-        return [(self.trainer.eval_prompts[row].text, self._video_file(update, row)) for row in rows]
+        return [
+            (self.trainer.eval_prompts[row].text, self._video_file(update, row))
+            for row in rows
+        ]
 
     def metrics(self, evaluation: Evaluation) -> dict[str, float]:
-        """Means and standard errors of an evaluation, and of its pairs with the scores of update 0. RewardError."""
-        assert self.baseline is not None  # the first evaluation of a run is that of update 0
+        """Means and standard errors of an evaluation, and of its pairs with the scores
+        of update 0. RewardError.
+        """
+        # the first evaluation of a run is that of update 0
+        assert self.baseline is not None
         try:
             before, after = scored_in_both(self.baseline, evaluation)
         except ValueError as error:
-            raise RewardError(f"The evaluation cannot be compared with that of update 0: {error}") from error
+            raise RewardError(
+                f"The evaluation cannot be compared with that of update 0: {error}"
+            ) from error
         test = paired_test(before.reward, after.reward)
-        metrics: dict[str, float] = {"eval/paired_gain": test.mean, "eval/paired_gain_stderr": test.stderr}
-        # Over all prompts that were scored now, while the gain is over those that update 0 has scored too.
+        metrics: dict[str, float] = {
+            "eval/paired_gain": test.mean,
+            "eval/paired_gain_stderr": test.stderr,
+        }
+        # Over all prompts that were scored now, while the gain is over those that
+        # update 0 has scored too.
         for name, values in evaluation.columns().items():
             key = {REWARD: "reward", OVERALL: "overall"}.get(name, name)
             column = torch.tensor(values, dtype=torch.float64)
@@ -169,15 +210,22 @@ class RunEvaluation:
         return metrics
 
     def conclude(self, rows: Sequence[Mapping[str, Any]]) -> PairedTest | None:
-        """Write and print the paired test of the last evaluation against update 0; None where there are no two.
+        """Write and print the paired test of the last evaluation against update 0; None
+        where there are no two.
 
         Args:
             rows: the run's metrics. On rank 0 alone.
         """
-        updates = sorted({row["update"] for row in rows if "eval/reward_mean" in row} - {0}, reverse=True)
+        updates = sorted(
+            {row["update"] for row in rows if "eval/reward_mean" in row} - {0},
+            reverse=True,
+        )
         # From the newest on, and no further than to the first file that can be used.
         found = ((update, self.load(update)) for update in updates)
-        update, evaluation = next(((update, scores) for update, scores in found if scores is not None), (0, None))
+        update, evaluation = next(
+            ((update, scores) for update, scores in found if scores is not None),
+            (0, None),
+        )
         if self.baseline is None or evaluation is None:
             return None
         tests = paired_tests(self.baseline, evaluation)
@@ -186,38 +234,59 @@ class RunEvaluation:
             "before": 0,
             "after": update,
             "reward": asdict(test),
-            "scores": {name: asdict(score) for name, score in tests.items() if name != REWARD},
+            "scores": {
+                name: asdict(score) for name, score in tests.items() if name != REWARD
+            },
             # JSON has no infinity, which it is where all prompts changed alike.
-            "standard_errors": test.standard_errors if math.isfinite(test.standard_errors) else None,
+            "standard_errors": test.standard_errors
+            if math.isfinite(test.standard_errors)
+            else None,
         }
         write_text(self.directory.result, json.dumps(result, indent=1, allow_nan=False))
         self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
-        of_all = f" of {every} (the others could not be scored)" if test.count < every else ""
+        of_all = (
+            f" of {every} (the others could not be scored)"
+            if test.count < every
+            else ""
+        )
         print(
-            f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, update {update} "
+            f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, "
+            f"update {update} "
             f"against update 0\n{format_comparison(tests)}\n"
-            f"The reward changed by {test.change}, which is {test.standard_errors:+.1f} standard errors."
+            f"The reward changed by {test.change}, which is "
+            f"{test.standard_errors:+.1f} standard errors."
         )
         return test
 
-    # ------------------------------------------------------------------------------------------ files
+    # ------------------------------------------------------------------------------------------
+    # files
 
     def _video_file(self, update: int, row: int) -> Path:
-        return self.directory.sample_folder(update) / video_file_name(row, self.trainer.eval_prompts[row].text)
+        return self.directory.sample_folder(update) / video_file_name(
+            row, self.trainer.eval_prompts[row].text
+        )
 
     def _before_after(self, update: int, after: Evaluation) -> None:
-        """Write a grid of the samples of update 0 and of this one, as far as both are there."""
+        """Write a grid of the samples of update 0 and of this one, as far as both are
+        there.
+        """
         assert self.baseline is not None
         name = yes_no_score(self.baseline, after)
         first, last = (
-            {} if name is None else dict(zip(evaluation.numbers(), evaluation.shown[name], strict=True))
+            {}
+            if name is None
+            else dict(zip(evaluation.numbers(), evaluation.shown[name], strict=True))
             for evaluation in (self.baseline, after)
         )
         cells = []
         for row in self._sample_rows:
             # A pair has marks only where both of its videos were scored.
-            marks = [bool(first[row]), bool(last[row])] if row in first and row in last else []
+            marks = (
+                [bool(first[row]), bool(last[row])]
+                if row in first and row in last
+                else []
+            )
             try:
                 videos = [read_video(self._video_file(at, row)) for at in (0, update)]
             except OSError as error:
@@ -226,11 +295,22 @@ class RunEvaluation:
             caption = self.trainer.eval_prompts[row].text
             cells.append(media.Cell(caption=caption, videos=videos, marks=marks))
         if cells:
-            title = f"Same prompt, same noise: above before training, below after update {update}."
+            title = (
+                "Same prompt, same noise: above before training, below after update "
+                f"{update}."
+            )
             if marked := [cell.marks for cell in cells if cell.marks]:
                 was, now = (sum(column) for column in zip(*marked, strict=True))
-                title += f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
+                title += (
+                    f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
+                )
                 if after.noises > 1 and name is not None:
-                    shares = [sum(e.scores[name]) / len(e.prompts) for e in (self.baseline, after)]
-                    title += f" Over {after.noises} noises: {shares[0]:.0%} and then {shares[1]:.0%}."
+                    shares = [
+                        sum(e.scores[name]) / len(e.prompts)
+                        for e in (self.baseline, after)
+                    ]
+                    title += (
+                        f" Over {after.noises} noises: {shares[0]:.0%} and then "
+                        f"{shares[1]:.0%}."
+                    )
             media.contact_sheet(self.directory.before_after, cells, title, grid=True)

@@ -1,4 +1,5 @@
-"""Where a run begins: at which checkpoint, whether its configuration may go on from there, and what is kept aside.
+"""Where a run begins: at which checkpoint, whether its configuration may go on from
+there, and what is kept aside.
 
     --resume none      a new run; refused where there is one already
     --resume auto      the newest checkpoint; a run that was stopped before its first one starts again
@@ -6,8 +7,8 @@
                        directory
     --resume restart   a new run; what is there is moved to previous-1/, previous-2/, ...
 
-A run's history is never overwritten by one that starts at update 0: where checkpoints should be and none can be used,
-the run stops and asks for `--resume restart`.
+A run's history is never overwritten by one that starts at update 0: where checkpoints
+should be and none can be used, the run stops and asks for `--resume restart`.
 """
 
 import difflib
@@ -40,30 +41,39 @@ def find_start(
     """Decide where a run begins; nothing is touched. Collective.
 
     Args:
-        allow_changes: dotted keys that may differ from the checkpoint's, in addition to the free ones; several in a
-            word are separated by commas.
+        allow_changes: dotted keys that may differ from the checkpoint's, in addition to
+            the free ones; several in a word are separated by commas.
 
     Returns:
-        The checkpoint, None for update 0; whether an earlier run's files have to be moved out of the way first; whether
-        the checkpoint is another run's; and the keys that the user allowed to differ from the checkpoint's.
+        The checkpoint, None for update 0; whether an earlier run's files have to be
+        moved out of the way first; whether the checkpoint is another run's; and the
+        keys that the user allowed to differ from the checkpoint's.
 
     Raises:
-        ConfigError: a new run, or the checkpoint of another one, would start where there is one already, the checkpoint
-            is of another configuration, or a launcher repeats what would fail again.
-        CheckpointError: the checkpoint cannot be used, or none can where there should be some.
+        ConfigError: a new run, or the checkpoint of another one, would start where
+            there is one already, the checkpoint is of another configuration, or a
+            launcher repeats what would fail again.
+        CheckpointError: the checkpoint cannot be used, or none can where there should
+            be some.
     """
-    allow_changes = [key.strip() for word in allow_changes for key in word.split(",") if key.strip()]
+    allow_changes = [
+        key.strip() for word in allow_changes for key in word.split(",") if key.strip()
+    ]
     check_allowed(allow_changes, config)
     directory = RunDirectory(config.output_dir)
     resume = config.resume
     _refuse_repetition(directory, world)
     checkpoints = directory.checkpoints
     # Rank 0 says: a slower rank would take what rank 0 has begun for an earlier run.
-    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0  # without a row nothing has begun
-    has_run = world.broadcast(has_history or bool(list_checkpoints(checkpoints)) or _has_resumed(directory))
+    # without a row nothing has begun
+    has_history = directory.metrics.exists() and directory.metrics.stat().st_size > 0
+    has_run = world.broadcast(
+        has_history or bool(list_checkpoints(checkpoints)) or _has_resumed(directory)
+    )
     if resume == "none" and has_run:
         raise ConfigError(
-            f"output_dir {str(directory)!r} already holds a run. Continue it by --resume auto, move it aside and "
+            f"output_dir {str(directory)!r} already holds a run. Continue it by "
+            "--resume auto, move it aside and "
             "start again by --resume restart, or choose another output_dir."
         )
     if resume == "restart":
@@ -72,21 +82,30 @@ def find_start(
     if checkpoint is None:
         if has_run:
             # Rank 0 reads the log, and what it finds wrong is raised on all ranks.
-            agree(world, lambda: _check_may_start_again(config) if world.is_main else None)
+            agree(
+                world, lambda: _check_may_start_again(config) if world.is_main else None
+            )
         return None, has_run, False, {}
     # Not one that was abandoned either: its records are no longer those of this run.
-    branches = not world.broadcast(any(map(checkpoint.folder.samefile, list_checkpoints(checkpoints))))
+    branches = not world.broadcast(
+        any(map(checkpoint.folder.samefile, list_checkpoints(checkpoints)))
+    )
     if branches and world.broadcast(_holds_updates(directory)):
         raise ConfigError(
-            f"output_dir {str(directory)!r} already holds a run, and {checkpoint.folder} is not one of its checkpoints."
-            " Continue that run by --resume auto, move it aside, or choose another output_dir."
+            f"output_dir {str(directory)!r} already holds a run, and "
+            f"{checkpoint.folder} is not one of its checkpoints."
+            " Continue that run by --resume auto, move it aside, or choose another "
+            "output_dir."
         )
-    changes = check_same_run(checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes)
+    changes = check_same_run(
+        checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes
+    )
     done = int(checkpoint.state["trainer"]["update"])
     step = config.training.updates_per_rollout
     if done % step and done < config.training.num_updates:
         raise ConfigError(
-            f"training.updates_per_rollout is {step}, but {checkpoint.folder} has {done} updates, not a multiple of "
+            f"training.updates_per_rollout is {step}, but {checkpoint.folder} has "
+            f"{done} updates, not a multiple of "
             "it. Keep the value, or go on from another checkpoint by --resume PATH."
         )
     logger.info("Going on from %s.", checkpoint.folder)
@@ -104,59 +123,96 @@ def _holds_updates(directory: RunDirectory) -> bool:
         rows = read_metrics(directory.metrics) if directory.metrics.exists() else []
     except RunDirectoryError:
         return True
-    return bool(list_checkpoints(directory.checkpoints)) or any(row["update"] > 0 for row in rows)
+    return bool(list_checkpoints(directory.checkpoints)) or any(
+        row["update"] > 0 for row in rows
+    )
 
 
 def _refuse_repetition(directory: RunDirectory, world: World) -> None:
-    """Refuse a start that a launcher repeats after the run has failed by its own error. Collective.
+    """Refuse a start that a launcher repeats after the run has failed by its own error.
+    Collective.
 
-    A resume repeats the run exactly, so the failure would come back, after all GPUs have loaded the model. Who starts
-    it by hand has changed something that no configuration tells of, such as the room on a disk.
+    A resume repeats the run exactly, so the failure would come back, after all GPUs
+    have loaded the model. Who starts it by hand has changed something that no
+    configuration tells of, such as the room on a disk.
 
     Raises:
         ConfigError: it would fail again.
     """
-    retries = (os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
-    status, _ = read_status(directory.path) if world.is_main and any(map(int, retries)) else (None, None)
-    failed = None if status is None or not status.repeats else (status.update, status.error)
+    retries = (
+        os.environ.get(name, "0")
+        for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+    )
+    status, _ = (
+        read_status(directory.path)
+        if world.is_main and any(map(int, retries))
+        else (None, None)
+    )
+    failed = (
+        None if status is None or not status.repeats else (status.update, status.error)
+    )
     if found := world.broadcast(failed):
         raise ConfigError(
-            f"The run has failed after update {found[0]} by its own error, and would fail again: {found[1]} Change "
+            f"The run has failed after update {found[0]} by its own error, and would "
+            f"fail again: {found[1]} Change "
             "what it names, then start a new job with --resume auto."
         )
 
 
 def _check_may_start_again(config: RunConfig) -> None:
-    """CheckpointError unless a run without a usable checkpoint was stopped before it had saved its first one.
+    """CheckpointError unless a run without a usable checkpoint was stopped before it
+    had saved its first one.
 
-    The next checkpoint waits for the one before it, so a log that has reached the second has outlived the first. An
-    evaluation and the end of a run wait for theirs, and a run that has gone on after an update had one.
+    The next checkpoint waits for the one before it, so a log that has reached the
+    second has outlived the first. An evaluation and the end of a run wait for theirs,
+    and a run that has gone on after an update had one.
     """
     directory = RunDirectory(config.output_dir)
     folders = list_checkpoints(directory.checkpoints)
     rows = read_metrics(directory.metrics) if directory.metrics.exists() else []
     reached = max((row["update"] for row in rows), default=0)
     status, _ = read_status(directory)
-    ended = status is not None and status.state in ("finished", "stopped") and status.update > 0
+    ended = (
+        status is not None
+        and status.state in ("finished", "stopped")
+        and status.update > 0
+    )
     evaluated = any(row["update"] > 0 and "eval/reward_mean" in row for row in rows)
     resumed = _has_resumed(directory)
     if resumed and not folders and reached == 0:
         raise CheckpointError(
-            f"The run in {directory} was stopped before it had saved the checkpoint that it begins with. Repeat its "
+            f"The run in {directory} was stopped before it had saved the checkpoint "
+            "that it begins with. Repeat its "
             "--resume PATH, or start from the first update by --resume restart."
         )
-    if not (folders or reached >= 2 * config.checkpoint.every or ended or evaluated or resumed):
-        logger.warning("The run in %s was stopped before its first checkpoint: starting again.", directory)
+    if not (
+        folders
+        or reached >= 2 * config.checkpoint.every
+        or ended
+        or evaluated
+        or resumed
+    ):
+        logger.warning(
+            "The run in %s was stopped before its first checkpoint: starting again.",
+            directory,
+        )
         return
-    why = f"none of its {len(folders)} checkpoints can be used" if folders else "its checkpoints are gone"
+    why = (
+        f"none of its {len(folders)} checkpoints can be used"
+        if folders
+        else "its checkpoints are gone"
+    )
     raise CheckpointError(
-        f"The run in {directory} has reached update {reached}, but {why}. Bring a checkpoint back into "
-        f"{directory.checkpoints}, or start again from the first update by --resume restart, which keeps what is "
+        f"The run in {directory} has reached update {reached}, but {why}. Bring a "
+        "checkpoint back into "
+        f"{directory.checkpoints}, or start again from the first update by --resume "
+        "restart, which keeps what is "
         "there in a folder previous-N."
     )
 
 
-# ------------------------------------------------------------------------------------------ configuration
+# ------------------------------------------------------------------------------------------
+# configuration
 
 
 def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
@@ -166,11 +222,16 @@ def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
     for key in allowed:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=2)
-            hint = f" Did you mean {' or '.join(close)}?" if close else " `sage-fast train --keys` lists every key."
+            hint = (
+                f" Did you mean {' or '.join(close)}?"
+                if close
+                else " `sage-fast train --keys` lists every key."
+            )
             raise ConfigError(f"--allow-changes: unknown key {key!r}.{hint}")
         if key in never:
             raise ConfigError(
-                f"--allow-changes: {key} cannot change within a run: {never[key]}. Start a new run in another "
+                f"--allow-changes: {key} cannot change within a run: {never[key]}. "
+                "Start a new run in another "
                 "output_dir; model.adapter lets it begin with the adapter of this one."
             )
 
@@ -182,11 +243,12 @@ def check_same_run(
     allowed: Collection[str] = (),
     only: str = ".*",
 ) -> Changes:
-    """Compare two configurations in what changes numbers, and return the differences that are allowed.
+    """Compare two configurations in what changes numbers, and return the differences
+    that are allowed.
 
     Args:
-        saved, present: nested dicts, as `to_dict` makes them. Keys that one of them does not know (another version)
-            are not compared.
+        saved, present: nested dicts, as `to_dict` makes them. Keys that one of them
+            does not know (another version) are not compared.
         allowed: dotted keys that may differ in addition to the free ones.
         only: regular expression of the dotted keys that matter.
 
@@ -204,27 +266,36 @@ def check_same_run(
     }
     refused = [key for key in different if key not in allowed]
     if refused:
-        shown = "; ".join(f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now" for key in refused[:4])
+        shown = "; ".join(
+            f"{key}: {old[key]!r} in the checkpoint, {new[key]!r} now"
+            for key in refused[:4]
+        )
         advice = "Use the same values, or start a new run in another output_dir."
         if only != ".*":
             advice = "These weights are of the former: leave the others out."
         elif not never.keys() & refused:
             advice = (
-                "Use the same values, start a new run in another output_dir, or go on with the new ones on record by "
+                "Use the same values, start a new run in another output_dir, or go on "
+                "with the new ones on record by "
                 f"--allow-changes {','.join(refused)}."
             )
-        raise ConfigError(f"{checkpoint} was made with another configuration: {shown}. {advice}")
+        raise ConfigError(
+            f"{checkpoint} was made with another configuration: {shown}. {advice}"
+        )
     return different
 
 
-# ------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------
+# what is kept
 
 
 def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
-    """The configuration with the `rollout.batch_size` that gives a run its videos per rollout on other ranks.
+    """The configuration with the `rollout.batch_size` that gives a run its videos per
+    rollout on other ranks.
 
     Args:
-        videos: per rollout, of the checkpoint. dp_degree: data-parallel ranks that there are now.
+        videos: per rollout, of the checkpoint. dp_degree: data-parallel ranks that
+            there are now.
 
     Raises:
         ConfigError: they cannot share the videos evenly, which would be another run.
@@ -232,11 +303,17 @@ def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
     size, rest = divmod(videos, dp_degree)
     if rest:
         raise ConfigError(
-            f"The checkpoint's run has {videos} videos per rollout, which {dp_degree} data-parallel ranks cannot share "
-            "evenly. Start as many processes, or use such degrees, that their number divides it."
+            f"The checkpoint's run has {videos} videos per rollout, which {dp_degree} "
+            "data-parallel ranks cannot share "
+            "evenly. Start as many processes, or use such degrees, that their number "
+            "divides it."
         )
     if size != config.rollout.batch_size:
-        logger.warning("rollout.batch_size is %d here: the run has %d videos per rollout.", size, videos)
+        logger.warning(
+            "rollout.batch_size is %d here: the run has %d videos per rollout.",
+            size,
+            videos,
+        )
     return replace(config, rollout=replace(config.rollout, batch_size=size))
 
 
@@ -248,11 +325,16 @@ def move_aside(directory: RunDirectory) -> None:
     aside.mkdir()
     for path in directory.left_by_a_run():
         path.rename(aside / path.name)
-    logger.warning("Starting from the first update; what the run had made before is kept in %s.", aside)
+    logger.warning(
+        "Starting from the first update; what the run had made before is kept in %s.",
+        aside,
+    )
 
 
 def abandon_after(directory: RunDirectory, update: int) -> None:
-    """Rename what was made of updates that will be made again, so that the newest is always this run's."""
+    """Rename what was made of updates that will be made again, so that the newest is
+    always this run's.
+    """
     later = directory.made_after(update)
     number = 1
     prefix = "abandoned-"
@@ -263,4 +345,9 @@ def abandon_after(directory: RunDirectory, update: int) -> None:
     for path in later:
         path.rename(path.with_name(prefix + path.name))
     if later:
-        logger.warning("Going back to update %d; what came later is kept in %s as %s*.", update, directory, prefix)
+        logger.warning(
+            "Going back to update %d; what came later is kept in %s as %s*.",
+            update,
+            directory,
+            prefix,
+        )

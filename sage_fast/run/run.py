@@ -1,4 +1,5 @@
-"""A training run as the user sees it: directory, progress, metrics, samples, checkpoints, resume, result.
+"""A training run as the user sees it: directory, progress, metrics, samples,
+checkpoints, resume, result.
 
 runs/NAME/
     config.yaml  environment.json        configuration, versions, hardware
@@ -27,14 +28,28 @@ from typing import Any
 
 import torch
 
-from sage_fast.checkpoint import Checkpoint, CheckpointData, CheckpointWriter, list_checkpoints
+from sage_fast.checkpoint import (
+    Checkpoint,
+    CheckpointData,
+    CheckpointWriter,
+    list_checkpoints,
+)
 from sage_fast.checkpoint.folder import update_of
-from sage_fast.config.errors import CheckpointError, ConfigError, RankFailure, RunDirectoryError
+from sage_fast.config.errors import (
+    CheckpointError,
+    ConfigError,
+    RankFailure,
+    RunDirectoryError,
+)
 from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import check_heads, kl_uses
-from sage_fast.distributed.failure import HangGuard, check_same_everywhere, is_communication_error
+from sage_fast.distributed.failure import (
+    HangGuard,
+    check_same_everywhere,
+    is_communication_error,
+)
 from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
@@ -46,7 +61,13 @@ from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
 from sage_fast.run.attention_choice import settle_attention
-from sage_fast.run.callbacks import Callback, Callbacks, EvaluationRecord, SaveRecord, UpdateRecord
+from sage_fast.run.callbacks import (
+    Callback,
+    Callbacks,
+    EvaluationRecord,
+    SaveRecord,
+    UpdateRecord,
+)
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
@@ -61,19 +82,24 @@ from sage_fast.run.run_status import RunProgress, State, Status
 from sage_fast.trainer import Trainer, used_prompts
 
 SECONDS_BETWEEN_PAGES = 30.0
-"""The page of a run is written at its end, and after an update where it is older than that: it takes a second."""
+"""The page of a run is written at its end, and after an update where it is older than
+that: it takes a second.
+"""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """End of a run: `finished` is False when it was asked to stop, `test` compares the last and first evaluation.
+    """End of a run: `finished` is False when it was asked to stop, `test` compares the
+    last and first evaluation.
 
-    stop_reason: from the callback that stopped it, or how it got worse where `evaluation.stop_when_worse` did; None
-    where none did, and on ranks other than 0. worse: how the last evaluation is below update 0, see `describe_worse`.
+    stop_reason: from the callback that stopped it, or how it got worse where
+    `evaluation.stop_when_worse` did; None where none did, and on ranks other than 0.
+    worse: how the last evaluation is below update 0, see `describe_worse`.
 
-    Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True, test=PairedTest(...))`
+    Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True,
+    test=PairedTest(...))`
     """
 
     output_dir: Path
@@ -95,18 +121,23 @@ def build_trainer(
 
     Args:
         progress, done: see `Trainer`.
-        attention: backend of the checkpoint that the run goes on from, see `settle_attention`.
+        attention: backend of the checkpoint that the run goes on from, see
+            `settle_attention`.
 
     Raises:
         ConfigError: a part is missing or does not fit.
     """
-    # Before the rewards are imported: custom ones may draw from the global generators from then on.
+    # Before the rewards are imported: custom ones may draw from the global generators
+    # from then on.
     seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
-    check_batch(config.rollout.batch_size, world.dp_degree, config.rollout.num_generations)
+    check_batch(
+        config.rollout.batch_size, world.dp_degree, config.rollout.num_generations
+    )
     description = None
-    with suppress(ConfigError):  # nothing is known before it is loaded; then `shard_sequence` asks
+    # nothing is known before it is loaded; then `shard_sequence` asks
+    with suppress(ConfigError):
         description = describe_model(config.model)
     try:
         if description is not None:
@@ -115,49 +146,70 @@ def build_trainer(
         components = load_model(config.model, config.lora, read=False)
         reward = CompositeReward.from_config(
             config.reward,
-            [p.text for p in used_prompts(config, prompts, eval_prompts, world.dp_degree, done)],
+            [
+                p.text
+                for p in used_prompts(
+                    config, prompts, eval_prompts, world.dp_degree, done
+                )
+            ],
             device=str(rank_device(config.model.device)),
             fps=config.video.fps,
         )
-        return Trainer(config, components, reward, prompts, eval_prompts, world, progress, done)
+        return Trainer(
+            config, components, reward, prompts, eval_prompts, world, progress, done
+        )
     except (ValueError, OSError) as error:
         raise ConfigError(str(error)) from error
 
 
-def train(config: RunConfig, allow_changes: Collection[str] = (), callbacks: Sequence[Callback] = ()) -> RunResult:
+def train(
+    config: RunConfig,
+    allow_changes: Collection[str] = (),
+    callbacks: Sequence[Callback] = (),
+) -> RunResult:
     """Train in the processes that a launcher has started, or in this one.
 
     Args:
-        allow_changes: dotted keys that may differ from those of the checkpoint which the run goes on from.
-        callbacks: called on rank 0.
+        allow_changes: dotted keys that may differ from those of the checkpoint which
+            the run goes on from. callbacks: called on rank 0.
 
     Raises:
-        RankFailure: another rank has died, failed or hung. Else what `Run.train` raises.
+        RankFailure: another rank has died, failed or hung. Else what `Run.train`
+            raises.
     """
     section = config.distributed
-    if "TORCH_FR_BUFFER_SIZE" in os.environ:  # where NCCL writes what it waited for; else each node's /tmp
+    # where NCCL writes what it waited for; else each node's /tmp
+    if "TORCH_FR_BUFFER_SIZE" in os.environ:
         folder = Path(config.output_dir).absolute() / "flight_recorder"
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
+        os.environ.setdefault(
+            "TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_")
+        )
     device = rank_device(config.model.device)
     try:
         world = start_world(section, config.training.mode, device, to_dict(config))
         with HangGuard(world, section.startup_timeout_seconds) as guard:
-            return Run(config, world, guard, allow_changes=allow_changes, callbacks=callbacks).train()
+            return Run(
+                config, world, guard, allow_changes=allow_changes, callbacks=callbacks
+            ).train()
     except RuntimeError as error:
         if not is_communication_error(error):
             raise
         # torch's messages go on with a stack; what has failed is in the first line.
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankFailure(
-            f"A collective failed: {first} Another rank has died, failed or hung; its own message or the stacks of its "
-            "threads say where. Its checkpoints are intact: start the same command again with --resume auto, or let "
+            f"A collective failed: {first} Another rank has died, failed or hung; its "
+            "own message or the stacks of its "
+            "threads say where. Its checkpoints are intact: start the same command "
+            "again with --resume auto, or let "
             "torchrun do so (--max-restarts)."
         ) from error
 
 
 class Run:
-    """One call of `sage-fast train`; on many ranks, each has one, and rank 0 writes the files."""
+    """One call of `sage-fast train`; on many ranks, each has one, and rank 0 writes the
+    files.
+    """
 
     def __init__(
         self,
@@ -171,20 +223,27 @@ class Run:
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
-        self.directory = Path(config.output_dir).absolute()  # whatever else changes the working directory
+        # whatever else changes the working directory
+        self.directory = Path(config.output_dir).absolute()
         self.files = RunDirectory(self.directory)
         self.checkpoints = self.files.checkpoints
-        # Before the model is loaded: another writer, or a checkpoint that cannot be used, is found in a second.
+        # Before the model is loaded: another writer, or a checkpoint that cannot be
+        # used, is found in a second.
         self.lease = Lease(self.directory, world)
-        # Compared again once the lease is held: meanwhile, as the model loads, another run may come and go.
+        # Compared again once the lease is held: meanwhile, as the model loads, another
+        # run may come and go.
         self._contents = self._look()
-        self.checkpoint, self._sets_aside, self._branches, self._changes = find_start(config, world, allow_changes)
+        self.checkpoint, self._sets_aside, self._branches, self._changes = find_start(
+            config, world, allow_changes
+        )
         state = {"update": 0, "rollouts": 0}
         attention = "auto"
         if self.checkpoint is not None:
             state = self.checkpoint.state["trainer"]
             attention = self.checkpoint.state.get("attention", "auto")
-            config = self.config = keep_videos(config, self.checkpoint.state["videos_per_rollout"], world.dp_degree)
+            config = self.config = keep_videos(
+                config, self.checkpoint.state["videos_per_rollout"], world.dp_degree
+            )
         self.trainer = build_trainer(
             config,
             self.world,
@@ -192,10 +251,20 @@ class Run:
             (int(state["update"]), int(state["rollouts"])),
             attention,
         )
-        self.prompts_digest = prompts_digest(self.trainer.schedule.prompts, self.trainer.eval_prompts)
+        self.prompts_digest = prompts_digest(
+            self.trainer.schedule.prompts, self.trainer.eval_prompts
+        )
         # A path may name other files on another node.
-        adapter = "" if config.model.adapter is None else weights_digest(Path(config.model.adapter))
-        digests = {"model.path": self.trainer.model_digest, "model.adapter": adapter, "prompts": self.prompts_digest}
+        adapter = (
+            ""
+            if config.model.adapter is None
+            else weights_digest(Path(config.model.adapter))
+        )
+        digests = {
+            "model.path": self.trainer.model_digest,
+            "model.adapter": adapter,
+            "prompts": self.prompts_digest,
+        }
         check_same_everywhere(digests)
         self._check_fit()
         self.evaluation = RunEvaluation(self.trainer, self.files)
@@ -206,7 +275,9 @@ class Run:
                 num_updates=training.num_updates,
                 videos_per_rollout=self.trainer.videos_per_rollout,
                 folder=os.getcwd(),
-                gpus=world.size if world.size == int(os.environ.get("LOCAL_WORLD_SIZE") or 1) else 1,
+                gpus=world.size
+                if world.size == int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+                else 1,
             ),
             step=training.updates_per_rollout,
             evaluation_every=config.evaluation.every,
@@ -218,34 +289,42 @@ class Run:
         """Train to the last update, or until a signal to any rank asks to stop.
 
         Raises:
-            ConfigError, CheckpointError, RunDirectoryError, TrainingError, RewardError, OSError: each says what to do;
-            what was saved before stays as it was.
+            ConfigError, CheckpointError, RunDirectoryError, TrainingError, RewardError,
+                OSError: each says what to do; what was saved before stays as it was.
             CallbackError: a callback raised; the run was saved after that update.
         """
         with self.lease:
             try:
                 finished = self._train()
                 result = self._conclude(finished)
-                # Within the try, so that the status tells of a failure, though all of the run is saved.
+                # Within the try, so that the status tells of a failure, though all of
+                # the run is saved.
                 self.callbacks.raise_failure(result.update, self.directory)
             except BaseException as error:
-                self.guard.progress()  # the time that a collective has waited is not that of the last words
+                # the time that a collective has waited is not that of the last words
+                self.guard.progress()
                 self._write_final_status("failed", error)
                 raise
             finally:
-                self.trainer.reward.close()  # nothing of this run may write once the lease is free
+                # nothing of this run may write once the lease is free
+                self.trainer.reward.close()
             self._write_final_status("finished" if finished else "stopped")
             return result
 
-    def _write_final_status(self, state: State, error: BaseException | None = None) -> None:
+    def _write_final_status(
+        self, state: State, error: BaseException | None = None
+    ) -> None:
         # A directory that another run has taken over is that run's.
         if self.lease.is_own():
             self.progress.end(state, error)
             self._write_page()
 
     def _train(self) -> bool:
-        """Train between opening and closing what a run needs. Returns whether there is nothing left to do."""
-        # Not kept by this object: a run that just fits would not fit beside its own checkpoint.
+        """Train between opening and closing what a run needs. Returns whether there is
+        nothing left to do.
+        """
+        # Not kept by this object: a run that just fits would not fit beside its own
+        # checkpoint.
         checkpoint = self.checkpoint
         self.checkpoint = None
         resumed = int(checkpoint.state["trainer"]["update"]) if checkpoint else 0
@@ -255,22 +334,35 @@ class Run:
             if self.world.is_main:
                 environment = self._prepare_directory(resumed)
                 self.progress.begin(resumed)
-                settings = {"config": to_dict(self.config), "environment": loads(environment.read_text("utf-8"))}
-                self.metrics = MetricsLogger(self.directory, **vars(self.config.logging), settings=settings)
-                # The pace and the gains of the updates that stay: the time left and `worse` go by them.
+                settings = {
+                    "config": to_dict(self.config),
+                    "environment": loads(environment.read_text("utf-8")),
+                }
+                self.metrics = MetricsLogger(
+                    self.directory, **vars(self.config.logging), settings=settings
+                )
+                # The pace and the gains of the updates that stay: the time left and
+                # `worse` go by them.
                 for row in read_metrics(self.files.metrics):
                     if checkpoint is not None and row["update"] <= resumed:
                         self.progress.learn(row)
-            # Left in the reverse order: a checkpoint in progress is completed first, and the log is closed last.
+            # Left in the reverse order: a checkpoint in progress is completed first,
+            # and the log is closed last.
             stack.callback(self.metrics.close)
-            self.stop = stack.enter_context(GracefulStop(self.directory, announce=self.world.is_main))
+            self.stop = stack.enter_context(
+                GracefulStop(self.directory, announce=self.world.is_main)
+            )
             self.trainer.reward.on_hang = self.stop.watch
             stack.enter_context(self.progress)
             writer = CheckpointWriter(
-                self.checkpoints, keep_last=saving.keep_last, asynchronous=saving.asynchronous, world=self.world
+                self.checkpoints,
+                keep_last=saving.keep_last,
+                asynchronous=saving.asynchronous,
+                world=self.world,
             )
             self.writer = stack.enter_context(writer)
-            # Until here progress went to the guard alone, since the run did not own its directory yet.
+            # Until here progress went to the guard alone, since the run did not own its
+            # directory yet.
             self.trainer.progress = self._tell
             self.trainer.on_rollout = partial(self.callbacks.tell, "on_rollout")
             self._begin(checkpoint)
@@ -278,13 +370,16 @@ class Run:
             finished = self._loop()
             if finished:
                 self.trainer.reward.compare_last()
-            # The last checkpoint may still be on its way to disk, and callbacks get complete ones alone.
+            # The last checkpoint may still be on its way to disk, and callbacks get
+            # complete ones alone.
             self.writer.wait()
             self._tell_of_checkpoints()
             return finished
 
     def _begin(self, checkpoint: Checkpoint | None) -> None:
-        """Bring the trainer, the metrics and the baseline to where the checkpoint was, or to update 0."""
+        """Bring the trainer, the metrics and the baseline to where the checkpoint was,
+        or to update 0.
+        """
         if checkpoint is None:
             if self.world.is_main:
                 self.trainer.reward.compare_next()
@@ -295,15 +390,22 @@ class Run:
         update = int(state["trainer"]["update"])
         record = state["record"]
         pending = state["pending"]
-        # The changes of an earlier start from here have led to no checkpoint: the run never had them.
+        # The changes of an earlier start from here have led to no checkpoint: the run
+        # never had them.
         self.metrics.truncate_after(update, but="config/changes")
-        # The weights of the checkpoint are loaded afterwards: the baseline is that of the model the run starts from.
+        # The weights of the checkpoint are loaded afterwards: the baseline is that of
+        # the model the run starts from.
         self.evaluation.restore_baseline(None if self._branches else state["baseline"])
         self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
-        changes = ["; ".join(f"{key} {old} -> {new}" for key, (old, new) in self._changes.items())]
+        changes = [
+            "; ".join(
+                f"{key} {old} -> {new}" for key, (old, new) in self._changes.items()
+            )
+        ]
         if self._branches:
-            # Another run's, whose records are in its directory. From now on this one goes on by itself.
+            # Another run's, whose records are in its directory. From now on this one
+            # goes on by itself.
             record = None
             self._save(record, pending=pending, changes=changes[0])
             self.writer.wait()
@@ -319,7 +421,8 @@ class Run:
         """Iterate, save, evaluate and log until the last update or a request to stop.
 
         Returns:
-            Whether the run is finished: not where it was stopped, or its last evaluation was put off.
+            Whether the run is finished: not where it was stopped, or its last
+            evaluation was put off.
         """
         config = self.config
         trainer = self.trainer
@@ -328,18 +431,32 @@ class Run:
         record: dict[str, Any] | None = None
         saved = trainer.update
         seconds_saving = 0.0
-        # Collective: a signal may reach one rank alone, and all must leave the loop at the same update.
+        # Collective: a signal may reach one rank alone, and all must leave the loop at
+        # the same update.
         while trainer.update < total and not world.any(self._stop_requested):
-            # Before the work of an update, which a directory that was lost or taken over could not keep.
+            # Before the work of an update, which a directory that was lost or taken
+            # over could not keep.
             self.lease.check()
-            # A checkpoint holds the record of its update, so the time that it took is in the next record.
+            # A checkpoint holds the record of its update, so the time that it took is
+            # in the next record.
             record = {**trainer.iterate(), "time/checkpoint": seconds_saving}
-            # From the first update on nothing loads or compiles any more, and a hang shows sooner.
+            # From the first update on nothing loads or compiles any more, and a hang
+            # shows sooner.
             self.guard.use_steady_timeout(config.distributed.timeout_seconds)
-            # What the videos of this rank took; in the whole iteration all ranks wait for the slowest.
-            own = sum(record.get(f"time/{phase}", 0.0) for phase in ("rollout", "decode", "reward"))
-            # One exchange for all that the ranks have to tell each other after an update.
-            answer = (self._stop_requested, peak_memory_gib(trainer.device), own, platform.node())
+            # What the videos of this rank took; in the whole iteration all ranks wait
+            # for the slowest.
+            own = sum(
+                record.get(f"time/{phase}", 0.0)
+                for phase in ("rollout", "decode", "reward")
+            )
+            # One exchange for all that the ranks have to tell each other after an
+            # update.
+            answer = (
+                self._stop_requested,
+                peak_memory_gib(trainer.device),
+                own,
+                platform.node(),
+            )
             stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
             if world.size > 1:
@@ -348,16 +465,22 @@ class Run:
                 record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
             done = trainer.update >= total
             stopping = any(stops)
-            # Saving and evaluating are due where the iteration has reached or passed a multiple of their updates.
-            evaluates = config.evaluation.every > 0 and (done or self._due(config.evaluation.every))
+            # Saving and evaluating are due where the iteration has reached or passed a
+            # multiple of their updates.
+            evaluates = config.evaluation.every > 0 and (
+                done or self._due(config.evaluation.every)
+            )
             seconds_saving = 0.0
-            # Before the evaluation, which can take as long as many updates and fail in its own ways.
+            # Before the evaluation, which can take as long as many updates and fail in
+            # its own ways.
             if done or evaluates or stopping or self._due(config.checkpoint.every):
                 seconds_saving = self._save(record, pending=evaluates)
                 saved = trainer.update
             if evaluates and stopping:
                 self.progress.finished(record)
-                return False  # who asks to stop does not wait for an evaluation: the checkpoint knows that it is due
+                # who asks to stop does not wait for an evaluation: the checkpoint knows
+                # that it is due
+                return False
             self._finish_update(record, evaluates=evaluates)
             self._tell_of_checkpoints()
         if saved != trainer.update:
@@ -367,24 +490,36 @@ class Run:
 
     @property
     def _stop_requested(self) -> bool:
-        """A signal, a file or a callback has asked this rank to stop, or the model got worse."""
-        # Rank 0 has the metrics. A run that was stopped for this stops again unless it goes on from an earlier update.
-        got_worse = self.config.evaluation.stop_when_worse and self.progress.status.worse is not None
+        """A signal, a file or a callback has asked this rank to stop, or the model got
+        worse.
+        """
+        # Rank 0 has the metrics. A run that was stopped for this stops again unless it
+        # goes on from an earlier update.
+        got_worse = (
+            self.config.evaluation.stop_when_worse
+            and self.progress.status.worse is not None
+        )
         return self.stop.requested or self.callbacks.wants_stop or got_worse
 
     def _tell_of_checkpoints(self) -> None:
         """Tell the callbacks of the checkpoints that have become complete."""
         while self.writer.published:
             folder = self.writer.published.popleft()
-            self.callbacks.tell("on_save", SaveRecord(update=update_of(folder), folder=folder))
+            self.callbacks.tell(
+                "on_save", SaveRecord(update=update_of(folder), folder=folder)
+            )
 
     def _finish_update(self, record: dict[str, Any], *, evaluates: bool) -> None:
         """Evaluate where that is due, and log the update in any case."""
         try:
             if evaluates:
                 scores = self.evaluation.run()
-                # Before the row has them: an evaluation that is in the metrics is not made again.
-                self.writer.pin_best(self.trainer.update, scores.get("eval/paired_gain", 0.0))  # rank 0 has the scores
+                # Before the row has them: an evaluation that is in the metrics is not
+                # made again.
+                # rank 0 has the scores
+                self.writer.pin_best(
+                    self.trainer.update, scores.get("eval/paired_gain", 0.0)
+                )
                 record = record | scores
         finally:
             self.metrics.log(record)
@@ -392,7 +527,10 @@ class Run:
         if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
         total = self.config.training.num_updates
-        self.callbacks.tell("on_update", UpdateRecord(update=self.trainer.update, total=total, metrics=record))
+        self.callbacks.tell(
+            "on_update",
+            UpdateRecord(update=self.trainer.update, total=total, metrics=record),
+        )
         if evaluates:
             self._show_evaluation(record)
 
@@ -404,7 +542,10 @@ class Run:
             self.metrics.show(update, self.files.sheet(update), samples)
         assert evaluation.latest is not None and evaluation.baseline is not None
         record = EvaluationRecord(
-            update=update, metrics=metrics, evaluation=evaluation.latest, baseline=evaluation.baseline
+            update=update,
+            metrics=metrics,
+            evaluation=evaluation.latest,
+            baseline=evaluation.baseline,
         )
         self.callbacks.tell("on_evaluation", record)
 
@@ -420,46 +561,67 @@ class Run:
             write_run_page(self.directory)
             self._page_written = time.monotonic()
 
-    # ------------------------------------------------------------------------------------------ begin
+    # ------------------------------------------------------------------------------------------
+    # begin
 
     def _look(self) -> tuple[list[str], int]:
         """The traces in the directory that another run would change."""
         log = self.files.metrics
-        return [p.name for p in list_checkpoints(self.checkpoints)], log.stat().st_size if log.exists() else 0
+        return [
+            p.name for p in list_checkpoints(self.checkpoints)
+        ], log.stat().st_size if log.exists() else 0
 
     def _check_fit(self) -> None:
-        """Refuse a model, prompts or a checkpoint that do not belong together; nothing has been written yet."""
+        """Refuse a model, prompts or a checkpoint that do not belong together; nothing
+        has been written yet.
+        """
         config = self.config
         trainer = self.trainer
         if config.evaluation.every and len(trainer.eval_prompts) < 2:
-            raise ConfigError("The paired evaluation needs at least 2 prompts; add some, or set evaluation.every to 0.")
-        if kl_uses(config.objective.kl_mode) == (False, True) and config.training.updates_per_rollout == 1:
+            raise ConfigError(
+                "The paired evaluation needs at least 2 prompts; add some, or set "
+                "evaluation.every to 0."
+            )
+        if (
+            kl_uses(config.objective.kl_mode) == (False, True)
+            and config.training.updates_per_rollout == 1
+        ):
             logger.info(
-                "objective.kl_mode stepwise holds nothing with training.updates_per_rollout 1: the policy is still the "
-                "one that it is compared with. It acts from the second update of a rollout on."
+                "objective.kl_mode stepwise holds nothing with "
+                "training.updates_per_rollout 1: the policy is still the "
+                "one that it is compared with. It acts from the second update of a "
+                "rollout on."
             )
         if self.checkpoint is None:
             return
         if self.checkpoint.state["model"] != trainer.model_digest:
             raise ConfigError(
-                f"model.path: the weights at {config.model.path} are not those that the run was started with. Restore "
+                f"model.path: the weights at {config.model.path} are not those that "
+                "the run was started with. Restore "
                 "them (another folder will do), or start a new run."
             )
         if self.checkpoint.state["prompts"] != self.prompts_digest:
             raise ConfigError(
-                "data.prompts or evaluation.prompts: a file has changed since the checkpoint was saved, so its prompts "
-                "would no longer be the ones the run compares. Restore the file, or start a new run."
+                "data.prompts or evaluation.prompts: a file has changed since the "
+                "checkpoint was saved, so its prompts "
+                "would no longer be the ones the run compares. Restore the file, or "
+                "start a new run."
             )
         try:
             trainer.check_fit(self.checkpoint.shapes)
         except ValueError as error:
-            raise CheckpointError(f"The checkpoint does not fit this run: {error}") from error
+            raise CheckpointError(
+                f"The checkpoint does not fit this run: {error}"
+            ) from error
 
     def _prepare_directory(self, resumed: int) -> Path:
-        """Create the run directory, move aside what is not this run's, and record what is run; the file of versions."""
+        """Create the run directory, move aside what is not this run's, and record what
+        is run; the file of versions.
+        """
         if self._look() != self._contents:
             raise RunDirectoryError(
-                f"Another run has written to output_dir {str(self.directory)!r} while this one was being loaded. Start "
+                f"Another run has written to output_dir {str(self.directory)!r} while "
+                "this one was being loaded. Start "
                 "again, with --resume auto to continue that run."
             )
         try:
@@ -467,16 +629,22 @@ class Run:
                 move_aside(self.files)
             elif self.config.resume not in ("none", "auto") and not self._branches:
                 abandon_after(self.files, resumed)
-            # A resumed config must neither restart the run nor go back once more; another run's checkpoint is where it
-            # begins until its own is saved.
-            resume = self.config.resume if self._branches or self.config.resume == "none" else "auto"
+            # A resumed config must neither restart the run nor go back once more;
+            # another run's checkpoint is where it begins until its own is saved.
+            resume = (
+                self.config.resume
+                if self._branches or self.config.resume == "none"
+                else "auto"
+            )
             save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
             raise unwritable(self.files, error) from error
 
     def _measure_baseline(self) -> None:
-        """Have the scores of update 0, and their record in the metrics, before the first update."""
+        """Have the scores of update 0, and their record in the metrics, before the
+        first update.
+        """
         if not self.config.evaluation.every:
             return
         if self.evaluation.baseline is None:
@@ -485,22 +653,28 @@ class Run:
             self.progress.finished(record)
             self._show_evaluation(record)
         elif not self._has_logged(0, {"eval/reward_mean"}):
-            self.metrics.log({"update": 0} | self.evaluation.metrics(self.evaluation.baseline))
+            self.metrics.log(
+                {"update": 0} | self.evaluation.metrics(self.evaluation.baseline)
+            )
 
     def _restore_record(self, record: dict[str, Any] | None, *, pending: bool) -> None:
-        """Log the checkpoint's update if a kill or a full disk came between, and make up for an evaluation due then.
+        """Log the checkpoint's update if a kill or a full disk came between, and make
+        up for an evaluation due then.
 
         Args:
             record: the metrics of that update, without its evaluation.
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        scored = self.world.broadcast(self.world.is_main and self.evaluation.load(update) is not None)
+        scored = self.world.broadcast(
+            self.world.is_main and self.evaluation.load(update) is not None
+        )
         evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
         # Evaluation may have been switched on since the last update.
         due = pending or update >= self.config.training.num_updates
         if due and self.config.evaluation.every and not evaluated:
-            # The update may be logged without its evaluation; it is logged again, with the scores.
+            # The update may be logged without its evaluation; it is logged again, with
+            # the scores.
             self.metrics.truncate_after(update - 1)
             self._finish_update(record or {"update": update}, evaluates=True)
         elif record is not None and not self._has_logged(update, record.keys()):
@@ -511,16 +685,22 @@ class Run:
         found = False
         if self.world.is_main:
             rows = read_metrics(self.files.metrics)
-            found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
+            found = any(
+                row["update"] == update and set(keys) <= row.keys() for row in rows
+            )
         return self.world.broadcast(found)
 
-    def _save(self, record: dict[str, Any] | None, *, pending: bool, changes: str = "") -> float:
+    def _save(
+        self, record: dict[str, Any] | None, *, pending: bool, changes: str = ""
+    ) -> float:
         """Save a checkpoint, and return the seconds that training waited for it.
 
         Args:
-            record: the metrics of its update. The log may lose them before the checkpoint does.
-            pending: whether an evaluation of this update is still to be made.
-            changes: what a run that begins here has changed of another one's configuration.
+            record: the metrics of its update. The log may lose them before the
+                checkpoint does. pending: whether an evaluation of this update is still
+                to be made.
+            changes: what a run that begins here has changed of another one's
+                configuration.
         """
         start = time.perf_counter()
         self._tell("checkpoint", 0, 1, "")
@@ -543,13 +723,20 @@ class Run:
         return time.perf_counter() - start
 
     def _add_adapter(self, folder: Path) -> Callable[[], None] | None:
-        """Copy the evaluated adapter, and return the writing of it in diffusers' layout, which rank 0 does."""
+        """Copy the evaluated adapter, and return the writing of it in diffusers'
+        layout, which rank 0 does.
+        """
         trainer = self.trainer
         if self.config.training.mode != "lora":
             return None
-        # All ranks enter, because to gather the adapters is collective; rank 0 copies them.
+        # All ranks enter, because to gather the adapters is collective; rank 0 copies
+        # them.
         with trainer.evaluated_weights(), trainer.engine.whole():
-            return copy_lora(trainer.policy.transformer, folder / "lora") if self.world.is_main else None
+            return (
+                copy_lora(trainer.policy.transformer, folder / "lora")
+                if self.world.is_main
+                else None
+            )
 
     def _due(self, every: int) -> bool:
         """Return if the last iteration reached or passed a multiple of `every`."""
@@ -562,7 +749,9 @@ class Run:
         worse = self.progress.status.worse
         stopped_as_worse = self.config.evaluation.stop_when_worse and not finished
         if self.world.is_main:
-            rows = sorted(read_metrics(self.files.metrics), key=lambda row: row["update"])
+            rows = sorted(
+                read_metrics(self.files.metrics), key=lambda row: row["update"]
+            )
             if rows:
                 with replacing(self.files.reward_plot) as partial:
                     partial.write_bytes(figure_file(reward_figure(rows), "png"))
@@ -572,7 +761,8 @@ class Run:
             update=self.trainer.update,
             finished=finished,
             test=test,
-            stop_reason=self.callbacks.stop_reason or (worse if stopped_as_worse else None),
+            stop_reason=self.callbacks.stop_reason
+            or (worse if stopped_as_worse else None),
             worse=worse,
         )
 

@@ -1,8 +1,10 @@
-"""The status of a run: as a bar on a terminal or lines in a log, in `status.json`, and as it is seen from outside.
+"""The status of a run: as a bar on a terminal or lines in a log, in `status.json`, and
+as it is seen from outside.
 
-The run writes the file when a phase begins and every few seconds within one; it appears whole. With the lease somebody
-else can then tell apart a run that goes on, one that makes no progress any more although its process lives, and one
-whose process is gone and left no error, as after a `kill -9`.
+The run writes the file when a phase begins and every few seconds within one; it appears
+whole. With the lease somebody else can then tell apart a run that goes on, one that
+makes no progress any more although its process lives, and one whose process is gone and
+left no error, as after a `kill -9`.
 """
 
 import json
@@ -29,7 +31,13 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from sage_fast.checkpoint import checkpoint_name
-from sage_fast.config.errors import CheckpointError, DecodeError, RewardError, RunDirectoryError, TrainingError
+from sage_fast.config.errors import (
+    CheckpointError,
+    DecodeError,
+    RewardError,
+    RunDirectoryError,
+    TrainingError,
+)
 from sage_fast.config.files import loads, read_text, write_text
 from sage_fast.config.load import load_config, outside_code
 from sage_fast.run.directory import RunDirectory
@@ -52,10 +60,21 @@ QUIET_FIRST_SECONDS = 1800.0
 """And so long before its first update, whose pace nobody knows."""
 
 WORSE = -3.0
-"""Standard errors of a paired gain below which the model counts as worse than the one that the run started from."""
+"""Standard errors of a paired gain below which the model counts as worse than the one
+that the run started from.
+"""
 
-OWN_ERRORS = (CheckpointError, DecodeError, OSError, RewardError, RunDirectoryError, TrainingError)
-"""Errors that the same start would meet again; others come from another rank, a server or the hardware."""
+OWN_ERRORS = (
+    CheckpointError,
+    DecodeError,
+    OSError,
+    RewardError,
+    RunDirectoryError,
+    TrainingError,
+)
+"""Errors that the same start would meet again; others come from another rank, a server
+or the hardware.
+"""
 
 State = Literal["running", "finished", "stopped", "failed"]
 
@@ -66,16 +85,18 @@ logger = logging.getLogger(__name__)
 class Status:
     """Status of a run.
 
-    state: stopped means on request. update, num_updates: done, and of how many. phase, done, total: what it does, and
-    how many of its batches are done. reward: of the last evaluation, or of the last rollout where there is none. gain:
-    paired, over update 0. worse: see `describe_worse`. slowest: rank of the last rollout, where there are several.
-    seconds_left: by the measured pace. longest_seconds: that it has gone without progress. videos_per_rollout: on all
-    ranks. folder: in which it was started. gpus: its processes, if one node has them all. error: that ended it.
-    repeats: a restart would meet it again. written: UTC.
+    state: stopped means on request. update, num_updates: done, and of how many. phase,
+    done, total: what it does, and how many of its batches are done. reward: of the last
+    evaluation, or of the last rollout where there is none. gain: paired, over update 0.
+    worse: see `describe_worse`. slowest: rank of the last rollout, where there are
+    several. seconds_left: by the measured pace. longest_seconds: that it has gone
+    without progress. videos_per_rollout: on all ranks. folder: in which it was started.
+    gpus: its processes, if one node has them all. error: that ended it. repeats: a
+    restart would meet it again. written: UTC.
 
-    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2, total=8, reward=0.41,
-    gain=0.05, seconds_left=1800.0, longest_seconds=2.5, videos_per_rollout=128, error=None,
-    written="2026-01-31T12:03:00+00:00")`
+    Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2,
+    total=8, reward=0.41, gain=0.05, seconds_left=1800.0, longest_seconds=2.5,
+    videos_per_rollout=128, error=None, written="2026-01-31T12:03:00+00:00")`
     """
 
     state: State = "running"
@@ -98,25 +119,33 @@ class Status:
     written: str = ""
 
 
-# ------------------------------------------------------------------------------------------ what the run tells
+# ------------------------------------------------------------------------------------------
+# what the run tells
 
 
 class RunProgress:
     """Shows the progress of a run, and keeps its `status.json` for a look from outside.
 
-    It shows a progress bar on a terminal; lines elsewhere: one for each update, and one a minute in between, which a
-    thread prints because the step that they tell of may take longer.
+    It shows a progress bar on a terminal; lines elsewhere: one for each update, and one
+    a minute in between, which a thread prints because the step that they tell of may
+    take longer.
 
     Args:
-        directory: of the run. A status that cannot be written there is a warning: a run does not end for it.
-        status: what is known before the run begins.
+        directory: of the run. A status that cannot be written there is a warning: a run
+            does not end for it. status: what is known before the run begins.
         step: updates of an iteration.
         evaluation_every: updates between two evaluations, 0 for none.
         shown: whether this rank shows and writes anything.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], status: Status, *, step: int, evaluation_every: int, shown: bool = True
+        self,
+        directory: str | os.PathLike[str],
+        status: Status,
+        *,
+        step: int,
+        evaluation_every: int,
+        shown: bool = True,
     ) -> None:
         self.path = RunDirectory(directory).status
         self.status = status
@@ -133,7 +162,9 @@ class RunProgress:
         self._bar: tqdm | None = None
         self._summary = ""
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._print_heartbeats, name="progress", daemon=True)
+        self._thread = threading.Thread(
+            target=self._print_heartbeats, name="progress", daemon=True
+        )
 
     def begin(self, update: int) -> None:
         """The run goes on from this update, and owns the directory."""
@@ -145,29 +176,44 @@ class RunProgress:
     def learn(self, record: Mapping[str, Any]) -> None:
         """Take over the times, the reward and the paired gain of an update's record."""
         if "time/iteration" in record:
-            self._iterations.append(record["time/iteration"] + record.get("time/checkpoint", 0.0))
+            self._iterations.append(
+                record["time/iteration"] + record.get("time/checkpoint", 0.0)
+            )
         if "time/evaluation" in record:
             self._evaluations.append(record["time/evaluation"])
         if "eval/paired_gain" in record:
-            self._gains[record["update"]] = record["eval/paired_gain"], record["eval/paired_gain_stderr"]
+            self._gains[record["update"]] = (
+                record["eval/paired_gain"],
+                record["eval/paired_gain_stderr"],
+            )
             self.status = replace(self.status, worse=describe_worse(self._gains))
         if "eval/reward_mean" in record:
-            self.status = replace(self.status, reward=record["eval/reward_mean"], gain=record["eval/paired_gain"])
+            self.status = replace(
+                self.status,
+                reward=record["eval/reward_mean"],
+                gain=record["eval/paired_gain"],
+            )
         elif "reward/mean" in record and self.status.gain is None:
             # The reward of a training batch stands in until an evaluation has one.
             self.status = replace(self.status, reward=record["reward/mean"])
 
     def seconds_left(self) -> float | None:
-        """From the last update to the end of the run, by the measured times; None as long as there are none."""
+        """From the last update to the end of the run, by the measured times; None as
+        long as there are none.
+        """
         update = self.status.update
         total = self.status.num_updates
         every = self._evaluation_every
         if not self._iterations:
             return None
-        seconds = math.ceil(max(0, total - update) / self._step) * fmean(self._iterations)
+        seconds = math.ceil(max(0, total - update) / self._step) * fmean(
+            self._iterations
+        )
         if every and self._evaluations and update < total:
             # One at every multiple, and one at the end.
-            seconds += (math.ceil(total / every) - update // every) * fmean(self._evaluations)
+            seconds += (math.ceil(total / every) - update // every) * fmean(
+                self._evaluations
+            )
         return seconds
 
     def __enter__(self) -> "RunProgress":
@@ -176,9 +222,12 @@ class RunProgress:
             self._stack.enter_context(logging_redirect_tqdm())
             done = self.status.update
             total = self.status.num_updates
-            # A narrow terminal cuts from the right: the numbers come first, then the phase, the bar and the time.
+            # A narrow terminal cuts from the right: the numbers come first, then the
+            # phase, the bar and the time.
             layout = "{n_fmt}/{total_fmt} {desc}|{bar}| {remaining} left"
-            self._bar = tqdm(total=total, initial=done, dynamic_ncols=True, bar_format=layout)
+            self._bar = tqdm(
+                total=total, initial=done, dynamic_ncols=True, bar_format=layout
+            )
             self._stack.enter_context(self._bar)
         elif self.shown:
             self._thread.start()
@@ -199,7 +248,12 @@ class RunProgress:
         self._last_step = now
         left = self.seconds_left()
         self.status = replace(
-            self.status, phase=name, done=done, total=total, seconds_left=left, longest_seconds=longest
+            self.status,
+            phase=name,
+            done=done,
+            total=total,
+            seconds_left=left,
+            longest_seconds=longest,
         )
         # The phases of a quick run are over before anybody could read them.
         if now - self._last_write >= (SECONDS_BETWEEN_WRITES if name == phase else 1.0):
@@ -216,29 +270,49 @@ class RunProgress:
         if "reward/mean" in record:
             parts.append(f"reward {record['reward/mean']:.4g}")
         if evaluated := "eval/reward_mean" in record:
-            parts.append(f"evaluation {record['eval/reward_mean']:.4g} (gain {record['eval/paired_gain']:+.3g})")
+            parts.append(
+                f"evaluation {record['eval/reward_mean']:.4g} (gain "
+                f"{record['eval/paired_gain']:+.3g})"
+            )
         # A baseline evaluated on resume belongs to update 0, which the run has passed.
         done = max(update, self.status.update)
-        self.status = replace(self.status, update=done, slowest=record.get("time/slowest"))
-        # In a second step, since the time left is counted from the update that was just set.
+        self.status = replace(
+            self.status, update=done, slowest=record.get("time/slowest")
+        )
+        # In a second step, since the time left is counted from the update that was just
+        # set.
         self.status = replace(self.status, seconds_left=self.seconds_left())
         if evaluated and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
         if self._bar is None:
-            self._print("  ".join([f"update {update}/{self.status.num_updates}", *parts]))
+            self._print(
+                "  ".join([f"update {update}/{self.status.num_updates}", *parts])
+            )
         else:
             self._bar.update(done - self._bar.n)
             gain = "" if self.status.gain is None else f" gain {self.status.gain:+.3g}"
-            self._summary = f"reward {record.get('reward/mean', self.status.reward or math.nan):.4g}{gain} "
+            self._summary = (
+                "reward "
+                f"{record.get('reward/mean', self.status.reward or math.nan):.4g}{gain} "
+            )
             self._bar.set_description_str(self._summary)
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         """Write how the run ended."""
-        text = None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
+        text = (
+            None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
+        )
         left = 0.0 if state == "finished" else None
         repeats = isinstance(error, OWN_ERRORS)
         self.status = replace(
-            self.status, state=state, phase="", done=0, total=0, seconds_left=left, error=text, repeats=repeats
+            self.status,
+            state=state,
+            phase="",
+            done=0,
+            total=0,
+            seconds_left=left,
+            error=text,
+            repeats=repeats,
         )
         self._write()
 
@@ -247,9 +321,15 @@ class RunProgress:
         if not (self.shown and self._begun and self.path.parent.exists()):
             return
         self._last_write = time.monotonic()
-        self.status = replace(self.status, written=datetime.now(UTC).isoformat(timespec="seconds"))
+        self.status = replace(
+            self.status, written=datetime.now(UTC).isoformat(timespec="seconds")
+        )
         try:
-            write_text(self.path, json.dumps(asdict(self.status), indent=1) + "\n", lasting=False)
+            write_text(
+                self.path,
+                json.dumps(asdict(self.status), indent=1) + "\n",
+                lasting=False,
+            )
             self._failed = False
         except OSError as error:
             # Said once, until a write has succeeded again.
@@ -261,20 +341,33 @@ class RunProgress:
         self._last_line = time.monotonic()
         left = self.status.seconds_left
         if self.shown:
-            print(text + (f"  {format_seconds(left)} left" if left else ""), file=sys.stderr, flush=True)
+            print(
+                text + (f"  {format_seconds(left)} left" if left else ""),
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _print_heartbeats(self) -> None:
-        while not self._closed.wait(max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())):
+        while not self._closed.wait(
+            max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())
+        ):
             status = self.status
             # The run may have printed a line of its own while this thread slept.
-            if time.monotonic() < self._last_line + HEARTBEAT_SECONDS or not status.phase:
+            if (
+                time.monotonic() < self._last_line + HEARTBEAT_SECONDS
+                or not status.phase
+            ):
                 continue
             update = min(status.update + 1, status.num_updates)
-            self._print(f"update {update}/{status.num_updates}  {status.phase} {status.done}/{status.total}")
+            self._print(
+                f"update {update}/{status.num_updates}  {status.phase} "
+                f"{status.done}/{status.total}"
+            )
 
 
 def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
-    """A line on a model whose last evaluation is below `WORSE`: since which update, by how much, and the best one.
+    """A line on a model whose last evaluation is below `WORSE`: since which update, by
+    how much, and the best one.
 
     Args:
         gains: update -> (paired gain over update 0, its standard error).
@@ -283,16 +376,25 @@ def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
     since = None
     for update in order:
         gain, error = gains[update]
-        # One update that is not worse ends a series, so what is left at the end is the series up to now.
-        since = (update if since is None else since) if gain < min(0.0, WORSE * error) else None
+        # One update that is not worse ends a series, so what is left at the end is the
+        # series up to now.
+        since = (
+            (update if since is None else since)
+            if gain < min(0.0, WORSE * error)
+            else None
+        )
     if since is None:
         return None
     gain, error = gains[order[-1]]
     best = max(order, key=lambda update: gains[update][0])
     by = f"{gain / error:+.1f} standard errors" if error else "every prompt alike"
     return (
-        f"worse than at update 0 since update {since}: paired gain {gain:+.3g} at update {order[-1]} ({by}); the best "
-        + (f"checkpoint is {checkpoint_name(best)}, {gains[best][0]:+.3g}" if gains[best][0] > 0 else "is update 0")
+        f"worse than at update 0 since update {since}: paired gain {gain:+.3g} at "
+        f"update {order[-1]} ({by}); the best "
+    ) + (
+        f"checkpoint is {checkpoint_name(best)}, {gains[best][0]:+.3g}"
+        if gains[best][0] > 0
+        else "is update 0"
     )
 
 
@@ -302,25 +404,33 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
+    return (
+        f"{seconds / 3600:.1f} h"
+        if seconds < 48 * 3600
+        else f"{seconds / 86400:.1f} days"
+    )
 
 
-# ------------------------------------------------------------------------------------------ seen from outside
+# ------------------------------------------------------------------------------------------
+# seen from outside
 
 
-Condition = Literal["running", "hangs", "killed", "finished", "stopped", "failed", "unknown"]
+Condition = Literal[
+    "running", "hangs", "killed", "finished", "stopped", "failed", "unknown"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
     """Condition of a run, seen from outside.
 
-    condition: `hangs` where its process lives but makes no progress, `killed` where the process is gone without a last
-    word, `unknown` where it has no status. holder: the process, of `lease.txt`. quiet_seconds: since its last progress.
-    acknowledged: `sage-fast status --acknowledge` was called since then.
+    condition: `hangs` where its process lives but makes no progress, `killed` where the
+    process is gone without a last word, `unknown` where it has no status. holder: the
+    process, of `lease.txt`. quiet_seconds: since its last progress. acknowledged:
+    `sage-fast status --acknowledge` was called since then.
 
-    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...), holder="process 4711 on node7",
-    quiet_seconds=2.0)`
+    Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...),
+    holder="process 4711 on node7", quiet_seconds=2.0)`
     """
 
     run: Path
@@ -332,8 +442,12 @@ class RunState:
 
     @property
     def needs_attention(self) -> bool:
-        """True where somebody should look: it does not go on by itself, or the model got worse."""
-        ends_badly = self.condition in ("hangs", "killed", "failed") or self.worse is not None
+        """True where somebody should look: it does not go on by itself, or the model
+        got worse.
+        """
+        ends_badly = (
+            self.condition in ("hangs", "killed", "failed") or self.worse is not None
+        )
         return ends_badly and not self.acknowledged
 
     @property
@@ -353,9 +467,16 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     status, written = read_status(directory)
     if status is None or written is None:
         condition: Condition = "running" if alive else "unknown"
-        return RunState(run=directory, condition=condition, status=None, holder=holder, quiet_seconds=None)
+        return RunState(
+            run=directory,
+            condition=condition,
+            status=None,
+            holder=holder,
+            quiet_seconds=None,
+        )
     quiet = max(0.0, now - written)
-    # The lock of another machine is not seen on every mount; there a status that is fresh tells of its run.
+    # The lock of another machine is not seen on every mount; there a status that is
+    # fresh tells of its run.
     elsewhere = holder != "" and f" on {platform.node()}," not in holder
     if status.state != "running":
         condition = status.state
@@ -382,12 +503,26 @@ def command_for(run: Path, status: Status | None, command: str, *options: str) -
     Example: `command_for(run, status, "train", "--resume", "auto")`
     """
     trust: list[str] = []
-    with suppress(OSError, ValueError):  # the command itself says what is wrong with the configuration
-        if outside_code(load_config(RunDirectory(run).config), rewards=command in ("train", "evaluate")):
+    # the command itself says what is wrong with the configuration
+    with suppress(OSError, ValueError):
+        if outside_code(
+            load_config(RunDirectory(run).config),
+            rewards=command in ("train", "evaluate"),
+        ):
             trust = ["--trust-config"]
-    program = ["sage-fast"] if shutil.which("sage-fast") else [sys.executable, "-m", "sage_fast"]
-    launch = ["--gpus", str(status.gpus)] if status is not None and status.gpus > 1 and command == "train" else []
-    line = shlex.join([*program, command, str(run.absolute()), *options, *launch, *trust])
+    program = (
+        ["sage-fast"]
+        if shutil.which("sage-fast")
+        else [sys.executable, "-m", "sage_fast"]
+    )
+    launch = (
+        ["--gpus", str(status.gpus)]
+        if status is not None and status.gpus > 1 and command == "train"
+        else []
+    )
+    line = shlex.join(
+        [*program, command, str(run.absolute()), *options, *launch, *trust]
+    )
     folder = "" if status is None else status.folder
     return f"cd {shlex.quote(folder)} && {line}" if folder else line
 
@@ -398,13 +533,18 @@ def patience(status: Status) -> float:
     return max(least, QUIET_FACTOR * status.longest_seconds)
 
 
-def read_status(directory: str | os.PathLike[str]) -> tuple[Status | None, float | None]:
-    """The status of a run and when it was written, in seconds since the epoch; None where there is none."""
+def read_status(
+    directory: str | os.PathLike[str],
+) -> tuple[Status | None, float | None]:
+    """The status of a run and when it was written, in seconds since the epoch; None
+    where there is none.
+    """
     path = RunDirectory(directory).status
     try:
         tree = loads(read_text(path))
         written = path.stat().st_mtime
-        # The status of another version may have other fields; what else stands there is not shown as if it were one.
+        # The status of another version may have other fields; what else stands there is
+        # not shown as if it were one.
         known = {key: tree[key] for key in Status.__dataclass_fields__ if key in tree}
         return TypeAdapter(Status).validate_python(known), written
     except FileNotFoundError:

@@ -1,13 +1,17 @@
-"""The transformer over the processes of a run, and the engine that trains it there by torch itself.
+"""The transformer over the processes of a run, and the engine that trains it there by
+torch itself.
 
-The order of the steps in `parallelize` matters: what replaces a forward comes before what wraps the module's call.
+The order of the steps in `parallelize` matters: what replaces a forward comes before
+what wraps the module's call.
 
 Which ranks hold what (DESIGN: torch FSDP2 is the default engine):
-* training.mode full: every weight is a float32 master, sharded over the dp_shard * sp ranks of a replica. A block is
-  gathered in `distributed.param_dtype`, its gradient is summed in float32 and scattered back.
-* training.mode lora: the frozen weights are sharded likewise, in their own dtype. Adapters are small (225 MB at rank
-  32) and stay whole on every rank, outside FSDP: one sum per update replaces one per backward, anchor and EMA exchange
-  them as on one process, and the single pass can differentiate with respect to them.
+* training.mode full: every weight is a float32 master, sharded over the dp_shard * sp
+  ranks of a replica. A block is gathered in `distributed.param_dtype`, its gradient is
+  summed in float32 and scattered back.
+* training.mode lora: the frozen weights are sharded likewise, in their own dtype.
+  Adapters are small (225 MB at rank 32) and stay whole on every rank, outside FSDP: one
+  sum per update replaces one per backward, anchor and EMA exchange them as on one
+  process, and the single pass can differentiate with respect to them.
 """
 
 import itertools
@@ -21,7 +25,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
@@ -48,7 +58,9 @@ logger = logging.getLogger(__name__)
 KeepGathered = Literal["never", "rollout", "always"]
 
 # FSDP2 warns of in-place writes to the outputs of blocks; nothing here makes any.
-warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+warnings.filterwarnings(
+    "ignore", message="FSDP2-wrapped module .* returned a view tensor"
+)
 
 
 def parallelize(
@@ -62,7 +74,8 @@ def parallelize(
     *,
     kl_position_fraction: float = 1.0,
 ) -> KeepGathered:
-    """Spread a transformer, whose adapters and requires_grad are settled, over the ranks. Collective.
+    """Spread a transformer, whose adapters and requires_grad are settled, over the
+    ranks. Collective.
 
     Args:
         transformer: in CPU memory; afterwards on `device`, or sharded there.
@@ -82,16 +95,29 @@ def parallelize(
     zero = distributed.zero_stage is not None
     family = family_of(transformer)
     check_gathering(
-        distributed, model, training, launched=world.fsdp_mesh is not None, shards=world.dp_shard * world.sp
+        distributed,
+        model,
+        training,
+        launched=world.fsdp_mesh is not None,
+        shards=world.dp_shard * world.sp,
     )
-    keep_gathered = _resolve_keep_gathered(transformer, distributed, training.mode, world, device)
-    # Frozen weights that would stay gathered for good are not sharded in the first place.
+    keep_gathered = _resolve_keep_gathered(
+        transformer, distributed, training.mode, world, device
+    )
+    # Frozen weights that would stay gathered for good are not sharded in the first
+    # place.
     shards = full or (world.dp_shard * world.sp > 1 and keep_gathered != "always")
     sharded = world.fsdp_mesh is not None and shards and not zero
-    if world.dp_shard > 1 and not (sharded or zero) and distributed.keep_gathered == "auto":
+    if (
+        world.dp_shard > 1
+        and not (sharded or zero)
+        and distributed.keep_gathered == "auto"
+    ):
         logger.info(
-            "distributed.dp_shard %d has no effect: the frozen weights take less than a third of a GPU, so with "
-            "keep_gathered auto every rank holds them whole. Set keep_gathered to rollout to shard them.",
+            "distributed.dp_shard %d has no effect: the frozen weights take less than "
+            "a third of a GPU, so with "
+            "keep_gathered auto every rank holds them whole. Set keep_gathered to "
+            "rollout to shard them.",
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
@@ -103,24 +129,29 @@ def parallelize(
         transformer.to(device)
     if full and not zero:  # DeepSpeed's engine does so itself
         family.always_read(transformer)
-    # 1. Activation checkpointing and compile: both are inside the forward of the fused blocks.
+    # 1. Activation checkpointing and compile: both are inside the forward of the fused
+    # blocks.
     if (sharded or zero) and model.adaln == "auto":
         # `auto` would make a table whenever the weights happen to be gathered.
         model = replace(model, adaln="weights")
     # Weights that will be sharded are still on the CPU, in their masters' type.
     dtype = getattr(torch, distributed.param_dtype) if full else transformer.dtype
-    acceleration = family.choose_forward(transformer, model, computes_in=(device, dtype))
-    # 2. Sequence parallelism, inside the blocks too: the block's input is a share of the tokens.
+    acceleration = family.choose_forward(
+        transformer, model, computes_in=(device, dtype)
+    )
+    # 2. Sequence parallelism, inside the blocks too: the block's input is a share of
+    # the tokens.
     if world.sp > 1:
         if acceleration is None:
             raise ConfigError(
-                f"distributed.sp is {world.sp}, but sequence parallelism needs the fused forward and model.forward is "
+                f"distributed.sp is {world.sp}, but sequence parallelism needs the "
+                "fused forward and model.forward is "
                 "stock. Set model.forward to fused, or distributed.sp to 1."
             )
         assert world.sp_group is not None
         shard_sequence(acceleration, world.sp_group)
-    # 3. FSDP2 (or, in its own engine, DeepSpeed) around the calls of the blocks and of the transformer. Last,
-    # because it moves the weights.
+    # 3. FSDP2 (or, in its own engine, DeepSpeed) around the calls of the blocks and of
+    # the transformer. Last, because it moves the weights.
     if not sharded:
         return "never"
     shard_weights(transformer, distributed, model, world, device, mode=training.mode)
@@ -142,22 +173,34 @@ def shard_weights(
     """FSDP2 on every block, and on the rest of the transformer as one more unit."""
     full = mode == "full"
     family = family_of(transformer)
-    # Not sharded: adapters, the weights behind a modulation table, and those that stay float32 beside 16-bit ones,
-    # since a unit has one type.
+    # Not sharded: adapters, the weights behind a modulation table, and those that stay
+    # float32 beside 16-bit ones, since a unit has one type.
     named = () if full else transformer.named_parameters()
-    whole = {p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)}
+    whole = {
+        p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)
+    }
     for parameter in whole:
         parameter.data = parameter.data.to(device)
     if model.adaln in ("table", "offload"):
         layers = family.adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
-        embedding = nn.ModuleList(transformer.get_submodule(name) for name in family.time_embedding)
-        whole |= {p for module in (*embedding.to(device), *layers) for p in module.parameters()}
+        embedding = nn.ModuleList(
+            transformer.get_submodule(name) for name in family.time_embedding
+        )
+        whole |= {
+            p
+            for module in (*embedding.to(device), *layers)
+            for p in module.parameters()
+        }
     for name, buffer in transformer.named_buffers():
         owner, _, last = name.rpartition(".")
         transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if distributed.cpu_offload else OffloadPolicy()
+    offload = (
+        CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        if distributed.cpu_offload
+        else OffloadPolicy()
+    )
     settings: dict[str, Any] = {
         # A mesh of two dimensions means replicas of the shards to FSDP2.
         "mesh": world.fsdp_mesh if world.dp_replicate > 1 else world.fsdp_mesh["shard"],  # type: ignore[index]
@@ -171,14 +214,16 @@ def shard_weights(
         "ignored_params": whole,
         "reshard_after_forward": True,
     }
-    # Block after block from CPU memory, so that a GPU never holds more than its shards and one block.
+    # Block after block from CPU memory, so that a GPU never holds more than its shards
+    # and one block.
     blocks = transformer_blocks(transformer)
     root: Any = transformer
     for module in (*blocks, root):
         allocate((p for p in module.parameters() if p not in whole), device)
         fully_shard(module, **settings)
-        # Every rank, of the same video (sp) or another, contributes its part of the gradient of one whole loss, so the
-        # parts are added. FSDP2 would take their mean. (Plain sums, since gloo has no scaled ones.)
+        # Every rank, of the same video (sp) or another, contributes its part of the
+        # gradient of one whole loss, so the parts are added. FSDP2 would take their
+        # mean. (Plain sums, since gloo has no scaled ones.)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     # The next block's weights travel while this one computes.
@@ -190,8 +235,8 @@ def shard_weights(
 class TorchEngine(Engine):
     """torch's optimizers, on one process or over FSDP2.
 
-    Adapters are whole on every rank, so their gradient is summed here, once per update. FSDP2 sums the gradient of
-    sharded weights in the backward pass.
+    Adapters are whole on every rank, so their gradient is summed here, once per update.
+    FSDP2 sums the gradient of sharded weights in the backward pass.
 
     Args:
         parameters: qualified name -> trained weight, a DTensor where it is sharded.
@@ -211,7 +256,9 @@ class TorchEngine(Engine):
     ) -> None:
         super().__init__(parameters, config, world)
         self.optimizer = OptimizerSet(parameters, config)
-        self.modules = [module for module in transformer.modules() if isinstance(module, FSDPModule)]
+        self.modules = [
+            module for module in transformer.modules() if isinstance(module, FSDPModule)
+        ]
         self.sharded = self.lockstep = bool(self.modules)
         self.shards_trained = any(isinstance(p, DTensor) for p in parameters.values())
         self.keep_gathered = keep_gathered
@@ -222,7 +269,9 @@ class TorchEngine(Engine):
     vjp = staticmethod(vjp_into_grad)
 
     def last_vjp(self, last: bool) -> None:
-        """As in `Engine`: FSDP2 leaves the sum over replicas of the weights to the last backward."""
+        """As in `Engine`: FSDP2 leaves the sum over replicas of the weights to the last
+        backward.
+        """
         if self.shards_trained and self.world.dp_replicate > 1:
             for module in self.modules:
                 module.set_requires_all_reduce(last, recurse=False)
@@ -230,13 +279,16 @@ class TorchEngine(Engine):
     def halve(self) -> None:
         """As in `Engine`; one more copy of the gradient, until it is summed."""
         weights = self.parameters.values()
-        self._first_half = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights]
+        self._first_half = [
+            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights
+        ]
 
     def clip_gradients(self) -> float:
         """As in `Engine`."""
         if not self.shards_trained:
             for parameter in self.parameters.values():
-                if parameter.grad is None:  # no video of this rank has one; decay and moments act all the same
+                # no video of this rank has one; decay and moments act all the same
+                if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
             whole = [p.grad for p in self.parameters.values() if p.grad is not None]
             self.world.sum_(whole)
@@ -245,7 +297,8 @@ class TorchEngine(Engine):
 
     @torch.no_grad()
     def _compare_halves(self, whole: list[Tensor]) -> float | None:
-        """Cosine between the gradient of the first half, which is used up, and what it lacks of the whole one.
+        """Cosine between the gradient of the first half, which is used up, and what it
+        lacks of the whole one.
 
         None where `halve` was not called, or a half has no gradient. Collective.
         """
@@ -280,7 +333,9 @@ class TorchEngine(Engine):
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """As in `Engine`: weights stay gathered through a phase that changes none, if `keep_gathered` says so."""
+        """As in `Engine`: weights stay gathered through a phase that changes none, if
+        `keep_gathered` says so.
+        """
         stays = self.keep_gathered == "rollout" and name != "update"
         if stays:
             self._stay_gathered(True)
@@ -291,7 +346,9 @@ class TorchEngine(Engine):
                 self._stay_gathered(False)
 
     def _stay_gathered(self, stay: bool) -> None:
-        """Keep weights once they are gathered; or no longer, and free those that are there."""
+        """Keep weights once they are gathered; or no longer, and free those that are
+        there.
+        """
         for module in self.modules:
             # Not recursive: `modules` has every unit, the root too.
             module.set_reshard_after_forward(not stay, recurse=False)
@@ -319,9 +376,15 @@ class TorchEngine(Engine):
 
 
 def _resolve_keep_gathered(
-    transformer: nn.Module, distributed: DistributedConfig, mode: str, world: World, device: torch.device
+    transformer: nn.Module,
+    distributed: DistributedConfig,
+    mode: str,
+    world: World,
+    device: torch.device,
 ) -> KeepGathered:
-    """Settle `distributed.keep_gathered` for these devices: the same on every rank, the smallest GPU decides."""
+    """Settle `distributed.keep_gathered` for these devices: the same on every rank, the
+    smallest GPU decides.
+    """
     if distributed.keep_gathered != "auto":
         return distributed.keep_gathered
     if distributed.cpu_offload:
@@ -329,28 +392,41 @@ def _resolve_keep_gathered(
     if mode == "full":
         return "rollout"
     size = sum(p.numel() * p.element_size() for p in transformer.parameters())
-    room = torch.cuda.get_device_properties(device).total_memory / 3 if device.type == "cuda" else float("inf")
+    room = (
+        torch.cuda.get_device_properties(device).total_memory / 3
+        if device.type == "cuda"
+        else float("inf")
+    )
     return "rollout" if world.any(size > room) else "always"
 
 
 def check_lockstep(
-    rollout: RolloutConfig, evaluation: EvaluationConfig, train: set[tuple[int, ...]], scored: set[tuple[int, ...]]
+    rollout: RolloutConfig,
+    evaluation: EvaluationConfig,
+    train: set[tuple[int, ...]],
+    scored: set[tuple[int, ...]],
 ) -> None:
-    """ConfigError unless all ranks run equally many dense batches, as they must where a forward communicates weights.
+    """ConfigError unless all ranks run equally many dense batches, as they must where a
+    forward communicates weights.
 
     A batch of prompts with different numbers of tokens runs as several.
 
     Args:
-        train, scored: the lengths (text, glyph and image tokens) that training and evaluation prompts have.
+        train, scored: the lengths (text, glyph and image tokens) that training and
+            evaluation prompts have.
     """
     if rollout.num_generations % rollout.videos_at_once and len(train) > 1:
         raise ConfigError(
-            f"rollout.micro_batch_size is {rollout.videos_at_once}, which mixes prompts of different lengths, but "
-            "weights are sharded over ranks (distributed.dp_shard, sp), which must all run equally many forwards. Set "
+            f"rollout.micro_batch_size is {rollout.videos_at_once}, which mixes "
+            "prompts of different lengths, but "
+            "weights are sharded over ranks (distributed.dp_shard, sp), which must "
+            "all run equally many forwards. Set "
             f"it to a divisor of rollout.num_generations = {rollout.num_generations}."
         )
     if evaluation.every and evaluation.batch_size > 1 and len(scored) > 1:
         raise ConfigError(
-            f"evaluation.batch_size is {evaluation.batch_size}, which mixes prompts of different lengths, but weights "
-            "are sharded over ranks (distributed.dp_shard, sp), which must all run equally many forwards. Set it to 1."
+            f"evaluation.batch_size is {evaluation.batch_size}, which mixes prompts "
+            "of different lengths, but weights "
+            "are sharded over ranks (distributed.dp_shard, sp), which must all run "
+            "equally many forwards. Set it to 1."
         )

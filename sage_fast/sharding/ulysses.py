@@ -1,8 +1,9 @@
-"""Ulysses sequence parallelism: P ranks share the tokens of a video, and inside the attention its heads.
+"""Ulysses sequence parallelism: P ranks share the tokens of a video, and inside the
+attention its heads.
 
-Rank r holds video tokens r n to (r + 1) n - 1, n = N / P rounded up; the last shares are padded with zero rows, which
-no real token attends to. The text, a few hundred tokens, is on every rank. A layer communicates twice in each
-direction:
+Rank r holds video tokens r n to (r + 1) n - 1, n = N / P rounded up; the last shares
+are padded with zero rows, which no real token attends to. The text, a few hundred
+tokens, is on every rank. A layer communicates twice in each direction:
 
     forward   1. q, k, v of the share, all heads       ->  q, k, v of all video tokens, H / P heads
                  attention over [video, text]; the text's q, k, v are here already and give their slice of the heads
@@ -11,27 +12,33 @@ direction:
                  backward of the attention
               4. gradients of q, k, v                  ->  those of the share, all heads
 
-A block saves or recomputes q, k, v and the result as tokens of its share, so 3. sends them once more; that takes no
-memory. Checkpointing "full" repeats 1. and 2. in the backward. A forward ends in one all-gather of velocities. In the
-last layer the text has no queries, so no result either.
+A block saves or recomputes q, k, v and the result as tokens of its share, so 3. sends
+them once more; that takes no memory. Checkpointing "full" repeats 1. and 2. in the
+backward. A forward ends in one all-gather of velocities. In the last layer the text has
+no queries, so no result either.
 
-**Gradients are partial.** Every rank computes the same loss from the joined velocity, and leaves its part of the
-gradient in `.grad`: dL/dw is the sum of the ranks' gradients, not their mean. Proof, backwards from the loss:
-* What is split over the ranks (a video token's x, q, k, v) has its whole gradient on the rank that holds it: the
-  gradient of the joined velocity is the same everywhere, and a rank takes the rows of its share.
-* What all ranks hold (weights, modulation, text) has partial gradients: a rank adds up what its own tokens and heads
-  contribute. All ranks compute the text stream alike, and a backward is linear in the gradient it is given, so partial
-  gradients yield partial gradients.
-* In the attention, rank r needs the whole gradient of its heads: 3. brings the video's, and the sum of the text's
-  parts. Rank r then has the whole dq, dk, dv of its heads. 4. returns the video's rows; the text's stay, and are zero
-  for the other heads.
+**Gradients are partial.** Every rank computes the same loss from the joined velocity,
+and leaves its part of the gradient in `.grad`: dL/dw is the sum of the ranks'
+gradients, not their mean. Proof, backwards from the loss:
+* What is split over the ranks (a video token's x, q, k, v) has its whole gradient on
+  the rank that holds it: the gradient of the joined velocity is the same everywhere,
+  and a rank takes the rows of its share.
+* What all ranks hold (weights, modulation, text) has partial gradients: a rank adds up
+  what its own tokens and heads contribute. All ranks compute the text stream alike, and
+  a backward is linear in the gradient it is given, so partial gradients yield partial
+  gradients.
+* In the attention, rank r needs the whole gradient of its heads: 3. brings the video's,
+  and the sum of the text's parts. Rank r then has the whole dq, dk, dv of its heads. 4.
+  returns the video's rows; the text's stay, and are zero for the other heads.
 
-Copies apart from the communication, with S = B n D elements (a share), leaving out the text: forward 3 S packed for 1.
-(with B > 1 also 3 S unpacked), 1 S packed and 1 S unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
+Copies apart from the communication, with S = B n D elements (a share), leaving out the
+text: forward 3 S packed for 1. (with B > 1 also 3 S unpacked), 1 S packed and 1 S
+unpacked for 2.; backward 5 S and 5 S for 3., 3 S and 3 S for 4.
 
 Source: Jacobs et al., "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
 
-Shapes: B batch, N video tokens, n those of a share, L text tokens, H heads, D width of them all, P ranks; d head dim.
+Shapes: B batch, N video tokens, n those of a share, L text tokens, H heads, D width of
+them all, P ranks; d head dim.
 """
 
 from dataclasses import dataclass
@@ -48,29 +55,40 @@ from sage_fast.models.transformer import Checkpointing, FusedForward
 
 
 def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) -> None:
-    """Let the ranks of a group share the video tokens of every forward of this transformer from now on.
+    """Let the ranks of a group share the video tokens of every forward of this
+    transformer from now on.
 
-    All of them then call it with the same latents, timesteps and prompts, and get the same velocities. A group of one
-    rank changes nothing.
+    All of them then call it with the same latents, timesteps and prompts, and get the
+    same velocities. A group of one rank changes nothing.
 
     Args:
-        acceleration: of the transformer; None stands for a transformer with diffusers' own forward, which is refused.
-        group: P ranks; P divides the number of heads. On a GPU an NCCL group, on a CPU a gloo one.
+        acceleration: of the transformer; None stands for a transformer with diffusers'
+            own forward, which is refused. group: P ranks; P divides the number of
+            heads. On a GPU an NCCL group, on a CPU a gloo one.
 
     Raises:
-        ValueError: not accelerated, or a number of heads that P ranks cannot split evenly.
+        ValueError: not accelerated, or a number of heads that P ranks cannot split
+            evenly.
     """
-    if acceleration is None or acceleration.transformer.__dict__.get("_acceleration") is not acceleration:
+    if (
+        acceleration is None
+        or acceleration.transformer.__dict__.get("_acceleration") is not acceleration
+    ):
         raise ValueError(
-            "This transformer runs diffusers' own forward, which computes every token on every rank. Sequence "
-            "parallelism needs the fused one: set model.forward to fused, or distributed.sp to 1."
+            "This transformer runs diffusers' own forward, which computes every token "
+            "on every rank. Sequence "
+            "parallelism needs the fused one: set model.forward to fused, or "
+            "distributed.sp to 1."
         )
     degree = dist.get_world_size(group)
     check_heads(degree, acceleration.transformer.config["num_attention_heads"])
-    acceleration.sequence = Ulysses(group, dist.get_rank(group), degree) if degree > 1 else None
+    acceleration.sequence = (
+        Ulysses(group, dist.get_rank(group), degree) if degree > 1 else None
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------- bytes
+# --------------------------------------------------------------------------------------------------------------
+# bytes
 
 
 class LayerBytes(NamedTuple):
@@ -79,7 +97,9 @@ class LayerBytes(NamedTuple):
     forward: int
     """Of the two all-to-alls of a forward pass, with or without gradients."""
     backward: int
-    """Of the two all-to-alls of a backward pass, and of the forward's where checkpointing repeats them."""
+    """Of the two all-to-alls of a backward pass, and of the forward's where
+    checkpointing repeats them.
+    """
 
 
 def share_of(num_video: int, degree: int) -> int:
@@ -98,17 +118,18 @@ def all_to_all_bytes(
     checkpointing: Checkpointing = "none",
     last: bool = False,
 ) -> LayerBytes:
-    """Bytes that a rank sends to the P - 1 others in one layer; 1/P of each buffer stays where it is.
+    """Bytes that a rank sends to the P - 1 others in one layer; 1/P of each buffer
+    stays where it is.
 
         forward    (P - 1)/P * itemsize * B * (3 n D  +  n D + L D)          q, k, v; then the result
         backward   (P - 1)/P * itemsize * B * (5 n D + L D  +  3 n D)        dout, q, k, v, out; then dq, dk, dv
 
-    L D is the text's result and its gradient, which the last layer lacks. Checkpointing "full" repeats the forward's
-    part in the backward.
+    L D is the text's result and its gradient, which the last layer lacks. Checkpointing
+    "full" repeats the forward's part in the backward.
 
     Args:
-        batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize: bytes of an element.
-        checkpointing: of the blocks.
+        batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize:
+            bytes of an element. checkpointing: of the blocks.
         last: whether it is the last layer.
     """
     share = share_of(num_video, degree)
@@ -117,22 +138,28 @@ def all_to_all_bytes(
     unit = batch * width * itemsize // degree * (degree - 1)
     forward = unit * (4 * share + text)
     backward = unit * (8 * share + text)
-    return LayerBytes(forward, backward + forward if checkpointing == "full" else backward)
+    return LayerBytes(
+        forward, backward + forward if checkpointing == "full" else backward
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------- layout
+# -------------------------------------------------------------------------------------------------------------
+# layout
 
 
 @dataclass(frozen=True)
 class Ulysses:
-    """A `SequenceLayout`: rank `rank` of the `degree` ranks of `group` computes its share of the video tokens."""
+    """A `SequenceLayout`: rank `rank` of the `degree` ranks of `group` computes its
+    share of the video tokens.
+    """
 
     group: dist.ProcessGroup
     rank: int
     degree: int
 
     def split(self, tokens: Tensor, dim: int) -> Tensor:
-        """This rank's n of N tokens along `dim`, as a copy, so that the memory of the others can be freed.
+        """This rank's n of N tokens along `dim`, as a copy, so that the memory of the
+        others can be freed.
 
         Its gradient is zero outside the share.
         """
@@ -140,7 +167,9 @@ class Ulysses:
         return share
 
     def join(self, share: Tensor, dim: int, num_video: int) -> Tensor:
-        """All N tokens, gathered along `dim`. Their gradient is the same on every rank; the share takes its rows."""
+        """All N tokens, gathered along `dim`. Their gradient is the same on every rank;
+        the share takes its rows.
+        """
         tokens: Tensor = _Join.apply(share, dim, num_video, self)
         return tokens
 
@@ -166,13 +195,16 @@ class Ulysses:
         return tokens.narrow(dim, first, min(size, num_video - first))
 
     def exchange(self, send: Tensor, received: Tensor | None = None) -> Tensor:
-        """All-to-all of (P, ...): row p goes to rank p, row p of the result came from it. Both are contiguous."""
+        """All-to-all of (P, ...): row p goes to rank p, row p of the result came from
+        it. Both are contiguous.
+        """
         received = torch.empty_like(send) if received is None else received
         dist.all_to_all_single(received, send, group=self.group)
         return received
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Ulysses":
-        # A copy of a transformer runs on the same ranks, and a process group cannot be copied.
+        # A copy of a transformer runs on the same ranks, and a process group cannot be
+        # copied.
         return self
 
 
@@ -187,7 +219,9 @@ class _Split(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        whole = grad.new_zeros([*grad.shape[: ctx.dim], ctx.num_video, *grad.shape[ctx.dim + 1 :]])
+        whole = grad.new_zeros(
+            [*grad.shape[: ctx.dim], ctx.num_video, *grad.shape[ctx.dim + 1 :]]
+        )
         rows = ctx.layout.rows(whole, ctx.dim)
         rows.copy_(grad.narrow(ctx.dim, 0, rows.shape[ctx.dim]))
         return whole, None, None
@@ -195,7 +229,9 @@ class _Split(torch.autograd.Function):
 
 class _Join(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, share: Tensor, dim: int, num_video: int, layout: Ulysses) -> Tensor:
+    def forward(
+        ctx: Any, share: Tensor, dim: int, num_video: int, layout: Ulysses
+    ) -> Tensor:
         ctx.dim = dim
         ctx.layout = layout
         # Tokens first, so that the ranks' shares are consecutive.
@@ -211,22 +247,29 @@ class _Join(torch.autograd.Function):
         return ctx.layout.take(grad, ctx.dim), None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------- attention
+# ----------------------------------------------------------------------------------------------------------
+# attention
 
 
 @dataclass(frozen=True)
 class UlyssesAttention:
-    """A `JointAttention` over the shares of all ranks: `local` computes 1/P of the heads for all tokens.
+    """A `JointAttention` over the shares of all ranks: `local` computes 1/P of the
+    heads for all tokens.
 
-    `num_video` is N; the tensors that blocks hand over have n video tokens. The lse is local's, of this rank's heads.
+    `num_video` is N; the tensors that blocks hand over have n video tokens. The lse is
+    local's, of this rank's heads.
     """
 
     layout: Ulysses
     local: JointAttention
     num_video: int
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, num_video: int) -> tuple[Tensor, Tensor]:
-        """As in `JointAttention`: q, k, v (B, n + L, H, d) of the share and the text, q possibly without the text."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, num_video: int
+    ) -> tuple[Tensor, Tensor]:
+        """As in `JointAttention`: q, k, v (B, n + L, H, d) of the share and the text, q
+        possibly without the text.
+        """
         share = num_video
         whole = self.num_video
         degree = self.layout.degree
@@ -239,7 +282,8 @@ class UlyssesAttention:
         send = k.new_empty(degree, batch, share, 3, heads // degree, dim)
         for i, part in enumerate((q, k, v)):
             send[:, :, :, i].copy_(self._by_rank(part[:, :share]))
-        # The shares of one sample arrive in order; the text goes behind them, over the padding.
+        # The shares of one sample arrive in order; the text goes behind them, over the
+        # padding.
         joint = k.new_empty(batch, degree * share + num_text, 3, heads // degree, dim)
         if batch == 1:
             self.layout.exchange(send, joint[0, : degree * share])
@@ -253,8 +297,11 @@ class UlyssesAttention:
         out, lse = self.local.forward(q[:, :num_queries], k, v, whole)
         del joint, q, k, v
 
-        # 2.: behind each rank's share goes the text's result of the heads here, which all ranks need.
-        send = out.new_empty(degree, batch, share + num_queries - whole, heads // degree, dim)
+        # 2.: behind each rank's share goes the text's result of the heads here, which
+        # all ranks need.
+        send = out.new_empty(
+            degree, batch, share + num_queries - whole, heads // degree, dim
+        )
         _cut(out[:, :whole], send[:, :, :share])
         send[:, :, share:].copy_(out[:, whole:])
         received = self.layout.exchange(send)
@@ -263,9 +310,18 @@ class UlyssesAttention:
         return result, lse
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, num_video: int
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        num_video: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `JointAttention`; the text's gradients are whole for this rank's heads and zero for the others."""
+        """As in `JointAttention`; the text's gradients are whole for this rank's heads
+        and zero for the others.
+        """
         share = num_video
         whole = self.num_video
         degree = self.layout.degree
@@ -274,7 +330,9 @@ class UlyssesAttention:
         query_text = q.shape[1] - share
 
         # Of the text, only the gradient has to be exchanged. It goes behind the shares.
-        send = k.new_empty(degree, batch * (5 * share + query_text), heads // degree, dim)
+        send = k.new_empty(
+            degree, batch * (5 * share + query_text), heads // degree, dim
+        )
         video = send[:, : 5 * batch * share].unflatten(1, (5, batch, share))
         for i, part in enumerate((grad, q, out, k, v)):
             video[:, i].copy_(self._by_rank(part[:, :share]))
@@ -283,7 +341,8 @@ class UlyssesAttention:
         received = self.layout.exchange(send)
         del send, video, text
 
-        # Two buffers: in the last layer the gradient, q and the result have no text, but k and v do.
+        # Two buffers: in the last layer the gradient, q and the result have no text,
+        # but k and v do.
         queries = k.new_empty(3, batch, whole + query_text, heads // degree, dim)
         keys = k.new_empty(2, batch, whole + num_text, heads // degree, dim)
         video = received[:, : 5 * batch * share].unflatten(1, (5 * batch, share))
@@ -291,7 +350,9 @@ class UlyssesAttention:
         _paste(video[:, 3 * batch :], keys.flatten(0, 1)[:, :whole])
         all_grad, all_q, all_out, all_k, all_v = *queries.unbind(0), *keys.unbind(0)
         # Every rank has sent its part of the gradient of the text, for the heads here.
-        all_grad[:, whole:] = received[:, 5 * batch * share :].sum(0).unflatten(0, (batch, query_text))
+        all_grad[:, whole:] = (
+            received[:, 5 * batch * share :].sum(0).unflatten(0, (batch, query_text))
+        )
         del received, video
         for part, own in ((all_q, q), (all_out, out), (all_k, k), (all_v, v)):
             part[:, whole:].copy_(self._own_heads(own[:, share:]))
@@ -303,11 +364,16 @@ class UlyssesAttention:
         for i, part in enumerate(grads):
             _cut(part[:, :whole], send[:, i])
         received = self.layout.exchange(send)
-        dq, dk, dv = (self._as_tokens(received[:, i], part[:, whole:]) for i, part in enumerate(grads))
+        dq, dk, dv = (
+            self._as_tokens(received[:, i], part[:, whole:])
+            for i, part in enumerate(grads)
+        )
         return dq, dk, dv
 
     def _by_rank(self, tokens: Tensor) -> Tensor:
-        """(B, tokens, H, d) as (P, B, tokens, H / P, d): the heads of every rank, a view."""
+        """(B, tokens, H, d) as (P, B, tokens, H / P, d): the heads of every rank, a
+        view.
+        """
         return tokens.unflatten(2, (self.layout.degree, -1)).permute(2, 0, 1, 3, 4)
 
     def _own_heads(self, tokens: Tensor) -> Tensor:
@@ -315,7 +381,9 @@ class UlyssesAttention:
         return self._by_rank(tokens)[self.layout.rank]
 
     def _as_tokens(self, share: Tensor, text: Tensor) -> Tensor:
-        """(B, n + text, H, d) from a share by rank (P, B, n, H / P, d) and text with this rank's heads alone."""
+        """(B, n + text, H, d) from a share by rank (P, B, n, H / P, d) and text with
+        this rank's heads alone.
+        """
         degree, batch, size, heads, dim = share.shape
         result = share.new_empty(batch, size + text.shape[1], degree * heads, dim)
         self._by_rank(result[:, :size]).copy_(share)
@@ -328,7 +396,9 @@ def _cut(tokens: Tensor, shares: Tensor) -> None:
     """Write tokens (B, N, ...) into shares (P, B, n, ...), and zeros into the padding."""
     size = shares.shape[2]
     full, rest = divmod(tokens.shape[1], size)
-    shares[:full].copy_(tokens[:, : full * size].unflatten(1, (full, size)).transpose(0, 1))
+    shares[:full].copy_(
+        tokens[:, : full * size].unflatten(1, (full, size)).transpose(0, 1)
+    )
     if full < shares.shape[0]:
         shares[full, :, :rest].copy_(tokens[:, full * size :])
         shares[full, :, rest:].zero_()
@@ -340,6 +410,8 @@ def _paste(shares: Tensor, tokens: Tensor) -> None:
     """Write shares (P, B, n, ...) without their padding into tokens (B, N, ...)."""
     size = shares.shape[2]
     full, rest = divmod(tokens.shape[1], size)
-    tokens[:, : full * size].unflatten(1, (full, size)).copy_(shares[:full].transpose(0, 1))
+    tokens[:, : full * size].unflatten(1, (full, size)).copy_(
+        shares[:full].transpose(0, 1)
+    )
     if rest:
         tokens[:, full * size :].copy_(shares[full, :, :rest])

@@ -1,15 +1,18 @@
 """DeepSpeed ZeRO-2 behind the trainer's `Engine`.
 
-DeepSpeed shards gradients, float32 masters and optimizer state over all ranks, sums gradients while the backward pass
-runs, and steps torch's AdamW on flat partitions. The weights stay whole; FSDP2 shards them too. Two things differ:
+DeepSpeed shards gradients, float32 masters and optimizer state over all ranks, sums
+gradients while the backward pass runs, and steps torch's AdamW on flat partitions. The
+weights stay whole; FSDP2 shards them too. Two things differ:
 
-* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every cotangent is multiplied by that
-  number: exact for a power of two, one rounding otherwise. Ranks that share a video contribute parts of the sum like
-  all others.
-* **The trainer decides when an update's gradient is complete**, by calling `clip_gradients`. DeepSpeed's counting of
-  micro-batches is off (`managed_gradient_accumulation`).
+* **Sum, not mean.** DeepSpeed divides by the number of ranks before it sums, so every
+  cotangent is multiplied by that number: exact for a power of two, one rounding
+  otherwise. Ranks that share a video contribute parts of the sum like all others.
+* **The trainer decides when an update's gradient is complete**, by calling
+  `clip_gradients`. DeepSpeed's counting of micro-batches is off
+  (`managed_gradient_accumulation`).
 
-Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is in this file.
+Tested with DeepSpeed 0.19.8. Everything used of it beyond its documented interface is
+in this file.
 """
 
 import importlib
@@ -35,7 +38,9 @@ from sage_fast.models.transformer import FusedForward
 from sage_fast.policy.lora import trainable_parameters
 
 OLDEST = "0.19.8"
-"""DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used beyond its documented interface."""
+"""DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used
+beyond its documented interface.
+"""
 STATES = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, apart from the number of steps."""
 CHUNK = 2**26
@@ -46,11 +51,13 @@ GATHER_BUCKET = 200_000_000
 
 
 class DeepSpeedEngine(Engine):
-    """DeepSpeed ZeRO, which sums over all ranks in every `vjp`. The weights are whole in every phase.
+    """DeepSpeed ZeRO, which sums over all ranks in every `vjp`. The weights are whole
+    in every phase.
 
     Args:
-        transformer: on this rank's device, adapters and requires_grad settled, the fused forward installed. It stays
-            callable as it is; with bf16 its weights become bfloat16.
+        transformer: on this rank's device, adapters and requires_grad settled, the
+            fused forward installed. It stays callable as it is; with bf16 its weights
+            become bfloat16.
         optimizer_config: the run's optimizer section.
         settings: its distributed section.
         world: the ranks, with a process group.
@@ -71,7 +78,8 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError(
-                f"distributed.zero_stage is {settings.zero_stage}, which needs a process group. Start the run by "
+                f"distributed.zero_stage is {settings.zero_stage}, which needs a "
+                "process group. Start the run by "
                 "`torchrun --nproc_per_node=N -m sage_fast train ...`; N may be 1."
             )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
@@ -81,18 +89,27 @@ class DeepSpeedEngine(Engine):
         self.sharded = False
         self.lockstep = True
 
-        bf16 = settings.param_dtype == "bfloat16" if mode == "full" else transformer.dtype == torch.bfloat16
+        bf16 = (
+            settings.param_dtype == "bfloat16"
+            if mode == "full"
+            else transformer.dtype == torch.bfloat16
+        )
         exact: dict[str, Tensor] = {}
         """Weights that bfloat16 rounds: their masters start from these."""
         if bf16:
-            exact = {n: p.data for n, p in self.parameters.items() if not torch.equal(p, p.bfloat16().to(p.dtype))}
+            exact = {
+                n: p.data
+                for n, p in self.parameters.items()
+                if not torch.equal(p, p.bfloat16().to(p.dtype))
+            }
             if transformer.dtype != torch.bfloat16:
                 family.cast(transformer, torch.bfloat16)
         family.always_read(transformer)
         self._fragments = importlib.import_module("deepspeed.utils")
         self._initialize(deepspeed, transformer, bf16)
         if acceleration is not None:
-            # DeepSpeed has moved the weights into its own buffers through `.data`, which leaves no trace.
+            # DeepSpeed has moved the weights into its own buffers through `.data`,
+            # which leaves no trace.
             acceleration.forget()
         self.masters = self._zero.single_partition_of_fp32_groups
         # This rank's float32 partitions of the trained weights.
@@ -100,7 +117,9 @@ class DeepSpeedEngine(Engine):
             # What AdamW creates in its first step; a checkpoint may come before.
             self._zero.optimizer.state[master] = {
                 "step": torch.tensor(0.0),
-                **{key: torch.zeros_like(master, requires_grad=False) for key in STATES},
+                **{
+                    key: torch.zeros_like(master, requires_grad=False) for key in STATES
+                },
             }
         # It lets the `safe_` functions find this state by the weight.
         self._zero._lazy_init_hp_params_optimizer_state()
@@ -129,9 +148,11 @@ class DeepSpeedEngine(Engine):
             "bf16": {"enabled": bf16},
             # Gradients are summed in float32, as by FSDP2.
             "communication_data_type": "fp32",
-            "data_types": {"grad_accum_dtype": "fp32"},  # many small gradients are added per update
+            # many small gradients are added per update
+            "data_types": {"grad_accum_dtype": "fp32"},
             "gradient_clipping": self.optimizer_config.max_grad_norm,
-            # DeepSpeed wants a batch size, and divides by nothing but the number of ranks with these.
+            # DeepSpeed wants a batch size, and divides by nothing but the number of
+            # ranks with these.
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "managed_gradient_accumulation": False,
@@ -139,27 +160,42 @@ class DeepSpeedEngine(Engine):
         }
         with _quiet():
             self._engine, self._zero, _, _ = deepspeed.initialize(
-                model=transformer, optimizer=optimizer, config=document, dist_init_required=False
+                model=transformer,
+                optimizer=optimizer,
+                config=document,
+                dist_init_required=False,
             )
         # They time DeepSpeed's own loop.
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
 
-    # ------------------------------------------------------------------------------------------ gradient and step
+    # ------------------------------------------------------------------------------------------
+    # gradient and step
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
         """As in `Engine`. The sum over ranks is taken on the way."""
         (cotangent,) = cotangents
-        # As DeepSpeed does before a forward: this adds to the gradient so far instead of replacing it.
+        # As DeepSpeed does before a forward: this adds to the gradient so far instead
+        # of replacing it.
         self._zero.clear_backward_seen_flag()
-        self._engine.backward((output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False)
+        self._engine.backward(
+            (output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False
+        )
 
     @torch.no_grad()
     def clip_gradients(self) -> float:
-        """As in `Engine`. Scaling is left to `step`, with torch's coefficient max_norm / (norm + 1e-6), at most 1."""
+        """As in `Engine`. Scaling is left to `step`, with torch's coefficient max_norm
+        / (norm + 1e-6), at most 1.
+        """
         self._zero.finalize_gradient_accumulation_boundary()
-        # A rank holds the sum for its own partitions, so the squares of all ranks add up to the whole norm.
-        parts = [part for group in self._zero.averaged_gradients.values() if group is not None for part in group]
+        # A rank holds the sum for its own partitions, so the squares of all ranks add
+        # up to the whole norm.
+        parts = [
+            part
+            for group in self._zero.averaged_gradients.values()
+            if group is not None
+            for part in group
+        ]
         squares = torch.stack([part.float().norm().square() for part in parts]).sum()
         dist.all_reduce(squares)
         return float(squares.sqrt())
@@ -178,22 +214,32 @@ class DeepSpeedEngine(Engine):
         self._zero.zero_grad(set_to_none=True)
         self._zero._release_preflattened_grad_buffers()
         for index in range(len(self.masters)):
-            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[index] = None
+            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[
+                index
+            ] = None
 
     def snapshot(self) -> "ZeroSnapshot":
         """As in `Engine`: one more set of float32 partitions."""
         return ZeroSnapshot(self, self._zero.update_lp_params)
 
-    # ------------------------------------------------------------------------------------------------------ state
+    # ------------------------------------------------------------------------------------------------------
+    # state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """As in `Engine`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
+        """As in `Engine`: copies in CPU memory, every tensor on one rank, in turn.
+        Collective.
+        """
         optimizer: dict[str, Tensor] = {}
         for key in STATES:
-            optimizer |= {f"{name}.{key}": value for name, value in self.gather_whole(key).items()}
+            optimizer |= {
+                f"{name}.{key}": value for name, value in self.gather_whole(key).items()
+            }
         weights = self.gather_whole()
         step = self._zero.optimizer.state[self.masters[0]]["step"]
-        return {"weights": weights, "optimizer": optimizer | {f"{name}.step": step.clone() for name in weights}}
+        return {
+            "weights": weights,
+            "optimizer": optimizer | {f"{name}.step": step.clone() for name in weights},
+        }
 
     def load_tensors(self, source: TensorSource) -> None:
         """As in `Engine`."""
@@ -208,12 +254,13 @@ class DeepSpeedEngine(Engine):
         # The weights of the model follow their masters.
         self._zero.update_lp_params()
 
-    # ------------------------------------------------------------------------------------------------- partitions
+    # -------------------------------------------------------------------------------------------------
+    # partitions
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within the context the trained weights are whole and float32 on every rank, as an adapter is saved. The model
-        cannot compute then. Collective.
+        """Within the context the trained weights are whole and float32 on every rank,
+        as an adapter is saved. The model cannot compute then. Collective.
         """
         own = {name: p.data for name, p in self.parameters.items()}
         try:
@@ -225,7 +272,9 @@ class DeepSpeedEngine(Engine):
                 parameter.data = own[name]
 
     def gather_whole(self, key: str | None = None) -> dict[str, Tensor]:
-        """The masters, or a part of AdamW's state, whole and in CPU memory, each on one rank. Collective."""
+        """The masters, or a part of AdamW's state, whole and in CPU memory, each on one
+        rank. Collective.
+        """
         result = {}
         for index, name in enumerate(self.parameters):
             whole = self._whole(name, key)
@@ -246,30 +295,41 @@ class DeepSpeedEngine(Engine):
     def set_master(self, name: str, whole: Tensor, key: str | None = None) -> None:
         """Fill this rank's part of a master, or of a part of its AdamW state."""
         if key is None:
-            self._fragments.safe_set_full_fp32_param(self.parameters[name], whole.detach())
+            self._fragments.safe_set_full_fp32_param(
+                self.parameters[name], whole.detach()
+            )
         else:
-            self._fragments.safe_set_full_optimizer_state(self.parameters[name], whole.detach(), key)
+            self._fragments.safe_set_full_optimizer_state(
+                self.parameters[name], whole.detach(), key
+            )
 
 
 class ZeroSnapshot(WeightSnapshot):
     """In float32, partitioned like the masters."""
 
     def __init__(self, engine: DeepSpeedEngine, changed: Callable[[], None]) -> None:
-        super().__init__({str(i): master for i, master in enumerate(engine.masters)}, changed)
+        super().__init__(
+            {str(i): master for i, master in enumerate(engine.masters)}, changed
+        )
         self._engine = engine
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # In place, since DeepSpeed's fragments are views of the masters; both come back bit for bit.
+        # In place, since DeepSpeed's fragments are views of the masters; both come back
+        # bit for bit.
         for name, masters in self._parameters.items():
-            for value, master in zip(self.values[name].split(CHUNK), masters.split(CHUNK), strict=True):
+            for value, master in zip(
+                self.values[name].split(CHUNK), masters.split(CHUNK), strict=True
+            ):
                 old = master.clone()
                 master.copy_(value)
                 value.copy_(old)
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As in `WeightSnapshot`: copies in CPU memory, every tensor on one rank, in turn. Collective."""
+        """As in `WeightSnapshot`: copies in CPU memory, every tensor on one rank, in
+        turn. Collective.
+        """
         with self.applied():
             return self._engine.gather_whole()
 
@@ -291,15 +351,20 @@ def _import_deepspeed(device: torch.device) -> Any:
             deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
-            f"distributed.zero_stage needs DeepSpeed, which cannot be imported here ({error}). Run "
-            "`pip install 'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is FSDP2."
+            "distributed.zero_stage needs DeepSpeed, which cannot be imported here "
+            f"({error}). Run "
+            "`pip install 'sage-fast[deepspeed]'`, or set distributed.zero_stage to "
+            "null, which is FSDP2."
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST):
         raise ConfigError(
-            f"distributed.zero_stage needs DeepSpeed {OLDEST}, and {deepspeed.__version__} is installed. Run "
-            "`pip install -U 'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is FSDP2."
+            f"distributed.zero_stage needs DeepSpeed {OLDEST}, and "
+            f"{deepspeed.__version__} is installed. Run "
+            "`pip install -U 'sage-fast[deepspeed]'`, or set distributed.zero_stage "
+            "to null, which is FSDP2."
         )
-    # On a CPU it would compile its own operator for the communication, at run time, which takes a minute.
+    # On a CPU it would compile its own operator for the communication, at run time,
+    # which takes a minute.
     deepspeed.ops.__compatible_ops__ = {}
     return deepspeed
 
@@ -311,7 +376,9 @@ def _quiet() -> Iterator[None]:
     level = log.level
     log.setLevel(logging.ERROR)
     # Every collective of DeepSpeed 0.19 under torch 2.13.
-    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+    )
     try:
         yield
     finally:

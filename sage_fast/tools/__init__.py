@@ -1,1 +1,3 @@
-"""The commands beside `train`: generate, evaluate in pairs, export, profile, check a machine."""
+"""The commands beside `train`: generate, evaluate in pairs, export, profile, check a
+machine.
+"""

@@ -1,4 +1,5 @@
-"""The Python API: train, and what one does with a run afterwards. The command line is built on it.
+"""The Python API: train, and what one does with a run afterwards. The command line is
+built on it.
 
     import sage_fast
 
@@ -7,9 +8,10 @@
     print(run.evaluate())
     sage_fast.generate("runs/toy_cpu", ["a red circle moving left"])
 
-A run is given as what `train` has returned, as its directory, or as a configuration whose `output_dir` it is. Each
-failure is an exception: `sage_fast.config.errors.SageError` is the base class of those whose message says what to
-change. docs/how_to/python.md has examples.
+A run is given as what `train` has returned, as its directory, or as a configuration
+whose `output_dir` it is. Each failure is an exception:
+`sage_fast.config.errors.SageError` is the base class of those whose message says what
+to change. docs/how_to/python.md has examples.
 """
 
 import os
@@ -53,21 +55,26 @@ FILE = re.compile(r"\S+\.(csv|jsonl?|txt)", re.IGNORECASE)
 """A text that is the name of a prompt file, whether or not that is here."""
 
 MOST_ON_CPU = 1_000_000_000
-"""Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5, with 8.3e9, takes hours there."""
+"""Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5,
+with 8.3e9, takes hours there.
+"""
 
 RewardLike = Reward | type[Reward] | Callable[..., Any] | str
 
 _REWARDS: dict[Path, dict[str, Any]] = {}
-"""Objects that score the runs of this process, by directory and name: those of a later run may have the same names."""
+"""Objects that score the runs of this process, by directory and name: those of a later
+run may have the same names.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TrainedRun:
-    """A run in its directory: what it has measured, and what can be done with its newest checkpoint.
+    """A run in its directory: what it has measured, and what can be done with its
+    newest checkpoint.
 
-    config: of the run. update: optimizer updates done. finished: False where it was stopped before its last one.
-    test: the last evaluation against the first one; None where there are no two. stop_reason: what the callback that
-    stopped it has said.
+    config: of the run. update: optimizer updates done. finished: False where it was
+    stopped before its last one. test: the last evaluation against the first one; None
+    where there are no two. stop_reason: what the callback that stopped it has said.
 
     Example: `train(load_config("toy_cpu"))`, or `open_run("runs/toy_cpu")`
     """
@@ -79,14 +86,24 @@ class TrainedRun:
     stop_reason: str | None = None
 
     def __repr__(self) -> str:
-        end = "finished" if self.finished else f"stopped{f': {self.stop_reason}' if self.stop_reason else ''}"
+        end = (
+            "finished"
+            if self.finished
+            else f"stopped{f': {self.stop_reason}' if self.stop_reason else ''}"
+        )
         gain = "reward not compared: there are no two evaluations"
         if (test := self.test) is not None:
-            gain = f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over {test.count} prompts"
+            gain = (
+                f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over "
+                f"{test.count} prompts"
+            )
             gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
         directory = RunDirectory(self.output_dir)
         updates = self.config.training.num_updates
-        return f"TrainedRun in {directory}: update {self.update} of {updates}, {end}\n{gain}\nlook at {directory.page}"
+        return (
+            f"TrainedRun in {directory}: update {self.update} of {updates}, "
+            f"{end}\n{gain}\nlook at {directory.page}"
+        )
 
     @property
     def output_dir(self) -> Path:
@@ -95,7 +112,9 @@ class TrainedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md says what the names mean."""
+        """The rows of metrics.jsonl as they are now, oldest first; docs/real_model.md
+        says what the names mean.
+        """
         return read_metrics(RunDirectory(self.output_dir).metrics)
 
     def evaluate(self, output_dir: str | Path | None = None, **options: Any) -> Report:
@@ -103,9 +122,14 @@ class TrainedRun:
         return evaluate(self, output_dir, **options)
 
     def generate(
-        self, prompts: str | Prompt | Sequence[str | Prompt], output_dir: str | Path | None = None, **options: Any
+        self,
+        prompts: str | Prompt | Sequence[str | Prompt],
+        output_dir: str | Path | None = None,
+        **options: Any,
     ) -> list[Path]:
-        """Write videos of prompts with the trained model, and return their files; see `generate`."""
+        """Write videos of prompts with the trained model, and return their files; see
+        `generate`.
+        """
         return generate(self, prompts, output_dir, **options)
 
     def export(self, output_dir: str | Path | None = None, **options: Any) -> Export:
@@ -131,24 +155,29 @@ def train(
 
     Args:
         config: a configuration, a preset, a YAML file or several, or a run.
-        prompts: one or more, used instead of `data.prompts`: texts, or with pictures `Prompt(text=..., image="a.png",
-            index=0)`, whose places in the list number them.
-        reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos are (B, F, 3, H, W)
-            uint8 and the result is B numbers or {score name: B numbers}; or a class or an object with such a method
-            `score`; or a name as in `reward.rewards`; or a list of these. Higher is better.
-        reward_weights: score name -> weight. None: the score of a function is named after it (`lambda` without a name)
-            and has weight 1; others have the weights of `reward.weights`.
-        callbacks: called on rank 0 at every rollout, update, evaluation and save; each may stop the run.
-        allow_changes: dotted keys that may differ from those of the checkpoint which `config.resume` goes on from.
-        allow_cpu: train a model of more than 1e9 parameters on a CPU.
-        overrides: values of the configuration by key: `output_dir="runs/mine"`, `training={"num_updates": 3}`, or
-            `**{"training.num_updates": 3}`.
+        prompts: one or more, used instead of `data.prompts`: texts, or with pictures
+            `Prompt(text=..., image="a.png", index=0)`, whose places in the list number
+            them.
+        reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos
+            are (B, F, 3, H, W) uint8 and the result is B numbers or {score name: B
+            numbers}; or a class or an object with such a method `score`; or a name as
+            in `reward.rewards`; or a list of these. Higher is better.
+        reward_weights: score name -> weight. None: the score of a function is named
+            after it (`lambda` without a name) and has weight 1; others have the weights
+            of `reward.weights`.
+        callbacks: called on rank 0 at every rollout, update, evaluation and save; each
+            may stop the run. allow_changes: dotted keys that may differ from those of
+            the checkpoint which `config.resume` goes on from. allow_cpu: train a model
+            of more than 1e9 parameters on a CPU.
+        overrides: values of the configuration by key: `output_dir="runs/mine"`,
+            `training={"num_updates": 3}`, or `**{"training.num_updates": 3}`.
 
     Raises:
         ConfigError: the configuration cannot run; nothing was changed.
         CallbackError: a callback raised; the run was saved.
-        TrainingError, RewardError, CheckpointError, RunDirectoryError, OSError: the message says what to do, and what
-            was saved before is intact. RankFailure: another rank has died, failed or hung.
+        TrainingError, RewardError, CheckpointError, RunDirectoryError, OSError: the
+            message says what to do, and what was saved before is intact. RankFailure:
+            another rank has died, failed or hung.
     """
     config = _config_of(config, overrides)
     if prompts is not None:
@@ -156,15 +185,22 @@ def train(
     if reward is not None:
         config = _with_reward(config, reward, reward_weights)
     elif reward_weights is not None:
-        raise ConfigError("reward_weights belongs to reward=; without it, set reward.weights of the configuration.")
+        raise ConfigError(
+            "reward_weights belongs to reward=; without it, set reward.weights of the "
+            "configuration."
+        )
     refuse_cpu(config, allow_cpu)
     # A lone word would be taken for a list of its letters.
     allowed = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    own = {name: REGISTERED[name] for name in config.reward.rewards if name in REGISTERED}
+    own = {
+        name: REGISTERED[name] for name in config.reward.rewards if name in REGISTERED
+    }
     _REWARDS[Path(config.output_dir).absolute()] = own
     with lasting_streams():
-        result = training.train(settle_memory(config), allow_changes=allowed, callbacks=told)
+        result = training.train(
+            settle_memory(config), allow_changes=allowed, callbacks=told
+        )
     return TrainedRun(
         config=replace(config, output_dir=str(result.output_dir)),
         update=result.update,
@@ -178,11 +214,12 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     """A run that was trained before, wherever its directory lies now.
 
     Args:
-        trust_config: import and call code of other packages that its configuration names. Rewards that this
-            process has given to `train` need no trust.
+        trust_config: import and call code of other packages that its configuration
+            names. Rewards that this process has given to `train` need no trust.
 
     Raises:
-        ConfigError: the directory holds no run, or one that names code which is not trusted.
+        ConfigError: the directory holds no run, or one that names code which is not
+            trusted.
     """
     run = RunDirectory(directory)
     if not run.is_run:
@@ -193,8 +230,17 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
         check_trust(config, run.path, REGISTERED)
     result = run.result
     update = max(map(update_of, list_checkpoints(run.checkpoints)), default=0)
-    test = PairedTest(**loads(result.read_text("utf-8"))["reward"]) if result.is_file() else None
-    return TrainedRun(config=config, update=update, finished=update >= config.training.num_updates, test=test)
+    test = (
+        PairedTest(**loads(result.read_text("utf-8"))["reward"])
+        if result.is_file()
+        else None
+    )
+    return TrainedRun(
+        config=config,
+        update=update,
+        finished=update >= config.training.num_updates,
+        test=test,
+    )
 
 
 def evaluate(
@@ -208,24 +254,29 @@ def evaluate(
     overwrite: bool = False,
     allow_cpu: bool = False,
 ) -> Report:
-    """Score a trained model and its base model on the evaluation prompts, in pairs, and write a report.
+    """Score a trained model and its base model on the evaluation prompts, in pairs, and
+    write a report.
 
     The base model is the one that the run starts from: `model.adapter` is part of it.
 
     Args:
         output_dir: a folder; None means `scores` in the run's directory.
-        checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a checkpoint folder. lora: an adapter
-            instead.
+        checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a
+            checkpoint folder. lora: an adapter instead.
         num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
         overwrite: evaluate again what has been evaluated in `output_dir`.
 
     Raises:
-        ConfigError, CheckpointError, RewardError, OSError: each says what to do; a model that was finished stays so.
+        ConfigError, CheckpointError, RewardError, OSError: each says what to do; a
+            model that was finished stays so.
     """
     if num_videos < 0:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 0.")
     if resamples < 100:
-        raise ConfigError(f"--resamples is {resamples}; percentiles need at least 100, and 10000 are usual.")
+        raise ConfigError(
+            f"--resamples is {resamples}; percentiles need at least 100, and 10000 "
+            "are usual."
+        )
     _one_process()
     config = _config_of(run, {})
     output_dir = Path(output_dir or RunDirectory(config.output_dir).scores).expanduser()
@@ -234,15 +285,23 @@ def evaluate(
     prompts = load_eval_prompts(config)
     if len(prompts) < 2:
         file = config.evaluation.prompts or config.data.prompts
-        raise ConfigError(f"A paired evaluation needs at least 2 prompts, and {file} holds one.")
+        raise ConfigError(
+            f"A paired evaluation needs at least 2 prompts, and {file} holds one."
+        )
     chosen = _choose_weights(config, checkpoint, lora)
     if chosen is None:
         raise ConfigError(
-            "evaluate compares a trained model with the base model: give --checkpoint auto or a folder, or --lora."
+            "evaluate compares a trained model with the base model: give --checkpoint "
+            "auto or a folder, or --lora."
         )
     trained, weights = chosen
     evaluation = PairedEvaluation(
-        config=config, prompts=prompts, folder=output_dir, trained=trained, weights=weights, overwrite=overwrite
+        config=config,
+        prompts=prompts,
+        folder=output_dir,
+        trained=trained,
+        weights=weights,
+        overwrite=overwrite,
     )
     report = evaluation.report(num_videos=num_videos, resamples=resamples)
     write_report(output_dir, report)
@@ -262,25 +321,30 @@ def generate(
     overwrite: bool = False,
     allow_cpu: bool = False,
 ) -> list[Path]:
-    """Write videos and a contact sheet into `output_dir`, and return the files of the videos.
+    """Write videos and a contact sheet into `output_dir`, and return the files of the
+    videos.
 
     A video that is there already, made alike, is kept.
 
     Args:
-        prompts: one text or several, or with pictures `Prompt(text=..., image="file.png", index=0)`, whose places in
-            the list number them; None takes the run's evaluation prompts.
+        prompts: one text or several, or with pictures `Prompt(text=...,
+            image="file.png", index=0)`, whose places in the list number them; None
+            takes the run's evaluation prompts.
         output_dir: a folder; None means `generated` in the run's directory.
-        checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the model that the run starts
-            from) or a checkpoint folder. lora: an adapter instead, also of `model.adapter`.
-        sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None takes `evaluation.seed`.
-        overwrite: make videos again that exist already.
+        checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the
+            model that the run starts from) or a checkpoint folder. lora: an adapter
+            instead, also of `model.adapter`.
+        sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None
+            takes `evaluation.seed`. overwrite: make videos again that exist already.
 
     Raises:
         ConfigError, CheckpointError, OSError: each says what to do.
     """
     # Before the model is loaded, so that a mistake is reported within a second.
     if sampler not in SDE_TYPES:
-        raise ConfigError(f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}.")
+        raise ConfigError(
+            f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}."
+        )
     if num_videos < 1:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
@@ -297,13 +361,15 @@ def generate(
     records = load_eval_prompts(config)
     chosen = _choose_weights(config, checkpoint, lora)
     if chosen is not None:
-        config = replace(config, model=replace(config.model, adapter=None))  # other weights take its place
+        # other weights take its place
+        config = replace(config, model=replace(config.model, adapter=None))
     generator = load_generator(config, records)
     name = initial_weights(config.model)
     if chosen is not None:
         path, weights = chosen
         generator.use_trained(weights)
-        name = f"{path} ({weights_digest(path)[:12]})"  # with a digest: other weights may lie at the same path
+        # with a digest: other weights may lie at the same path
+        name = f"{path} ({weights_digest(path)[:12]})"
     return write_videos(
         generator,
         Path(output_dir or RunDirectory(config.output_dir).generated).expanduser(),
@@ -314,11 +380,16 @@ def generate(
     )
 
 
-# ------------------------------------------------------------------------------------------ parts
+# ------------------------------------------------------------------------------------------
+# parts
 
 
-def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]) -> RunConfig:
-    """The configuration of a run, which may be given by its directory; else that of a preset or of files."""
+def _config_of(
+    run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]
+) -> RunConfig:
+    """The configuration of a run, which may be given by its directory; else that of a
+    preset or of files.
+    """
     if isinstance(run, str | Path) and RunDirectory(run).is_run:
         run = open_run(run)
     if isinstance(run, TrainedRun):
@@ -331,47 +402,68 @@ def _config_of(run: RunLike | Sequence[str | Path], overrides: Mapping[str, Any]
     return config
 
 
-def _rows(prompts: str | Prompt | Sequence[str | Prompt]) -> list[str | dict[str, str | int]]:
-    """The prompts as the configuration lists them, which a saved one can be used with from any directory.
+def _rows(
+    prompts: str | Prompt | Sequence[str | Prompt],
+) -> list[str | dict[str, str | int]]:
+    """The prompts as the configuration lists them, which a saved one can be used with
+    from any directory.
 
-    ConfigError for the name of a file, and for a mapping, whose keys would be the texts.
+    ConfigError for the name of a file, and for a mapping, whose keys would be the
+    texts.
     """
     given = [prompts] if isinstance(prompts, str | Prompt | Path | Mapping) else prompts
     rows: list[str | dict[str, str | int]] = []
     for prompt in given:
-        named = isinstance(prompt, str) and (FILE.fullmatch(prompt) or (prompt is prompts and os.path.isfile(prompt)))
+        named = isinstance(prompt, str) and (
+            FILE.fullmatch(prompt) or (prompt is prompts and os.path.isfile(prompt))
+        )
         if named or isinstance(prompt, Path):
             raise ConfigError(
-                f"prompts is {str(prompt)!r}, a file, but it must be a text or a list of them. A file goes into the "
-                "configuration, as data.prompts (train) or evaluation.prompts (generate)."
+                f"prompts is {str(prompt)!r}, a file, but it must be a text or a list "
+                "of them. A file goes into the "
+                "configuration, as data.prompts (train) or evaluation.prompts "
+                "(generate)."
             )
         if prompt is prompts and isinstance(prompt, Mapping):
-            raise ConfigError(f"prompts is {shown(prompt)}, but it must be a text or a list of texts and rows.")
+            raise ConfigError(
+                f"prompts is {shown(prompt)}, but it must be a text or a list of "
+                "texts and rows."
+            )
         if isinstance(prompt, Prompt):
-            optional = {"seed": prompt.seed, "image": prompt.image and os.path.abspath(prompt.image)}
-            own: dict[str, str | int] = {key: value for key, value in optional.items() if value is not None}
+            optional = {
+                "seed": prompt.seed,
+                "image": prompt.image and os.path.abspath(prompt.image),
+            }
+            own: dict[str, str | int] = {
+                key: value for key, value in optional.items() if value is not None
+            }
             rows.append({"prompt": prompt.text, **own})
         else:
-            rows.append(str(prompt) if isinstance(prompt, str) else prompt)  # YAML does not know numpy's texts
+            # YAML does not know numpy's texts
+            rows.append(str(prompt) if isinstance(prompt, str) else prompt)
     return rows
 
 
 def _one_process() -> None:
     if world_size() > 1:
         raise ConfigError(
-            f"This is for one process, but {world_size()} were started (WORLD_SIZE), and each would do the same."
+            f"This is for one process, but {world_size()} were started (WORLD_SIZE), "
+            "and each would do the same."
         )
 
 
 def _choose_weights(
     config: RunConfig, checkpoint: str, lora: str | Path | None
 ) -> tuple[Path, Mapping[str, Tensor] | Path] | None:
-    """The checkpoint or adapter that is meant, and its weights, averaged where the run kept an average.
+    """The checkpoint or adapter that is meant, and its weights, averaged where the run
+    kept an average.
 
-    None for the base model. Tensors are read one at a time, and an adapter when it is used.
+    None for the base model. Tensors are read one at a time, and an adapter when it is
+    used.
 
     Raises:
-        ConfigError: nothing to choose from, or a checkpoint of another model. CheckpointError: a damaged one.
+        ConfigError: nothing to choose from, or a checkpoint of another model.
+            CheckpointError: a damaged one.
     """
     if lora is not None:
         try:
@@ -384,40 +476,65 @@ def _choose_weights(
     found = choose_checkpoint(checkpoint, RunDirectory(config.output_dir))
     if found is None:
         return None
-    check_same_run(found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL)
+    check_same_run(
+        found.state["config"], to_dict(config), found.folder, only=TRAINED_MODEL
+    )
     return found.folder, found.tensors.get("ema", found.tensors["weights"])
 
 
 def _with_reward(
-    config: RunConfig, given: RewardLike | Sequence[RewardLike], weights: Mapping[str, float] | None
+    config: RunConfig,
+    given: RewardLike | Sequence[RewardLike],
+    weights: Mapping[str, float] | None,
 ) -> RunConfig:
-    """The configuration with rewards of this process's, or some by name, instead of those that it names."""
+    """The configuration with rewards of this process's, or some by name, instead of
+    those that it names.
+    """
     if weights is not None:
-        numbers = isinstance(weights, Mapping) and all(isinstance(value, int | float) for value in weights.values())
+        numbers = isinstance(weights, Mapping) and all(
+            isinstance(value, int | float) for value in weights.values()
+        )
         if not numbers:
-            raise ConfigError(f"reward_weights is {weights!r}, but it must be {{score name: number}}.")
-    rewards = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
+            raise ConfigError(
+                f"reward_weights is {weights!r}, but it must be {{score name: number}}."
+            )
+    rewards = (
+        list(given)
+        if isinstance(given, Sequence) and not isinstance(given, str)
+        else [given]
+    )
     names = list[str]()
     own = dict[str, float]()
     for reward in rewards:
         is_function = not isinstance(reward, str) and not hasattr(reward, "score")
         if is_function and not callable(reward):
             raise ConfigError(
-                f"reward is {reward!r}. Give a function f(videos, prompts), an object with `score`, or a name; keys of "
+                f"reward is {reward!r}. Give a function f(videos, prompts), an object "
+                "with `score`, or a name; keys of "
                 'the section `reward` are given as **{"reward.KEY": value}.'
             )
         names.append(reward if isinstance(reward, str) else register(reward, names))
         if is_function:
             own[function_score(names[-1])] = 1.0
     if weights is None:
-        # Where all are functions, the weights of the configuration name scores that nothing returns.
+        # Where all are functions, the weights of the configuration name scores that
+        # nothing returns.
         weights = own if len(own) == len(rewards) else {**config.reward.weights, **own}
-    options = {name: chosen for name, chosen in config.reward.options.items() if name in names}
-    return replace(config, reward=replace(config.reward, rewards=names, options=options, weights=dict(weights)))
+    options = {
+        name: chosen for name, chosen in config.reward.options.items() if name in names
+    }
+    return replace(
+        config,
+        reward=replace(
+            config.reward, rewards=names, options=options, weights=dict(weights)
+        ),
+    )
 
 
 def refuse_cpu(config: RunConfig, allowed: bool) -> None:
-    """ConfigError for a large model on a CPU, where one video takes hours, unless that is allowed."""
+    """ConfigError for a large model on a CPU, where one video takes hours, unless that
+    is allowed.
+    """
     if allowed or rank_device(config.model.device).type != "cpu":
         return
     try:
@@ -426,7 +543,9 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
         return  # what is wrong with the model or its adapters is said when it is loaded
     if count > MOST_ON_CPU:
         raise ConfigError(
-            f"The model has {count / 1e9:.1f} billion parameters and would run on a CPU (model.device is "
-            f"{config.model.device!r}, and no GPU is used): one video takes hours. Use a GPU of 80 GB, try things out "
+            f"The model has {count / 1e9:.1f} billion parameters and would run on a "
+            "CPU (model.device is "
+            f"{config.model.device!r}, and no GPU is used): one video takes hours. "
+            "Use a GPU of 80 GB, try things out "
             "with the preset toy_cpu, or add --allow-cpu if you mean it."
         )

@@ -1,8 +1,15 @@
-"""The checkpoint of a run that is meant by a word, and a warning where another one is better."""
+"""The checkpoint of a run that is meant by a word, and a warning where another one is
+better.
+"""
 
 import logging
 
-from sage_fast.checkpoint import Checkpoint, checkpoint_name, find_checkpoint, open_checkpoint
+from sage_fast.checkpoint import (
+    Checkpoint,
+    checkpoint_name,
+    find_checkpoint,
+    open_checkpoint,
+)
 from sage_fast.checkpoint.folder import read_best, update_of
 from sage_fast.config.errors import ConfigError
 from sage_fast.run.directory import RunDirectory
@@ -18,8 +25,9 @@ def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None
     """The checkpoint of a run that is meant; None for `none`.
 
     Args:
-        chosen: `auto` (the newest; a warning says where the run's evaluations found it worse than its start or its
-            best), `best` (of the best evaluation), `none`, or a checkpoint folder.
+        chosen: `auto` (the newest; a warning says where the run's evaluations found it
+            worse than its start or its best), `best` (of the best evaluation), `none`,
+            or a checkpoint folder.
         directory: of the run.
 
     Raises:
@@ -29,14 +37,16 @@ def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None
     if chosen == "best":
         if (best := read_best(root)) is None:
             raise ConfigError(
-                f"{root} holds no checkpoint that an evaluation found best. Give --checkpoint auto or a folder, or "
+                f"{root} holds no checkpoint that an evaluation found best. Give "
+                "--checkpoint auto or a folder, or "
                 "train with evaluation.every above 0."
             )
         return open_checkpoint(root / checkpoint_name(best[0]))
     found = find_checkpoint(chosen, root)
     if found is None and chosen == "auto":
         raise ConfigError(
-            f"{root} holds no complete checkpoint. Continue training, or give --checkpoint FOLDER, or for `generate` "
+            f"{root} holds no complete checkpoint. Continue training, or give "
+            "--checkpoint FOLDER, or for `generate` "
             "--checkpoint none, the model that the run starts from."
         )
     # Checkpoints may have been copied from elsewhere without what the run has measured.

@@ -1,4 +1,5 @@
-"""Several trainings beside each other, as one page and its numbers. Those that differ in their seed alone are one arm.
+"""Several trainings beside each other, as one page and its numbers. Those that differ
+in their seed alone are one arm.
 
 FOLDER/
     comparison.html     everything in one file: opens offline, light and dark
@@ -19,7 +20,13 @@ from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
 from sage_fast.config.schema import tried_settings
-from sage_fast.evaluation import REWARD, Evaluation, direction_label, scored_in_both, to_error
+from sage_fast.evaluation import (
+    REWARD,
+    Evaluation,
+    direction_label,
+    scored_in_both,
+    to_error,
+)
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.page import charts, render
 from sage_fast.run.plots import Line
@@ -30,9 +37,11 @@ from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm
 class Arm:
     """Runs that differ in nothing but their seed, in the order of their seeds.
 
-    name: what their folders have in common. apart: the settings that set it apart from the other arms.
+    name: what their folders have in common. apart: the settings that set it apart from
+    the other arms.
 
-    Example: `Arm(name="cps", apart="sde_type=cps", runs=[...])` of the folders cps-0 to cps-5.
+    Example: `Arm(name="cps", apart="sde_type=cps", runs=[...])` of the folders cps-0 to
+    cps-5.
     """
 
     name: str
@@ -40,8 +49,8 @@ class Arm:
     runs: Sequence[RunDirectory]
 
     def line(self, key: str, colour: int = 0) -> Line:
-        """A metric over the updates that every seed has logged: the mean, in a band of one sample deviation (0 for one
-        seed).
+        """A metric over the updates that every seed has logged: the mean, in a band of
+        one sample deviation (0 for one seed).
         """
         curves = [run.curve(key) for run in self.runs]
         updates = sorted(set.intersection(*map(set, curves)))
@@ -51,14 +60,22 @@ class Arm:
             values = [curve[update] for curve in curves]
             means.append(fmean(values))
             spreads.append(stdev(values) if len(values) > 1 else 0.0)
-        return Line(label=self.name, x=updates, y=means, spread=spreads, colour=colour, dots=len(updates) < 15)
+        return Line(
+            label=self.name,
+            x=updates,
+            y=means,
+            spread=spreads,
+            colour=colour,
+            dots=len(updates) < 15,
+        )
 
 
 def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
     """Arms in the order in which their first runs are given.
 
     Raises:
-        ConfigError: two runs of an arm have the same seed, so one of them is not needed or not what was meant.
+        ConfigError: two runs of an arm have the same seed, so one of them is not needed
+            or not what was meant.
     """
     groups: dict[str, list[RunDirectory]] = {}
     settings: dict[str, dict[str, Any]] = {}
@@ -73,34 +90,51 @@ def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
         for one, other in pairwise(group):
             if one.seed == other.seed:
                 raise ConfigError(
-                    f"{one} and {other} have the same configuration and seed {one.settings['seed']}: leave one out, "
+                    f"{one} and {other} have the same configuration and seed "
+                    f"{one.settings['seed']}: leave one out, "
                     "or train another seed."
                 )
     names = _arm_names(list(groups.values()))
     keys = sorted({key for tree in settings.values() for key in tree})
-    differing = [key for key in keys if len({repr(tree.get(key)) for tree in settings.values()}) > 1]
+    differing = [
+        key
+        for key in keys
+        if len({repr(tree.get(key)) for tree in settings.values()}) > 1
+    ]
     leaves = [key.rpartition(".")[2] for key in differing]
     # The last word of a key, where that is not the last word of another too.
-    labels = [leaf if leaves.count(leaf) == 1 else key for key, leaf in zip(differing, leaves, strict=True)]
+    labels = [
+        leaf if leaves.count(leaf) == 1 else key
+        for key, leaf in zip(differing, leaves, strict=True)
+    ]
     arms = []
     for name, (identity, group) in zip(names, groups.items(), strict=True):
         values = [settings[identity].get(key) for key in differing]
-        apart = ", ".join(f"{label}={value}" for label, value in zip(labels, values, strict=True))
+        apart = ", ".join(
+            f"{label}={value}" for label, value in zip(labels, values, strict=True)
+        )
         arms.append(Arm(name=name, apart=apart, runs=group))
     return arms
 
 
 def _arm_names(groups: Sequence[Sequence[RunDirectory]]) -> list[str]:
-    """Names of groups: the common beginning of their folders, with as many folders above as tell the groups apart.
+    """Names of groups: the common beginning of their folders, with as many folders
+    above as tell the groups apart.
 
-    Example: a/sage-0 and a/sage-1 are `sage`, as sage/seed-0 and sage/seed-1 are; sage/seed-0 and cps/seed-0, an arm
-    each, are those two paths.
+    Example: a/sage-0 and a/sage-1 are `sage`, as sage/seed-0 and sage/seed-1 are;
+    sage/seed-0 and cps/seed-0, an arm each, are those two paths.
     """
     shared = []
     for group in groups:
         prefix = os.path.commonprefix([run.path.resolve().as_posix() for run in group])  # noqa: RUF071  of texts
         # Of seeds 10 and 11 the first digit is common too.
-        shared.append((re.sub(r"[-_. /]+(seed[-_. /]*)?\d*$", "", prefix) if len(group) > 1 else prefix).split("/"))
+        shared.append(
+            (
+                re.sub(r"[-_. /]+(seed[-_. /]*)?\d*$", "", prefix)
+                if len(group) > 1
+                else prefix
+            ).split("/")
+        )
     for depth in range(1, max(map(len, shared)) + 1):
         names = ["/".join(parts[-depth:]).rstrip("/") for parts in shared]
         if all(names) and len({*names}) == len(names):
@@ -109,7 +143,9 @@ def _arm_names(groups: Sequence[Sequence[RunDirectory]]) -> list[str]:
 
 
 def paired_runs(first: Arm, second: Arm) -> list[tuple[RunDirectory, RunDirectory]]:
-    """Runs of the seeds that both arms have. Where they share none, in order: such pairs gain no precision."""
+    """Runs of the seeds that both arms have. Where they share none, in order: such
+    pairs gain no precision.
+    """
     ours, theirs = ({run.seed: run for run in arm.runs} for arm in (first, second))
     shared = [seed for seed in ours if seed in theirs]
     if shared:
@@ -118,7 +154,8 @@ def paired_runs(first: Arm, second: Arm) -> list[tuple[RunDirectory, RunDirector
 
 
 def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effect:
-    """Second minus first of a column of the evaluation (see `Evaluation.columns`), over paired seeds and prompts.
+    """Second minus first of a column of the evaluation (see `Evaluation.columns`), over
+    paired seeds and prompts.
 
     Raises:
         ConfigError: the evaluations are of different prompts, or a column is missing.
@@ -126,11 +163,19 @@ def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effec
     rows: list[list[float]] = []
     prompts: set[tuple[str, ...]] = set()
     try:
-        loaded = [[Evaluation.load(run.evaluation(update)) for run in pair] for pair in paired_runs(first, second)]
-        # Every seed needs the same prompts, so one that a reward could not score anywhere is left out of all.
-        shared = set.intersection(*(set(evaluation.numbers()) for pair in loaded for evaluation in pair))
+        loaded = [
+            [Evaluation.load(run.evaluation(update)) for run in pair]
+            for pair in paired_runs(first, second)
+        ]
+        # Every seed needs the same prompts, so one that a reward could not score
+        # anywhere is left out of all.
+        shared = set.intersection(
+            *(set(evaluation.numbers()) for pair in loaded for evaluation in pair)
+        )
         for pair in loaded:
-            before, after = scored_in_both(*(evaluation.only(shared) for evaluation in pair))
+            before, after = scored_in_both(
+                *(evaluation.only(shared) for evaluation in pair)
+            )
             prompts.add(tuple(before.prompts))
             pairs = zip(before.columns()[column], after.columns()[column], strict=True)
             rows.append([b - a for a, b in pairs])
@@ -138,10 +183,14 @@ def final_difference(first: Arm, second: Arm, update: int, column: str) -> Effec
             raise ValueError("their seeds were evaluated on different prompts")
         return crossed_effect(rows)
     except (ValueError, KeyError) as error:
-        raise ConfigError(f"{first.name!r} and {second.name!r} cannot be compared in {column}: {error}") from error
+        raise ConfigError(
+            f"{first.name!r} and {second.name!r} cannot be compared in {column}: "
+            f"{error}"
+        ) from error
 
 
-# ------------------------------------------------------------------------------------------ comparison
+# ------------------------------------------------------------------------------------------
+# comparison
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +199,8 @@ class Difference:
 
     p: of the effect, adjusted by Holm over the arms.
 
-    Example: `Difference(arm="sde_type=cps", column="Reward", effect=Effect(mean=0.07, ...), p=0.21)`
+    Example: `Difference(arm="sde_type=cps", column="Reward", effect=Effect(mean=0.07,
+    ...), p=0.21)`
     """
 
     arm: str
@@ -170,9 +220,10 @@ class Difference:
 class Comparison:
     """The content of the files.
 
-    update: of the evaluations that are compared; None where there are none that all runs have. means: arm -> column ->
-    mean over seeds and prompts. differences: of every arm but the first. lower_is_better: columns that fall as videos
-    get better. notes: what limits the comparison.
+    update: of the evaluations that are compared; None where there are none that all
+    runs have. means: arm -> column -> mean over seeds and prompts. differences: of
+    every arm but the first. lower_is_better: columns that fall as videos get better.
+    notes: what limits the comparison.
 
     Example: `compare_runs([Path("runs/sage/seed-0"), Path("runs/cps/seed-0")])`
     """
@@ -189,15 +240,20 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     """Read runs, group them into arms and compare their last shared evaluations.
 
     Raises:
-        ConfigError: fewer than two runs, a folder that holds none, the same run twice, or evaluations of different
-            prompts.
+        ConfigError: fewer than two runs, a folder that holds none, the same run twice,
+            or evaluations of different prompts.
         RunDirectoryError: a file of a run is damaged.
     """
     if len(folders) < 2:
-        raise ConfigError(f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare runs/one runs/other")
+        raise ConfigError(
+            f"compare needs at least 2 runs, got {len(folders)}: sage-fast compare "
+            "runs/one runs/other"
+        )
     arms = group_into_arms([RunDirectory(folder) for folder in folders])
     # The base model, which is update 0, is the same in all of them.
-    evaluated = set.intersection(*(set(run.evaluations()) for arm in arms for run in arm.runs)) - {0}
+    evaluated = set.intersection(
+        *(set(run.evaluations()) for arm in arms for run in arm.runs)
+    ) - {0}
     update = max(evaluated, default=None)
     means: dict[str, dict[str, float]] = {}
     differences: list[Difference] = []
@@ -207,12 +263,18 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             evaluations = [Evaluation.load(run.evaluation(update)) for run in arm.runs]
             lower.update(*(evaluation.lower_is_better for evaluation in evaluations))
             columns = [evaluation.columns() for evaluation in evaluations]
-            shared = [name for name in columns[0] if all(name in other for other in columns)]
-            means[arm.name] = {name: fmean(fmean(c[name]) for c in columns) for name in shared}
+            shared = [
+                name for name in columns[0] if all(name in other for other in columns)
+            ]
+            means[arm.name] = {
+                name: fmean(fmean(c[name]) for c in columns) for name in shared
+            }
         for column in means[arms[0].name] if len(arms) > 1 else []:
             if not all(column in found for found in means.values()):
                 continue
-            effects = [final_difference(arms[0], arm, update, column) for arm in arms[1:]]
+            effects = [
+                final_difference(arms[0], arm, update, column) for arm in arms[1:]
+            ]
             # One family of tests a column: every arm against the first one.
             adjusted = holm([effect.p for effect in effects])
             differences += [
@@ -231,20 +293,47 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
 
 def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     if update is None:
-        return ["The runs have no evaluation after update 0 in common, so their final scores are not compared."]
+        return [
+            (
+                "The runs have no evaluation after update 0 in common, so their final "
+                "scores are not compared."
+            )
+        ]
     notes = []
-    if max(max(run.evaluations(), default=0) for arm in arms for run in arm.runs) > update:
-        notes.append(f"Some runs were evaluated later than update {update}, the last one that all of them have.")
-    if any(Evaluation.load(run.evaluation(update)).left_out for arm in arms for run in arm.runs):
-        notes.append("Prompts that a reward could not score in one of the runs are left out of the differences alone.")
+    if (
+        max(max(run.evaluations(), default=0) for arm in arms for run in arm.runs)
+        > update
+    ):
+        notes.append(
+            f"Some runs were evaluated later than update {update}, the last one that "
+            "all of them have."
+        )
+    if any(
+        Evaluation.load(run.evaluation(update)).left_out
+        for arm in arms
+        for run in arm.runs
+    ):
+        notes.append(
+            "Prompts that a reward could not score in one of the runs are left out of "
+            "the differences alone."
+        )
     for arm in arms[1:]:
         pairs = paired_runs(arms[0], arm)
         if all(one.seed != other.seed for one, other in pairs):
-            notes.append(f"{arm.name} has no seed of {arms[0].name}: their runs are paired in order.")
+            notes.append(
+                f"{arm.name} has no seed of {arms[0].name}: their runs are paired in "
+                "order."
+            )
         elif len(pairs) < max(len(arm.runs), len(arms[0].runs)):
-            notes.append(f"{arm.name} and {arms[0].name} share {len(pairs)} seed(s); only these are tested.")
+            notes.append(
+                f"{arm.name} and {arms[0].name} share {len(pairs)} seed(s); only "
+                "these are tested."
+            )
         if len(pairs) == 1:
-            notes.append(f"One seed of {arm.name}: its interval is over prompts and says nothing of other seeds.")
+            notes.append(
+                f"One seed of {arm.name}: its interval is over prompts and says "
+                "nothing of other seeds."
+            )
     return notes
 
 
@@ -254,11 +343,21 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
         "sage_fast": __version__,
         "update": comparison.update,
         "arms": [
-            {"name": arm.name, "apart": arm.apart, "runs": [str(run) for run in arm.runs]} for arm in comparison.arms
+            {
+                "name": arm.name,
+                "apart": arm.apart,
+                "runs": [str(run) for run in arm.runs],
+            }
+            for arm in comparison.arms
         ],
         "means": comparison.means,
         "differences": [
-            asdict(d) | {"low": d.effect.low, "high": d.effect.high, "detectable": d.effect.detectable}
+            asdict(d)
+            | {
+                "low": d.effect.low,
+                "high": d.effect.high,
+                "detectable": d.effect.detectable,
+            }
             for d in comparison.differences
         ],
         "notes": list(comparison.notes),
@@ -270,12 +369,25 @@ def write_comparison(folder: Path, comparison: Comparison) -> None:
 def _html(comparison: Comparison) -> str:
     """One self-contained page."""
     arms = comparison.arms
-    logged = {key for arm in arms for run in arm.runs for row in run.rows for key in row}
+    logged = {
+        key for arm in arms for run in arm.runs for row in run.rows for key in row
+    }
     logged -= {"eval/overall_mean"}  # a sum of others
-    scores = sorted(key for key in logged if key.startswith("eval/") and key.endswith("_mean"))
-    wanted = ["eval/reward_mean", "reward/mean", *(key for key in scores if key != "eval/reward_mean")]
+    scores = sorted(
+        key for key in logged if key.startswith("eval/") and key.endswith("_mean")
+    )
+    wanted = [
+        "eval/reward_mean",
+        "reward/mean",
+        *(key for key in scores if key != "eval/reward_mean"),
+    ]
     kl = ["kl/position", "kl/velocity"]
-    wanted += [*kl, *(["kl/weight"] if logged & {*kl} else []), "kl/grad_share", "grad_norm"]
+    wanted += [
+        *kl,
+        *(["kl/weight"] if logged & {*kl} else []),
+        "kl/grad_share",
+        "grad_norm",
+    ]
     columns = comparison.means.get(arms[0].name, {})
     drawn: list[tuple[str, list[Line], dict[str, Any]]] = []
     for key in wanted:
@@ -289,7 +401,10 @@ def _html(comparison: Comparison) -> str:
         "Comparison of runs",
         sentences=_sentences(comparison),
         comparison=comparison,
-        labels={name: direction_label(name, name in comparison.lower_is_better) for name in columns},
+        labels={
+            name: direction_label(name, name in comparison.lower_is_better)
+            for name in columns
+        },
         charts=charts(*drawn),
         bands=any(len(arm.runs) > 1 for arm in arms),
     )
@@ -301,7 +416,9 @@ def _sentences(comparison: Comparison) -> list[str]:
     for difference in comparison.differences:
         e = difference.effect
         first = comparison.arms[0].name
-        mean, low, high = (to_error(value, e.stderr, "+") for value in (e.mean, e.low, e.high))
+        mean, low, high = (
+            to_error(value, e.stderr, "+") for value in (e.mean, e.low, e.high)
+        )
         size = f"{mean}, 95 % interval {low} to {high}"
         if difference.column != REWARD:
             continue
@@ -309,11 +426,14 @@ def _sentences(comparison: Comparison) -> list[str]:
             found.append(f"{difference.arm} has the reward of {first} on every prompt.")
         elif difference.verdict == "not told apart":
             found.append(
-                f"{difference.arm} is not told apart from {first} ({size}); a difference of {e.detectable:.3g} would "
+                f"{difference.arm} is not told apart from {first} ({size}); a "
+                f"difference of {e.detectable:.3g} would "
                 "have been seen in four of five such studies."
             )
         else:
-            found.append(f"{difference.arm} is {difference.verdict} than {first}: {size}.")
+            found.append(
+                f"{difference.arm} is {difference.verdict} than {first}: {size}."
+            )
     return found
 
 
@@ -324,5 +444,8 @@ def to_text(comparison: Comparison) -> str:
         mean = comparison.means.get(arm.name, {}).get(REWARD)
         seeds = f"{len(arm.runs)} seed{'s' if len(arm.runs) > 1 else ''}"
         apart = f" ({arm.apart})" if arm.apart else ""
-        lines.append(f"{arm.name}{apart}: {seeds}" + ("" if mean is None else f", reward {mean:.4g}"))
+        lines.append(
+            f"{arm.name}{apart}: {seeds}"
+            + ("" if mean is None else f", reward {mean:.4g}")
+        )
     return "\n".join([*lines, *_sentences(comparison), *comparison.notes])

@@ -1,6 +1,8 @@
-"""Differences between a machine and the needs of a configuration, each with what mends it.
+"""Differences between a machine and the needs of a configuration, each with what mends
+it.
 
-Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that fails does not end the others.
+Every finding is a `Check`: nothing is fixed, downloaded or loaded, and a check that
+fails does not end the others.
 """
 
 import os
@@ -46,7 +48,8 @@ Status = Literal["ok", "info", "warning", "missing", "failed"]
 class Check:
     """One finding. `fix`: the remedy for anything that is not ok.
 
-    status: `missing` means that the configuration cannot run, `failed` that it has run, and not as it should.
+    status: `missing` means that the configuration cannot run, `failed` that it has run,
+    and not as it should.
 
     Example: `Check("files", "VideoAlign", "missing", "...", fix="hf download ...")`
     """
@@ -58,9 +61,20 @@ class Check:
     fix: str = ""
 
 
-def judged(section: str, name: str, passes: bool, detail: str, fix: str = "", otherwise: Status = "missing") -> Check:
+def judged(
+    section: str,
+    name: str,
+    passes: bool,
+    detail: str,
+    fix: str = "",
+    otherwise: Status = "missing",
+) -> Check:
     """A finding that is ok, or needs its remedy."""
-    return Check(section, name, "ok", detail) if passes else Check(section, name, otherwise, detail, fix)
+    return (
+        Check(section, name, "ok", detail)
+        if passes
+        else Check(section, name, otherwise, detail, fix)
+    )
 
 
 def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
@@ -71,7 +85,12 @@ def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
     checks = [*software(), *hardware(), *_attention(config)]
     if config is not None:
         gpus = gpus or least_gpus(config.distributed, config.rollout)
-        checks += [*_settings(config, gpus), *_files(config), *_memory(config, gpus), *_disk(config)]
+        checks += [
+            *_settings(config, gpus),
+            *_files(config),
+            *_memory(config, gpus),
+            *_disk(config),
+        ]
     return checks
 
 
@@ -93,28 +112,59 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
         lines.append(f"  {mark:<8} {check.name:<{width}}  {check.detail}")
         if check.fix:
             lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
-    missing, failed, warnings = (sum(c.status == s for c in checks) for s in ("missing", "failed", "warning"))
-    verdict = "This configuration can run." if config_given else "This machine is ready."
+    missing, failed, warnings = (
+        sum(c.status == s for c in checks) for s in ("missing", "failed", "warning")
+    )
+    verdict = (
+        "This configuration can run." if config_given else "This machine is ready."
+    )
     if missing:
-        subject = "This configuration cannot run" if config_given else "This machine is not ready"
+        subject = (
+            "This configuration cannot run"
+            if config_given
+            else "This machine is not ready"
+        )
         verdict = f"{subject}: see the {missing} marked missing."
     elif failed:
-        verdict = f"This configuration does not do what it should: see the {failed} marked failed."
+        verdict = (
+            f"This configuration does not do what it should: see the {failed} marked "
+            "failed."
+        )
     if warnings:
         verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
     return "\n".join([*lines[1:], "", verdict])
 
 
-# ------------------------------------------------------------------------------------------------------------ machine
+# ------------------------------------------------------------------------------------------------------------
+# machine
 
 
 def software() -> Iterator[Check]:
-    """Versions of the packages that decide the numbers, and whether videos can be written."""
-    found = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "diffusers", "transformers", "peft"))
-    yield Check("software", "sage-fast", "ok", f"{__version__}, Python {platform.python_version()}, {found}")
+    """Versions of the packages that decide the numbers, and whether videos can be
+    written.
+    """
+    found = ", ".join(
+        f"{name} {version_of(name)}"
+        for name in ("torch", "diffusers", "transformers", "peft")
+    )
+    yield Check(
+        "software",
+        "sage-fast",
+        "ok",
+        f"{__version__}, Python {platform.python_version()}, {found}",
+    )
     writes = "libx264" in av.codecs_available
-    detail = f"PyAV {version_of('av')} {'with' if writes else 'without'} libx264, which writes the videos"
-    yield judged("software", "mp4", writes, detail, "pip install --force-reinstall av   (PyPI's wheels have it)")
+    detail = (
+        f"PyAV {version_of('av')} {'with' if writes else 'without'} libx264, which "
+        "writes the videos"
+    )
+    yield judged(
+        "software",
+        "mp4",
+        writes,
+        detail,
+        "pip install --force-reinstall av   (PyPI's wheels have it)",
+    )
 
 
 def hardware() -> Iterator[Check]:
@@ -122,21 +172,39 @@ def hardware() -> Iterator[Check]:
     section = "hardware"
     gib = 2**30
     memory = host_memory()
-    yield Check(section, "cpu", "ok", f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB" if memory else ""))
+    yield Check(
+        section,
+        "cpu",
+        "ok",
+        f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB" if memory else ""),
+    )
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
-            detail = f"there is an NVIDIA driver, but torch {torch.__version__} cannot use it"
-            fix = "install a torch with CUDA that fits the driver: https://pytorch.org/get-started/locally"
+            detail = (
+                f"there is an NVIDIA driver, but torch {torch.__version__} cannot use "
+                "it"
+            )
+            fix = (
+                "install a torch with CUDA that fits the driver: "
+                "https://pytorch.org/get-started/locally"
+            )
             yield Check(section, "cuda", "missing", detail, fix=fix)
         else:
-            yield Check(section, "cuda", "info", "none; the preset toy_cpu trains on the CPU")
+            yield Check(
+                section, "cuda", "info", "none; the preset toy_cpu trains on the CPU"
+            )
         return
     for index in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        detail = f"{found.name}, sm_{found.major}{found.minor}, {free / gib:.0f} of {total / gib:.0f} GiB free"
+        detail = (
+            f"{found.name}, sm_{found.major}{found.minor}, {free / gib:.0f} of "
+            f"{total / gib:.0f} GiB free"
+        )
         fix = "another process uses this GPU: see nvidia-smi"
-        yield judged(section, f"cuda:{index}", free >= 0.9 * total, detail, fix, "warning")
+        yield judged(
+            section, f"cuda:{index}", free >= 0.9 * total, detail, fix, "warning"
+        )
 
 
 def _attention(config: RunConfig | None) -> Iterator[Check]:
@@ -154,16 +222,20 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
             yield Check("attention", name, "info", reason)
         else:
             fix = "install it, or set model.attention to auto"
-            yield judged("attention", name, reason is None, reason or f"runs on {device}", fix)
+            yield judged(
+                "attention", name, reason is None, reason or f"runs on {device}", fix
+            )
 
 
-# ------------------------------------------------------------------------------------------------------ configuration
+# ------------------------------------------------------------------------------------------------------
+# configuration
 
 
 def _known(model: ModelConfig) -> tuple[str | None, ModelDescription | None]:
     """The device that a run would use, and the model before it is loaded.
 
-    None where torch cannot use the device that is named, and where the model's family or its folder says nothing.
+    None where torch cannot use the device that is named, and where the model's family
+    or its folder says nothing.
     """
     device = None
     description = None
@@ -178,23 +250,43 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     section = "configuration"
     device, description = _known(config.model)
     try:
-        yield Check(section, "model.device", "ok", str(rank_device(config.model.device)))
+        yield Check(
+            section, "model.device", "ok", str(rank_device(config.model.device))
+        )
     except ConfigError as error:
-        yield Check(section, "model.device", "missing", str(error), fix="--model.device=auto")
+        yield Check(
+            section, "model.device", "missing", str(error), fix="--model.device=auto"
+        )
     for name in config.reward.rewards:
         yield _reward(config.reward, config.video.fps, name)
     try:
         prompts, evaluated = load_prompts(config)
-        yield Check(section, "prompts", "ok", f"{len(prompts)} for training, {len(evaluated)} for evaluation")
+        yield Check(
+            section,
+            "prompts",
+            "ok",
+            f"{len(prompts)} for training, {len(evaluated)} for evaluation",
+        )
         if description is not None:
             planned = choose_device(None, device or "auto", description.width)
-            if (encoding := plan_encoding(config, planned, description, gpus)) is not None:
+            if (
+                encoding := plan_encoding(config, planned, description, gpus)
+            ) is not None:
                 detail = f"{encoding_text(encoding)}; predicted for {planned.name}"
                 yield Check(section, "encoding of prompts", "info", detail)
     except ConfigError as error:
-        yield Check(section, "prompts", "missing", str(error), fix="mend the file, or name another")
+        yield Check(
+            section,
+            "prompts",
+            "missing",
+            str(error),
+            fix="mend the file, or name another",
+        )
     uses = {
-        **{name: ("logging.report_to", name in config.logging.report_to) for name in ("tensorboard", "wandb")},
+        **{
+            name: ("logging.report_to", name in config.logging.report_to)
+            for name in ("tensorboard", "wandb")
+        },
         "deepspeed": ("distributed.zero_stage", config.distributed.zero_stage),
     }
     for package, (key, value) in uses.items():
@@ -205,25 +297,36 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     if gpus > 1:
         enough = device == "cpu" or here >= gpus
         detail = f"{gpus}, started by torchrun or SLURM; this machine has {here} GPU(s)"
-        fix = "start it on several machines (docs/distributed.md), or set other degrees under `distributed`"
+        fix = (
+            "start it on several machines (docs/distributed.md), or set other degrees "
+            "under `distributed`"
+        )
         yield judged(section, "processes", enough, detail, fix, "warning")
     yield _output_dir(config)
     if description is not None:
         size = count_weights(config, description.transformer).total
-        if unusual := unusual_movement(config.optimizer, config.lora, config.training, size):
+        if unusual := unusual_movement(
+            config.optimizer, config.lora, config.training, size
+        ):
             fix = f"--optimizer.learning_rate={unusual[1]:g}"
-            yield Check(section, "optimizer.learning_rate", "warning", unusual[0], fix=fix)
+            yield Check(
+                section, "optimizer.learning_rate", "warning", unusual[0], fix=fix
+            )
 
 
 def _output_dir(config: RunConfig) -> Check:
-    """Check that a run may read and write its directory, and that no other run is in it."""
+    """Check that a run may read and write its directory, and that no other run is in
+    it.
+    """
     section = "configuration"
     name = "output_dir"
     folder = RunDirectory(config.output_dir)
     existing = _existing(folder.path)
     fix = "--output_dir=FOLDER on a disk that you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check(section, name, "missing", f"{existing} cannot be written to", fix=fix)
+        return Check(
+            section, name, "missing", f"{existing} cannot be written to", fix=fix
+        )
     try:
         holds_run = folder.metrics.exists() or list_checkpoints(folder.checkpoints)
     except (OSError, CheckpointError) as error:
@@ -240,33 +343,62 @@ def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
     if name in scored_elsewhere(section):
         python = section.python
         there = python is None or shutil.which(Path(python).expanduser()) is not None
-        check = judged("configuration", key, there, f"scored by {python or section.url}", "--reward.python=PATH")
-        return replace(check, status="info") if there else check  # nobody has asked the server
+        check = judged(
+            "configuration",
+            key,
+            there,
+            f"scored by {python or section.url}",
+            "--reward.python=PATH",
+        )
+        # nobody has asked the server
+        return replace(check, status="info") if there else check
     try:
         found = find_reward(name)
-        options = fill_options(found, section.options.get(name, {}), device="cpu", fps=video_fps)  # as a run does
+        # as a run does
+        options = fill_options(
+            found, section.options.get(name, {}), device="cpu", fps=video_fps
+        )
         check_reward(name, found, options)
         if "fps" in parameters(found) and options["fps"] != video_fps:
-            detail = f"fps is {options['fps']}, but video.fps is {video_fps:g}; it decides which frames are scored"
-            return Check("configuration", key, "warning", detail, fix=f"--reward.options.{name}.fps={video_fps:g}")
+            detail = (
+                f"fps is {options['fps']}, but video.fps is {video_fps:g}; it decides "
+                "which frames are scored"
+            )
+            return Check(
+                "configuration",
+                key,
+                "warning",
+                detail,
+                fix=f"--reward.options.{name}.fps={video_fps:g}",
+            )
     except (ConfigError, SetupError) as error:
-        return Check("configuration", key, "missing", str(error), fix=f"see reward.options.{name}")
+        return Check(
+            "configuration",
+            key,
+            "missing",
+            str(error),
+            fix=f"see reward.options.{name}",
+        )
     return Check("configuration", key, "ok", REWARDS.get(name, name))
 
 
 def _existing(path: Path) -> Path:
     """The deepest part of a path that exists."""
     path = path.expanduser().absolute()
-    while not os.path.exists(path):  # where Path's raises: in a folder that may not be read
+    # where Path's raises: in a folder that may not be read
+    while not os.path.exists(path):
         path = path.parent
     return path
 
 
-# ------------------------------------------------------------------------------------------------ files, memory, disk
+# ------------------------------------------------------------------------------------------------
+# files, memory, disk
 
 
 def needed_files(model: ModelConfig, reward: RewardConfig) -> list[Requirement]:
-    """The files of the model and of every reward; nothing for one that cannot be imported."""
+    """The files of the model and of every reward; nothing for one that cannot be
+    imported.
+    """
     needed: list[Requirement] = []
     with suppress(ConfigError):
         needed += model_family(model.family).requirements(model)
@@ -284,13 +416,19 @@ def _files(config: RunConfig) -> Iterator[Check]:
         detail = requirement.where
         if missing:
             named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            detail += " is not here" if local_folder(requirement.where) is None else f" lacks {named}"
+            detail += (
+                " is not here"
+                if local_folder(requirement.where) is None
+                else f" lacks {named}"
+            )
         detail += f" ({requirement.licence})" if requirement.licence else ""
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"
     try:
         family = model_family(config.model.family)
-        if any(requirement.missing for requirement in family.requirements(config.model)):
+        if any(
+            requirement.missing for requirement in family.requirements(config.model)
+        ):
             return
         # It opens files, but loads, converts and downloads none.
         facts = family.inspect(config.model)
@@ -300,18 +438,29 @@ def _files(config: RunConfig) -> Iterator[Check]:
         fix = "--rollout.guidance_scale=1"
         facts.check_guidance(config.rollout.guidance_scale)
         fix = "--forward_process.sampling_guidance=null"
-        facts.check_guidance(config.sampling_guidance, "forward_process.sampling_guidance")
+        facts.check_guidance(
+            config.sampling_guidance, "forward_process.sampling_guidance"
+        )
         fix = "see the message"
         with suppress(ConfigError):  # the check of the prompts says it
             prompts = [prompt for group in load_prompts(config) for prompt in group]
             facts.check_pictures(prompts)
-            check_pictures(prompt.asked(config.video.height, config.video.width) for prompt in prompts)
+            check_pictures(
+                prompt.asked(config.video.height, config.video.width)
+                for prompt in prompts
+            )
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix=fix)
         return
     yield Check(section, "model weights", "ok", "can be trained")
     if (difference := facts.shift_difference(config.rollout.shift)) is not None:
-        yield Check(section, "rollout.shift", "warning", difference, fix=f"--rollout.shift={facts.shift:g}")
+        yield Check(
+            section,
+            "rollout.shift",
+            "warning",
+            difference,
+            fix=f"--rollout.shift={facts.shift:g}",
+        )
     for key, text in facts.few_steps(config.steps_by_key).items():
         yield Check(section, key, "warning", text, fix=f"--{key}={facts.least_steps}")
 
@@ -328,20 +477,38 @@ def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
     if device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
-        yield Check(section, "training", "info", "not predicted: the plan knows the fused forward and FSDP2 alone")
+        yield Check(
+            section,
+            "training",
+            "info",
+            "not predicted: the plan knows the fused forward and FSDP2 alone",
+        )
         return
     on_gpu = device.startswith("cuda")
     available = gpu_memory_gb(device) if on_gpu else host / 1e9
     try:
-        plan = make_memory_plan(config, on_gpu=on_gpu, gpus=gpus, memory_gb=available, description=description)
+        plan = make_memory_plan(
+            config,
+            on_gpu=on_gpu,
+            gpus=gpus,
+            memory_gb=available,
+            description=description,
+        )
     except ConfigError as error:
         yield Check(section, "training", "missing", str(error), fix="see the message")
         return
     peak = plan.memory.peak / 1e9
-    detail = f"about {peak:.0f} GB of {available:.0f} GB on {device}, by the plan's estimate"
-    fix = "`sage-fast plan` with the same words has every part, and the settings that need less"
+    detail = (
+        f"about {peak:.0f} GB of {available:.0f} GB on {device}, by the plan's estimate"
+    )
+    fix = (
+        "`sage-fast plan` with the same words has every part, and the settings that "
+        "need less"
+    )
     otherwise: Status = "warning" if peak <= available else "missing"
-    yield judged(section, "training", peak <= SAFE_SHARE * available, detail, fix, otherwise)
+    yield judged(
+        section, "training", peak <= SAFE_SHARE * available, detail, fix, otherwise
+    )
     if plan.loading is not None:
         needed = sum(plan.loading.values())
         detail = f"about {needed / 1e9:.0f} GB of {host / 1e9:.0f} GB of this node"
@@ -361,7 +528,10 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         # One more than is kept: the new one is written before the oldest goes.
         count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
         folder = _existing(Path(config.output_dir))
-        size = checkpoint_bytes(config, count_weights(config, description.transformer)) * count
+        size = (
+            checkpoint_bytes(config, count_weights(config, description.transformer))
+            * count
+        )
         needed[folder] = needed.get(folder, 0.0) + size
     # Folders of one disk share its room, so their needs are added.
     for disk in {folder.stat().st_dev for folder in needed}:
@@ -370,5 +540,8 @@ def _disk(config: RunConfig) -> Iterator[Check]:
         free = shutil.disk_usage(folders[0]).free
         needs = f"about {size / 1e9:.0f} GB for downloads and checkpoints"
         detail = f"{needs}, {free / 1e9:.0f} GB free, of which a tenth is kept"
-        fix = "--output_dir or HF_HOME on a larger disk, or a smaller --checkpoint.keep_last"
+        fix = (
+            "--output_dir or HF_HOME on a larger disk, or a smaller "
+            "--checkpoint.keep_last"
+        )
         yield judged("disk", str(folders[0]), size < 0.9 * free, detail, fix)

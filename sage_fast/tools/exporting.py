@@ -1,4 +1,5 @@
-"""Trained weights for other programs: a LoRA adapter, or a whole transformer in diffusers' layout.
+"""Trained weights for other programs: a LoRA adapter, or a whole transformer in
+diffusers' layout.
 
 FOLDER/
     pytorch_lora_weights.safetensors               format lora
@@ -53,9 +54,11 @@ TEMPLATE = Path(__file__).with_name("model_card.md")
 class Export:
     """A written export.
 
-    averaged: the weights are the moving average that the run evaluated with. dtype: of the stored weights.
+    averaged: the weights are the moving average that the run evaluated with. dtype: of
+    the stored weights.
 
-    Example: `Export(folder=Path("exported"), format="lora", layout="diffusers", update=200, averaged=True, ...)`
+    Example: `Export(folder=Path("exported"), format="lora", layout="diffusers",
+    update=200, averaged=True, ...)`
     """
 
     folder: Path
@@ -89,49 +92,67 @@ def export(
     trust_config: bool = False,
     overwrite: bool = False,
 ) -> Export:
-    """Write the trained weights of a run, or of one checkpoint, into a folder for other programs.
+    """Write the trained weights of a run, or of one checkpoint, into a folder for other
+    programs.
 
     Args:
         run: a run, or a checkpoint folder.
-        output_dir: folder to write to; new, empty, or an earlier export alike, whose files are removed. None means
-            `exported` in the run's directory.
-        checkpoint: of a run: `auto` (the newest complete one), `best` (by its evaluations) or a folder.
-        format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged into it); None means `lora` for
+        output_dir: folder to write to; new, empty, or an earlier export alike, whose
+            files are removed. None means `exported` in the run's directory.
+        checkpoint: of a run: `auto` (the newest complete one), `best` (by its
+            evaluations) or a folder. format: `lora` (the adapter) or `full` (the whole
+            transformer, an adapter merged into it); None means `lora` for
             a run that trained adapters, and `full` for one that trained every weight.
         layout: the program that it is for; a whole transformer is for diffusers.
-        overrides: `--section.key=value` words laid over the run's configuration, such as a model.path that has moved.
-        trust_config: whether a model family of the checkpoint from outside SAGE-Fast may be imported and called.
-        overwrite: replace an export of another run, format or layout in `output_dir`.
+        overrides: `--section.key=value` words laid over the run's configuration, such
+            as a model.path that has moved. trust_config: whether a model family of the
+            checkpoint from outside SAGE-Fast may be imported and called. overwrite:
+            replace an export of another run, format or layout in `output_dir`.
 
     Raises:
-        ConfigError: a format or layout that the run does not have, overrides that make another model of it, or a folder
-            with other files.
+        ConfigError: a format or layout that the run does not have, overrides that make
+            another model of it, or a folder with other files.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
     if format not in (None, *get_args(Format)):
-        raise ConfigError(f"--format is {format!r}; choose lora or full, or leave it out.")
-    source = _open(Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint)
+        raise ConfigError(
+            f"--format is {format!r}; choose lora or full, or leave it out."
+        )
+    source = _open(
+        Path(run if isinstance(run, str | Path) else run.output_dir), checkpoint
+    )
     directory = RunDirectory(source.folder.parent.parent)
     folder = Path(output_dir or directory.exported).expanduser()
     with tempfile.TemporaryDirectory() as saved:
-        # By way of a file, so that what the checkpoint holds is checked and overridden as any configuration is.
+        # By way of a file, so that what the checkpoint holds is checked and overridden
+        # as any configuration is.
         file = Path(saved) / "checkpoint.yaml"
-        file.write_text(json.dumps(source.state["config"], ensure_ascii=False), encoding="utf-8")  # JSON is YAML
+        # JSON is YAML
+        file.write_text(
+            json.dumps(source.state["config"], ensure_ascii=False), encoding="utf-8"
+        )
         config = load_config(file, overrides)
     if not trust_config:
         check_trust(config, source.folder, named_code([], overrides), rewards=False)
-    check_same_run(source.state["config"], to_dict(config), source.folder, only=TRAINED_MODEL)
+    check_same_run(
+        source.state["config"], to_dict(config), source.folder, only=TRAINED_MODEL
+    )
     chosen = format or ("full" if config.training.mode == "full" else "lora")
     if chosen == "lora" and config.training.mode == "full":
         raise ConfigError(
-            f"{source.folder} is of a run with training.mode full, which has no adapter. Export it by --format full."
+            f"{source.folder} is of a run with training.mode full, which has no "
+            "adapter. Export it by --format full."
         )
     if chosen == "full" and layout != "diffusers":
-        raise ConfigError(f"--layout {layout} is for adapters; a whole transformer is exported by --layout diffusers.")
+        raise ConfigError(
+            f"--layout {layout} is for adapters; a whole transformer is exported by "
+            "--layout diffusers."
+        )
     clients = model_family(config.model.family).clients
     if layout not in clients:
         raise ConfigError(
-            f"--layout is {layout}, and model.family {config.model.family} has names for {', '.join(clients)} alone."
+            f"--layout is {layout}, and model.family {config.model.family} has names "
+            f"for {', '.join(clients)} alone."
         )
     _make_room(folder, None if overwrite else source.folder.parent, chosen, layout)
     averaged = "ema" in source.tensors
@@ -146,7 +167,9 @@ def export(
     if chosen == "lora":
         _write_adapter(result, config, source.folder / "lora")
     else:
-        transformer = _whole_transformer(config, source.tensors["ema" if averaged else "weights"])
+        transformer = _whole_transformer(
+            config, source.tensors["ema" if averaged else "weights"]
+        )
         transformer.save_pretrained(folder)
     _write_card(result, config, directory)
     record = {
@@ -163,16 +186,25 @@ def export(
 
 
 def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
-    """Write the adapter of a checkpoint by the names of the layout, with its scale in lora_B."""
+    """Write the adapter of a checkpoint by the names of the layout, with its scale in
+    lora_B.
+    """
     pairs = read_adapter(source)
     adapter = dict[str, Tensor]()
     family = model_family(config.model.family)
     for name, pair in pairs.items():
-        adapter |= {f"{name}.lora_A.weight": pair.a, f"{name}.lora_B.weight": pair.b * pair.scale}
-    # The scale is in lora_B, so alpha is the rank: alpha / rank, which other programs multiply by, is 1.
+        adapter |= {
+            f"{name}.lora_A.weight": pair.a,
+            f"{name}.lora_B.weight": pair.b * pair.scale,
+        }
+    # The scale is in lora_B, so alpha is the rank: alpha / rank, which other programs
+    # multiply by, is 1.
     rank = config.lora.rank
-    base = family.pipeline_base(config.model) or config.model.path or config.model.family
-    # Without diffusers' own key: it reads the tensors by either prefix, and would take the key's fields by one alone.
+    base = (
+        family.pipeline_base(config.model) or config.model.path or config.model.family
+    )
+    # Without diffusers' own key: it reads the tensors by either prefix, and would take
+    # the key's fields by one alone.
     about = {"format": "pt", "rank": str(rank), "alpha": str(rank), "base_model": base}
     with replacing(result.folder / result.adapter_file) as partial:
         save_file(family.named_adapter(adapter, result.layout), partial, metadata=about)
@@ -180,15 +212,19 @@ def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
         layers = sorted({name.rsplit(".", 2)[0] for name in adapter})
         described = described_adapter(
             PeftLoraConfig(
-                r=rank, lora_alpha=rank, target_modules=layers, inference_mode=True, base_model_name_or_path=base
+                r=rank,
+                lora_alpha=rank,
+                target_modules=layers,
+                inference_mode=True,
+                base_model_name_or_path=base,
             )
         )
         write_text(result.folder / PEFT_CONFIG, described + "\n")
 
 
 def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -> None:
-    """Empty a folder that holds nothing but an earlier export, which must be of the same run, format and layout unless
-    the run is None; else ConfigError.
+    """Empty a folder that holds nothing but an earlier export, which must be of the
+    same run, format and layout unless the run is None; else ConfigError.
 
     run: where its checkpoints are.
     """
@@ -205,24 +241,33 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
             exported = Path(earlier["checkpoint"]) if "checkpoint" in earlier else None
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
-                f"{record} is not the record of an export ({error}). Give another --output_dir."
+                f"{record} is not the record of an export ({error}). Give another "
+                "--output_dir."
             ) from error
-        if run is not None and exported is not None and exported.parent.resolve() != run.resolve():
+        if (
+            run is not None
+            and exported is not None
+            and exported.parent.resolve() != run.resolve()
+        ):
             raise ConfigError(
-                f"--output_dir {folder} holds the export of {exported}, which is another run's. Give another folder, "
+                f"--output_dir {folder} holds the export of {exported}, which is "
+                "another run's. Give another folder, "
                 "or --overwrite to replace it."
             )
     others = sorted(path.name for path in folder.iterdir() if path.name not in files)
     if others:
         raise ConfigError(
-            f"--output_dir {folder} holds other files, such as {others[0]}. Give a new folder, or one with nothing but "
+            f"--output_dir {folder} holds other files, such as {others[0]}. Give a "
+            "new folder, or one with nothing but "
             "an earlier export."
         )
     kinds = earlier.get("format", format), earlier.get("layout", layout)
     if run is not None and kinds != (format, layout):
         raise ConfigError(
-            f"--output_dir {folder} holds an export by --format {kinds[0]} --layout {kinds[1]}, which this one by "
-            f"--format {format} --layout {layout} would remove. Give another folder, or --overwrite to replace it."
+            f"--output_dir {folder} holds an export by --format {kinds[0]} --layout "
+            f"{kinds[1]}, which this one by "
+            f"--format {format} --layout {layout} would remove. Give another folder, "
+            "or --overwrite to replace it."
         )
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):
@@ -230,48 +275,68 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
 
 
 def _open(source: Path, chosen: str) -> Checkpoint:
-    """The checkpoint that is meant. ConfigError when there is none, CheckpointError for a damaged one."""
+    """The checkpoint that is meant. ConfigError when there is none, CheckpointError for
+    a damaged one.
+    """
     if (source / "state.json").exists():
         if chosen != "auto":
-            raise ConfigError(f"{source} is a checkpoint, and --checkpoint {chosen} is for a run. Give one of the two.")
+            raise ConfigError(
+                f"{source} is a checkpoint, and --checkpoint {chosen} is for a run. "
+                "Give one of the two."
+            )
         return open_checkpoint(source)
     if not RunDirectory(source).checkpoints.is_dir():
         raise ConfigError(
-            f"{source} is neither a checkpoint nor a run: it has neither state.json nor checkpoints/. Give a run, or "
+            f"{source} is neither a checkpoint nor a run: it has neither state.json "
+            "nor checkpoints/. Give a run, or "
             "one of the folders in its checkpoints/."
         )
     found = choose_checkpoint(chosen, RunDirectory(source))
     if found is None:
-        raise ConfigError(f"--checkpoint {chosen} exports nothing. Give auto, best or a checkpoint folder.")
+        raise ConfigError(
+            f"--checkpoint {chosen} exports nothing. Give auto, best or a checkpoint "
+            "folder."
+        )
     return found
 
 
 def _whole_transformer(config: RunConfig, weights: Mapping[str, Tensor]) -> Any:
-    """The base transformer with the trained weights: instead of the base ones, or an adapter merged into them."""
+    """The base transformer with the trained weights: instead of the base ones, or an
+    adapter merged into them.
+    """
     dtype = getattr(torch, config.model.dtype)
     try:
         # The checkpoint has what became of `model.adapter`, which may be gone.
-        transformer = load_model(replace(config.model, adapter=None), config.lora).transformer
+        transformer = load_model(
+            replace(config.model, adapter=None), config.lora
+        ).transformer
         use_weights(transformer, weights, mode=config.training.mode, lora=config.lora)
     except (ValueError, OSError) as error:
         raise ConfigError(
-            f"{error} A full export needs the base model of the run: if it has moved, add --model.path=FOLDER."
+            f"{error} A full export needs the base model of the run: if it has moved, "
+            "add --model.path=FOLDER."
         ) from error
     if config.training.mode == "lora":
         for name, parameter in transformer.named_parameters():
             if ".lora_" not in name:
                 parameter.data = parameter.data.to(dtype)
-        # In place: peft's safe merge would round the adapter's product to 16 bits, and then the sum.
+        # In place: peft's safe merge would round the adapter's product to 16 bits, and
+        # then the sum.
         transformer.fuse_lora()
         transformer.unload_lora()
     for name, parameter in transformer.named_parameters():
         if not parameter.isfinite().all():
-            raise ConfigError(f"{name} is not finite in the exported model. Choose an earlier --checkpoint.")
+            raise ConfigError(
+                f"{name} is not finite in the exported model. Choose an earlier "
+                "--checkpoint."
+            )
     return transformer
 
 
 def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
-    """Paired tests after an update, or after the last evaluation where it has none; nothing of a run without any."""
+    """Paired tests after an update, or after the last evaluation where it has none;
+    nothing of a run without any.
+    """
     files = run.evaluations()
     update = update if update in files else max(files, default=0)
     if not update or 0 not in files:
@@ -282,7 +347,12 @@ def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
     except ValueError as error:
         logger.warning("The model card has no table: %s", error)
         return {}
-    return {"after": update, "is_last": update == max(files), "noises": after.noises, "tests": tests}
+    return {
+        "after": update,
+        "is_last": update == max(files),
+        "noises": after.noises,
+        "tests": tests,
+    }
 
 
 def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
@@ -309,8 +379,15 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         license="other" if licence else None,
         license_name=licence[0] if licence else None,
         license_link=licence[1] if licence else None,
-        pipeline_tag="image-to-video" if "ImageToVideo" in pipeline else "text-to-video",
-        tags=["grpo", "reinforcement-learning", "sage-fast", *(["lora"] if lora else [])],
+        pipeline_tag="image-to-video"
+        if "ImageToVideo" in pipeline
+        else "text-to-video",
+        tags=[
+            "grpo",
+            "reinforcement-learning",
+            "sage-fast",
+            *(["lora"] if lora else []),
+        ],
     )
     card = ModelCard.from_template(
         data,
@@ -330,8 +407,11 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         ),
         version=__version__,
         diffusers=diffusers,
-        # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a warning for the other.
-        pipeline_dtype="dtype" if tuple(map(int, diffusers.split(".")[:2])) >= (0, 40) else "torch_dtype",
+        # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a
+        # warning for the other.
+        pipeline_dtype="dtype"
+        if tuple(map(int, diffusers.split(".")[:2])) >= (0, 40)
+        else "torch_dtype",
         paired=paired,
         pictures=pictures,
     )

@@ -1,4 +1,6 @@
-"""Videos for a list of prompts, as mp4 files and one contact sheet; no training run and no reward is needed."""
+"""Videos for a list of prompts, as mp4 files and one contact sheet; no training run and
+no reward is needed.
+"""
 
 import json
 import logging
@@ -23,22 +25,33 @@ from sage_fast.policy.adapters import load_model, use_adapter
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.trained import use_weights, weights_digest
 from sage_fast.records import Prompt
-from sage_fast.rollout import Sampler, decode, evaluation_sampler, initial_latents, micro_batches, noise_seed
+from sage_fast.rollout import (
+    Sampler,
+    decode,
+    evaluation_sampler,
+    initial_latents,
+    micro_batches,
+    noise_seed,
+)
 from sage_fast.run import media
 
 logger = logging.getLogger(__name__)
 
 RECORD = "generation.json"
-"""Beside the videos: what each was made with, so that a second call knows which ones to keep."""
+"""Beside the videos: what each was made with, so that a second call knows which ones to
+keep.
+"""
 
 SHEET_ROWS = 16
 
 
 @dataclass(kw_only=True)
 class Generator:
-    """A model that is ready to sample: the one that the run starts from, until `use_trained` is called.
+    """A model that is ready to sample: the one that the run starts from, until
+    `use_trained` is called.
 
-    prompts: those that it can be asked for. sampler: see `evaluation_sampler`, of which the keyword `sde_type` is left.
+    prompts: those that it can be asked for. sampler: see `evaluation_sampler`, of which
+    the keyword `sde_type` is left.
     """
 
     config: RunConfig
@@ -50,7 +63,9 @@ class Generator:
     acceleration: FusedForward | None
 
     def use_trained(self, weights: Mapping[str, Tensor] | Path) -> None:
-        """Take over the weights of a checkpoint, or a LoRA adapter's file. ConfigError when they do not fit."""
+        """Take over the weights of a checkpoint, or a LoRA adapter's file. ConfigError
+        when they do not fit.
+        """
         transformer = self.policy.transformer
         # Modules change under the stock forward, and the forward is then chosen again.
         if self.acceleration is not None:
@@ -59,12 +74,19 @@ class Generator:
             if isinstance(weights, Path):
                 use_adapter(transformer, weights)
             else:
-                use_weights(transformer, weights, mode=self.config.training.mode, lora=self.config.lora)
+                use_weights(
+                    transformer,
+                    weights,
+                    mode=self.config.training.mode,
+                    lora=self.config.lora,
+                )
         except ValueError as error:
             what = "--lora" if isinstance(weights, Path) else "The checkpoint"
             raise ConfigError(f"{what}: {error}") from error
         transformer.to(self.device)
-        self.acceleration = family_of(transformer).choose_forward(transformer, self.config.model)
+        self.acceleration = family_of(transformer).choose_forward(
+            transformer, self.config.model
+        )
 
 
 def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
@@ -78,13 +100,20 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         components = load_model(config.model, config.lora, read=False)
         components.check_guidance(config.rollout.guidance_scale)
         components.check_pictures(prompts)
-        components.warn(config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps})
+        components.warn(
+            config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps}
+        )
         video = config.evaluation_video
-        latent_shape = components.video_decoder.latent_shape(video.num_frames, video.height, video.width)
-        # In one call, and before the transformer takes its place: the encoders are large, and are let go afterwards.
+        latent_shape = components.video_decoder.latent_shape(
+            video.num_frames, video.height, video.width
+        )
+        # In one call, and before the transformer takes its place: the encoders are
+        # large, and are let go afterwards.
         encoder = components.prompt_encoder
         negative = config.rollout.negative_prompt
-        encoder.prepare([negative, *(p.asked(video.height, video.width) for p in prompts)])
+        encoder.prepare(
+            [negative, *(p.asked(video.height, video.width) for p in prompts)]
+        )
         unconditional = encoder.encode([negative])[0].to(device)
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
@@ -98,7 +127,9 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         config.rollout,
         config.evaluation,
         policy,
-        lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(device),
+        lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(
+            device
+        ),
         partial(initial_latents, shape=latent_shape, device=device),
     )
     return Generator(
@@ -113,17 +144,25 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
 
 
 def write_videos(
-    generator: Generator, output: Path, *, weights: str, sampler: str, num_videos: int, overwrite: bool
+    generator: Generator,
+    output: Path,
+    *,
+    weights: str,
+    sampler: str,
+    num_videos: int,
+    overwrite: bool,
 ) -> list[Path]:
-    """Write `num_videos` videos for each of the generator's prompts, and a contact sheet of the first 16.
+    """Write `num_videos` videos for each of the generator's prompts, and a contact
+    sheet of the first 16.
 
-    A video that is there already, made with the same settings from the same prompt and noise, is kept: an interrupted
-    call goes on where it stopped.
+    A video that is there already, made with the same settings from the same prompt and
+    noise, is kept: an interrupted call goes on where it stopped.
 
     Args:
         output: folder; created when missing.
-        weights: what the generator's weights are called in the record, such as the path of the checkpoint.
-        sampler: `ode`, or an SDE type, with the evaluation's noise scale.
+        weights: what the generator's weights are called in the record, such as the path
+            of the checkpoint. sampler: `ode`, or an SDE type, with the evaluation's
+            noise scale.
         num_videos: videos per prompt, each from its own noise.
         overwrite: make every video again.
 
@@ -136,25 +175,38 @@ def write_videos(
     """
     config = generator.config
     plan = {
-        video_files.video_file_name(position, prompt.text, member, num_videos): (prompt, member)
+        video_files.video_file_name(position, prompt.text, member, num_videos): (
+            prompt,
+            member,
+        )
         for position, prompt in enumerate(generator.prompts)
         for member in range(num_videos)
     }
     settings = sampling_settings(config, sampler, weights)
     records = {}
     for name, (prompt, member) in plan.items():
-        # The parts of a prompt that decide its video; of a picture its content, not its place.
-        identity = {key: value for key, value in asdict(prompt).items() if key != "image"}
+        # The parts of a prompt that decide its video; of a picture its content, not its
+        # place.
+        identity = {
+            key: value for key, value in asdict(prompt).items() if key != "image"
+        }
         if prompt.image is not None:
             identity["image"] = content_digest(prompt.image)
         seed = noise_seed(prompt, config.evaluation.seed, EvaluationConfig.seed)
-        records[name] = settings | {"noise_seed": seed, "prompt": identity, "member": member}
+        records[name] = settings | {
+            "noise_seed": seed,
+            "prompt": identity,
+            "member": member,
+        }
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]
     if kept:
         logger.info(
-            "Keeping %d of %d videos that are there already (--overwrite makes them again).", len(kept), len(plan)
+            "Keeping %d of %d videos that are there already (--overwrite makes them "
+            "again).",
+            len(kept),
+            len(plan),
         )
     sample = generator.sampler(sde_type=sampler)
     done = 0
@@ -163,16 +215,23 @@ def write_videos(
         for name, video in zip(names, decode(generator.decoder, latents), strict=True):
             video_files.write_video(output / name, video.cpu(), config.video.fps)
         done += len(names)
-        logger.info("%d of %d videos, the last is %s", done, len(remaining), output / names[-1])
+        logger.info(
+            "%d of %d videos, the last is %s", done, len(remaining), output / names[-1]
+        )
     paths = [output / name for name in plan]
     shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
-    cells = [media.Cell(caption=prompt.text, videos=[video_files.read_video(path)]) for (prompt, _), path in shown]
+    cells = [
+        media.Cell(caption=prompt.text, videos=[video_files.read_video(path)])
+        for (prompt, _), path in shown
+    ]
     media.contact_sheet(output / "contact_sheet.png", cells)
     return paths
 
 
 def initial_weights(model: ModelConfig) -> str:
-    """Name of the weights that a run starts from, with a digest of its adapter. ConfigError where there is none."""
+    """Name of the weights that a run starts from, with a digest of its adapter.
+    ConfigError where there is none.
+    """
     if model.adapter is None:
         return "base"
     try:
@@ -182,10 +241,15 @@ def initial_weights(model: ModelConfig) -> str:
 
 
 def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str, Any]:
-    """Settings that decide how a video looks, apart from its prompt and number, as JSON values."""
+    """Settings that decide how a video looks, apart from its prompt and number, as JSON
+    values.
+    """
     return {
         "weights": weights,
-        "model": {key: getattr(config.model, key) for key in ("family", "path", "dtype", "vae_dtype")},
+        "model": {
+            key: getattr(config.model, key)
+            for key in ("family", "path", "dtype", "vae_dtype")
+        },
         "video": asdict(config.evaluation_video),
         "sampler": sampler,
         "eta": config.rollout.eta if sampler != "ode" else 0.0,
@@ -197,10 +261,13 @@ def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str
     }
 
 
-def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], overwrite: bool) -> set[str]:
+def _keep_or_refuse(
+    output: Path, records: Mapping[str, Mapping[str, Any]], overwrite: bool
+) -> set[str]:
     """Names of the videos that can be kept; the record of all of them is written.
 
-    ConfigError, with nothing written, when a video is in the way that was made otherwise.
+    ConfigError, with nothing written, when a video is in the way that was made
+    otherwise.
     """
     file = output / RECORD
     known: dict[str, Any] = {}
@@ -208,15 +275,34 @@ def _keep_or_refuse(output: Path, records: Mapping[str, Mapping[str, Any]], over
         try:
             known = loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise ConfigError(f"{file} is not JSON ({error}); delete it, or give another --output_dir.") from error
-    present = {name for name in records if (output / name).exists()} if not overwrite else set()
+            raise ConfigError(
+                f"{file} is not JSON ({error}); delete it, or give another "
+                "--output_dir."
+            ) from error
+    present = (
+        {name for name in records if (output / name).exists()}
+        if not overwrite
+        else set()
+    )
     for name in sorted(present):
         old = known.get(name)
         if old != records[name]:
-            different = sorted(k for k in records[name] if old is None or old.get(k) != records[name][k])
-            what = ", ".join(f"{k}: {old.get(k)!r} there, {records[name][k]!r} now" for k in different) if old else ""
+            different = sorted(
+                k
+                for k in records[name]
+                if old is None or old.get(k) != records[name][k]
+            )
+            what = (
+                ", ".join(
+                    f"{k}: {old.get(k)!r} there, {records[name][k]!r} now"
+                    for k in different
+                )
+                if old
+                else ""
+            )
             raise ConfigError(
-                f"{output / name} is in the way: it was made with other settings{f' ({what})' if what else ''}. Give "
+                f"{output / name} is in the way: it was made with other "
+                f"settings{f' ({what})' if what else ''}. Give "
                 "another --output_dir, or --overwrite to make it again."
             )
     # Videos of earlier calls stay in the folder, and so do their records.

@@ -1,4 +1,5 @@
-"""The paired evaluation of a trained model and the model it starts from, as files. Each model is evaluated once.
+"""The paired evaluation of a trained model and the model it starts from, as files. Each
+model is evaluated once.
 
 FOLDER/
     before.json  after.json     scores per prompt of the base and the trained model
@@ -45,7 +46,12 @@ from sage_fast.rollout import VideoScoring
 from sage_fast.run import media
 from sage_fast.run.page import render
 from sage_fast.run.prompt_files import prompts_digest
-from sage_fast.tools.generation import Generator, initial_weights, load_generator, sampling_settings
+from sage_fast.tools.generation import (
+    Generator,
+    initial_weights,
+    load_generator,
+    sampling_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +63,15 @@ SCORES = {"base": "before.json", "trained": "after.json"}
 class Report:
     """The content of the files.
 
-    scores: paired tests by score, the reward first. weights: score name -> weight in the reward. resamples: of the
-    bootstrap. settings: of both evaluations, as JSON values. videos: prompt's number -> name of its video in base/ and
-    in trained/, from the largest gain to the largest loss. pictures: prompt's number -> file of what its videos begin
-    with. scales: of the scores that say how they compare with published ones.
+    scores: paired tests by score, the reward first. weights: score name -> weight in
+    the reward. resamples: of the bootstrap. settings: of both evaluations, as JSON
+    values. videos: prompt's number -> name of its video in base/ and in trained/, from
+    the largest gain to the largest loss. pictures: prompt's number -> file of what its
+    videos begin with. scales: of the scores that say how they compare with published
+    ones.
 
-    Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained, weights={"VQ": 1.0}, ...)`
+    Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained,
+    weights={"VQ": 1.0}, ...)`
     """
 
     scores: Mapping[str, PairedTest]
@@ -81,11 +90,13 @@ class Report:
 
 @dataclass(kw_only=True)
 class PairedEvaluation:
-    """Evaluates the base and the trained model into a folder. The model is loaded when it is first needed.
+    """Evaluates the base and the trained model into a folder. The model is loaded when
+    it is first needed.
 
-    prompts: at least 2. folder: where everything goes. trained: the checkpoint or adapter that is compared with the
-    base model; its weights identify it. weights: those of the checkpoint, or the adapter's file. overwrite: evaluate
-    again what has been evaluated there.
+    prompts: at least 2. folder: where everything goes. trained: the checkpoint or
+    adapter that is compared with the base model; its weights identify it. weights:
+    those of the checkpoint, or the adapter's file. overwrite: evaluate again what has
+    been evaluated there.
     """
 
     config: RunConfig
@@ -98,14 +109,21 @@ class PairedEvaluation:
     @cached_property
     def files(self) -> list[str]:
         """Names of the videos, in base/ and in trained/."""
-        return [video_files.video_file_name(i, prompt.text) for i, prompt in enumerate(self.prompts)]
+        return [
+            video_files.video_file_name(i, prompt.text)
+            for i, prompt in enumerate(self.prompts)
+        ]
 
     @cached_property
     def loaded(self) -> tuple[CompositeReward, Generator]:
-        """The rewards, which score both models, and the model, with the base weights until it gets the trained ones."""
+        """The rewards, which score both models, and the model, with the base weights
+        until it gets the trained ones.
+        """
         texts = [prompt.text for prompt in self.prompts]
         device = str(rank_device(self.config.model.device))
-        reward = CompositeReward.from_config(self.config.reward, texts, device=device, fps=self.config.video.fps)
+        reward = CompositeReward.from_config(
+            self.config.reward, texts, device=device, fps=self.config.video.fps
+        )
         return reward, load_generator(self.config, self.prompts)
 
     def report(self, *, num_videos: int, resamples: int) -> Report:
@@ -115,12 +133,17 @@ class PairedEvaluation:
             num_videos: prompts whose videos are shown. resamples: of the bootstrap.
 
         Raises:
-            ConfigError, RewardError, OSError: each says what to do; a model that was finished stays finished.
+            ConfigError, RewardError, OSError: each says what to do; a model that was
+                finished stays finished.
         """
         # In this order: the trained weights replace the base model's.
         base = self.scores("base")
         trained = self.scores("trained")
-        weights = {name: weight for name, weight in self.config.reward.weights.items() if weight}
+        weights = {
+            name: weight
+            for name, weight in self.config.reward.weights.items()
+            if weight
+        }
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         shown = spread_over_ranks(differences, num_videos)
         return Report(
@@ -131,8 +154,12 @@ class PairedEvaluation:
             resamples=resamples,
             settings={
                 "trained": str(self.trained),
-                "prompts": portable(self.config.evaluation.prompts or self.config.data.prompts),
-                **{k: v for k, v in self._settings("trained").items() if k != "prompts"},
+                "prompts": portable(
+                    self.config.evaluation.prompts or self.config.data.prompts
+                ),
+                **{
+                    k: v for k, v in self._settings("trained").items() if k != "prompts"
+                },
             },
             videos={i: self.files[i] for i in shown},
             pictures=self._pictures(shown),
@@ -140,28 +167,41 @@ class PairedEvaluation:
         )
 
     def _pictures(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Write what the videos of some prompts begin with, and return the files in the folder."""
+        """Write what the videos of some prompts begin with, and return the files in the
+        folder.
+        """
         found = dict[int, str]()
         video = self.config.evaluation_video
         for number in numbers:
             if (image := self.prompts[number].image) is not None:
                 found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
-                media.write_picture(self.folder / found[number], image, (video.width, video.height))
+                media.write_picture(
+                    self.folder / found[number], image, (video.width, video.height)
+                )
         return found
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
-        """Scores of one model: those in the folder if they were made with the same settings."""
+        """Scores of one model: those in the folder if they were made with the same
+        settings.
+        """
         file = self.folder / SCORES[model]
         videos = self.folder / model
         record = videos / SETTINGS
         settings = self._settings(model)
         # The videos too, since the page plays them.
-        complete = all(path.exists() for path in (file, record, *(videos / name for name in self.files)))
+        complete = all(
+            path.exists()
+            for path in (file, record, *(videos / name for name in self.files))
+        )
         if complete and not self.overwrite:
             try:
                 if loads(record.read_text(encoding="utf-8")) == settings:
                     found = Evaluation.load(file)
-                    logger.info("Using the scores of the %s model in %s: same settings.", model, file)
+                    logger.info(
+                        "Using the scores of the %s model in %s: same settings.",
+                        model,
+                        file,
+                    )
                     return found
             except ValueError as error:
                 logger.warning("%s Evaluating again.", error)
@@ -179,52 +219,84 @@ class PairedEvaluation:
             generator.use_trained(self.weights)
 
         def write(number: int, video: Tensor) -> None:
-            video_files.write_video(self.folder / model / self.files[number], video, self.config.video.fps)
-            logger.info("%s model: %d of %d videos", model.capitalize(), number + 1, len(self.prompts))
+            video_files.write_video(
+                self.folder / model / self.files[number], video, self.config.video.fps
+            )
+            logger.info(
+                "%s model: %d of %d videos",
+                model.capitalize(),
+                number + 1,
+                len(self.prompts),
+            )
 
         section = self.config.evaluation
-        # The seed is that of a run's own evaluation, so that a reward that draws draws alike for both models.
+        # The seed is that of a run's own evaluation, so that a reward that draws draws
+        # alike for both models.
         seed = (section.seed, -1)
-        scoring = VideoScoring(decoder=generator.decoder, reward=reward, on_failure="stop", seed=seed)
-        return evaluate(generator.sampler(), scoring, generator.prompts, section, on_video=write)
+        scoring = VideoScoring(
+            decoder=generator.decoder, reward=reward, on_failure="stop", seed=seed
+        )
+        return evaluate(
+            generator.sampler(), scoring, generator.prompts, section, on_video=write
+        )
 
     def _settings(self, model: Literal["base", "trained"]) -> dict[str, Any]:
         """Settings that decide the scores of a model, as JSON values."""
-        weights = initial_weights(self.config.model) if model == "base" else weights_digest(self.trained)
+        weights = (
+            initial_weights(self.config.model)
+            if model == "base"
+            else weights_digest(self.trained)
+        )
         settings = sampling_settings(self.config, "ode", weights) | {
             "noises": self.config.evaluation.noises,
-            "reward": {key: getattr(self.config.reward, key) for key in ("rewards", "options", "weights")},
+            "reward": {
+                key: getattr(self.config.reward, key)
+                for key in ("rewards", "options", "weights")
+            },
             "prompts": prompts_digest([], self.prompts),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all
 
 
 def spread_over_ranks(differences: Sequence[float], count: int) -> list[int]:
-    """Positions of `count` values, evenly from the largest to the smallest, so that losses show as well as gains.
+    """Positions of `count` values, evenly from the largest to the smallest, so that
+    losses show as well as gains.
 
     Example: `spread_over_ranks([0.0, 3.0, 1.0], 2)` is `[1, 0]`.
     """
     order = sorted(range(len(differences)), key=lambda i: -differences[i])
     count = min(count, len(order))
-    return [order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)]
+    return [
+        order[round(k * (len(order) - 1) / max(1, count - 1))] for k in range(count)
+    ]
 
 
-# ------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------
+# files
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write the numbers, the page and the contact sheet. OSError when the folder cannot be written."""
+    """Write the numbers, the page and the contact sheet. OSError when the folder cannot
+    be written.
+    """
     write_text(folder / "evaluation.json", json.dumps(to_json(report), indent=1) + "\n")
     write_text(folder / "evaluation.html", to_html(report))
     if report.videos:
         cells = [
             media.Cell(
                 caption=report.base.prompts[i],
-                videos=[video_files.read_video(folder / model / name) for model in ("base", "trained")],
+                videos=[
+                    video_files.read_video(folder / model / name)
+                    for model in ("base", "trained")
+                ],
             )
             for i, name in report.videos.items()
         ]
-        media.contact_sheet(folder / "contact_sheet.png", cells, title="same prompt, same noise: base above trained")
+        media.contact_sheet(
+            folder / "contact_sheet.png",
+            cells,
+            title="same prompt, same noise: base above trained",
+        )
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -260,8 +332,12 @@ def headline(report: Report) -> str:
         doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
     elif not test.significant:
         doubt = ", which a difference of zero would explain too"
-    before, after = (to_error(value, test.stderr) for value in (test.before, test.after))
-    mean, low, high = (to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high))
+    before, after = (
+        to_error(value, test.stderr) for value in (test.before, test.after)
+    )
+    mean, low, high = (
+        to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high)
+    )
     return (
         f"{REWARD} {verb} from {before} to {after}: {mean}, 95 % interval {low} to "
         f"{high}{doubt}. The trained model scores higher on {test.wins:.0%} of "
@@ -287,12 +363,22 @@ def to_html(report: Report) -> str:
         rows=rows,
         notes=_notes(report),
         scales=[
-            (name, scale.here, scale.published, *(f"{scale.factor * mean:.4g}" for mean in (test.before, test.after)))
+            (
+                name,
+                scale.here,
+                scale.published,
+                *(f"{scale.factor * mean:.4g}" for mean in (test.before, test.after)),
+            )
             for name, test in report.scores.items()
             if (scale := report.scales.get(name)) is not None
         ],
         videos=[
-            (base.prompts[i], trained.reward[i] - base.reward[i], name, report.pictures.get(i))
+            (
+                base.prompts[i],
+                trained.reward[i] - base.reward[i],
+                name,
+                report.pictures.get(i),
+            )
             for i, name in report.videos.items()
         ],
         prompts=sorted(prompts, key=lambda row: row[2] - row[1]),
@@ -302,17 +388,27 @@ def to_html(report: Report) -> str:
 
 def _notes(report: Report) -> list[str]:
     terms = " + ".join(f"{weight:g} {name}" for name, weight in report.weights.items())
-    overall = f" {OVERALL} is the plain sum, whatever was trained on." if OVERALL in report.scores else ""
+    overall = (
+        f" {OVERALL} is the plain sum, whatever was trained on."
+        if OVERALL in report.scores
+        else ""
+    )
     lower = any(test.lower_is_better for test in report.scores.values())
     count = len(report.base.prompts)
     noises = report.base.noises
     videos = "one video" if noises == 1 else f"{noises} videos"
     marked = "differences are marked where the interval leaves out zero"
     if count < ENOUGH_PROMPTS:
-        marked = f"none is marked, because an interval of fewer than {ENOUGH_PROMPTS} prompts is not to be relied on"
+        marked = (
+            f"none is marked, because an interval of fewer than {ENOUGH_PROMPTS} "
+            "prompts is not to be relied on"
+        )
     return [
-        f"{count} prompts, {videos} each; both models start from the same noise. {REWARD} = {terms}.{overall} Other "
-        f"scores are measured only. Higher is better{', and lower where there is an arrow down' if lower else ''}.",
-        f"± is one standard error. 95 %: paired bootstrap over prompts, {report.resamples:,} resamples; {marked}. "
+        f"{count} prompts, {videos} each; both models start from the same noise. "
+        f"{REWARD} = {terms}.{overall} Other "
+        "scores are measured only. Higher is "
+        f"better{', and lower where there is an arrow down' if lower else ''}.",
+        "± is one standard error. 95 %: paired bootstrap over prompts, "
+        f"{report.resamples:,} resamples; {marked}. "
         "Win rate: prompts on which the trained model scores better.",
     ]

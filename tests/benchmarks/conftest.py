@@ -17,6 +17,8 @@ def session() -> MakeSession:
 
     def make(cells: dict[str, Any] | None = None, **options: Any) -> Session:
         result = {"environment": {}, "smoke": True, "cells": dict(cells or {})}
-        return Session(**{"device": torch.device("cpu"), "smoke": True, "result": result} | options)
+        return Session(
+            **{"device": torch.device("cpu"), "smoke": True, "result": result} | options
+        )
 
     return make

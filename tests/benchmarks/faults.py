@@ -1,6 +1,8 @@
-"""A supervised run in which everything goes wrong: `python -m tests.benchmarks.faults --output_file FILE`.
+"""A supervised run in which everything goes wrong: `python -m tests.benchmarks.faults
+--output_file FILE`.
 
-A sticky error of CUDA, a hang, and a crash each end a process; another one goes on with the
+A sticky error of CUDA, a hang, and a crash each end a process; another one goes on with
+the
 next cell. The second cell waits until it is killed where FILE.wait exists.
 """
 
@@ -31,7 +33,9 @@ def killed(session: Session) -> Record:
 
 
 def sticky(session: Session) -> Record:
-    """Fail as CUDA does: here, and whenever the device is asked for anything from now on."""
+    """Fail as CUDA does: here, and whenever the device is asked for anything from now
+    on.
+    """
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -52,11 +56,16 @@ def crash(session: Session) -> Record:
     raise AssertionError
 
 
-def suite_of(name: str, *work: Callable[[Session], Record], limit: float = 60.0) -> Suite:
+def suite_of(
+    name: str, *work: Callable[[Session], Record], limit: float = 60.0
+) -> Suite:
     """Cells named as what they do."""
 
     def cells(session: Session) -> list[Cell]:
-        return [Cell(suite=name, name=each.__name__, work=partial(each, session)) for each in work]
+        return [
+            Cell(suite=name, name=each.__name__, work=partial(each, session))
+            for each in work
+        ]
 
     return Suite(name=name, cells=lambda session: iter(cells(session)), limit=limit)
 

@@ -27,26 +27,82 @@ def environment(gpu: str | None = "NVIDIA H100 80GB HBM3") -> dict[str, Any]:
 
 
 def timed(
-    suite: str, step: str, shape: str, contender: str, median: float, *, needs: tuple[str, ...] = (), **more: Any
+    suite: str,
+    step: str,
+    shape: str,
+    contender: str,
+    median: float,
+    *,
+    needs: tuple[str, ...] = (),
+    **more: Any,
 ) -> dict[str, Any]:
-    row = {"step": step, "shape": shape, "contender": contender, "seconds": quantiles(median)} | more
+    row = {
+        "step": step,
+        "shape": shape,
+        "contender": contender,
+        "seconds": quantiles(median),
+    } | more
     return {"suite": suite, "needs": list(needs), "status": "done", "rows": [row]}
 
 
 def gpu_result() -> dict[str, Any]:
-    """A run on an H100 in which every suite has something, and one attention backend is wrong."""
+    """A run on an H100 in which every suite has something, and one attention backend is
+    wrong.
+    """
     cells: dict[str, Any] = {}
 
-    def add(suite: str, step: str, shape: str, who: str, median: float, *, passed: bool = True, **more: Any) -> None:
+    def add(
+        suite: str,
+        step: str,
+        shape: str,
+        who: str,
+        median: float,
+        *,
+        passed: bool = True,
+        **more: Any,
+    ) -> None:
         parity = f"{suite} parity {who}"
-        cells[parity] = {"suite": suite, "needs": [], "status": "done", "errors": {"out": 1e-3}, "passed": passed}
-        cells[name_of(suite, step, shape, who)] = timed(suite, step, shape, who, median, needs=(parity,), **more)
+        cells[parity] = {
+            "suite": suite,
+            "needs": [],
+            "status": "done",
+            "errors": {"out": 1e-3},
+            "passed": passed,
+        }
+        cells[name_of(suite, step, shape, who)] = timed(
+            suite, step, shape, who, median, needs=(parity,), **more
+        )
 
     add("ceilings", "copy", "", "device", 8e-4, bytes=2**31, rate=2700.0, unit="GB/s")
-    add("ceilings", "matmul", "", "device", 1.5e-3, flop=2 * 8192**3, rate=730.0, unit="TFLOP/s")
+    add(
+        "ceilings",
+        "matmul",
+        "",
+        "device",
+        1.5e-3,
+        flop=2 * 8192**3,
+        rate=730.0,
+        unit="TFLOP/s",
+    )
     for who, median in (("ours", 6e-5), ("eager", 4e-4), ("compiled", 1e-4)):
-        add("kernels", "adaln forward", "B", who, median, bytes=2**27, rate=2237.0, unit="GB/s", share=0.83)
-    work = {"flop": 200e12, "rate": 512.0, "unit": "TFLOP/s", "share": 0.64, "layers": 9}
+        add(
+            "kernels",
+            "adaln forward",
+            "B",
+            who,
+            median,
+            bytes=2**27,
+            rate=2237.0,
+            unit="GB/s",
+            share=0.83,
+        )
+    work = {
+        "flop": 200e12,
+        "rate": 512.0,
+        "unit": "TFLOP/s",
+        "share": 0.64,
+        "layers": 9,
+    }
     for step, who, median, gb in (
         ("forward", "P1", 0.75, 30.0),
         ("forward", "P2", 0.28, 22.0),
@@ -57,8 +113,21 @@ def gpu_result() -> dict[str, Any]:
         ("train", "ours", 1.5, 55.0),
         ("single_pass", "ours", 1.6, 56.0),
     ):
-        add("transformer", step, "B", who, median, peak_memory_gb=gb, attention="cudnn", **work)
-    cells["transformer train B P2c"] = {"suite": "transformer", "needs": [], "status": "skipped: 180 s"}
+        add(
+            "transformer",
+            step,
+            "B",
+            who,
+            median,
+            peak_memory_gb=gb,
+            attention="cudnn",
+            **work,
+        )
+    cells["transformer train B P2c"] = {
+        "suite": "transformer",
+        "needs": [],
+        "status": "skipped: 180 s",
+    }
     add("decode", "", "B", "ours", 8.0, tiled=True)
     add("decode", "", "B", "stock", 8.9)
     add("attention", "forward", "B", "wrong", 0.01, passed=False)
@@ -66,5 +135,14 @@ def gpu_result() -> dict[str, Any]:
     add("attention", "forward", "B", "cudnn", 0.017, flop=8.9e12, **work)
     add("attention", "backward", "B", "cudnn", 0.05, flop=22.3e12, **work)
     add("iteration", "2 videos of 2 steps, cold", "B", "ours", 80.0, videos=2)
-    add("iteration", "2 videos of 2 steps", "B", "ours", 64.0, videos=2, peak_memory_gb=41.0, planned_memory_gb=45.0)
+    add(
+        "iteration",
+        "2 videos of 2 steps",
+        "B",
+        "ours",
+        64.0,
+        videos=2,
+        peak_memory_gb=41.0,
+        planned_memory_gb=45.0,
+    )
     return {"environment": environment(), "smoke": False, "cells": cells}

@@ -5,7 +5,9 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
+from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
+    HunyuanVideo15AttnBlock,
+)
 
 from benchmarks import device, results
 from benchmarks.session import Session
@@ -19,32 +21,55 @@ MakeSession = Callable[..., Session]
 
 @pytest.fixture
 def contest() -> Contest:
-    decoder = VAEDecoder(decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0)
-    return Contest(decoder, decode.random_vae(decode.TINY, CPU, torch.float32), (4, 2, 2, 3))
+    decoder = VAEDecoder(
+        decode.random_vae(decode.TINY, CPU, torch.float32), memory_gib=1.0
+    )
+    return Contest(
+        decoder, decode.random_vae(decode.TINY, CPU, torch.float32), (4, 2, 2, 3)
+    )
 
 
-def test_stock_asks_its_own_mask_and_ours_never(contest: Contest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stock_asks_its_own_mask_and_ours_never(
+    contest: Contest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     masks = []
     own = HunyuanVideo15AttnBlock.prepare_causal_attention_mask
-    counted = staticmethod(lambda *arguments, **options: masks.append(1) or own(*arguments, **options))
-    monkeypatch.setattr(HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", counted)
-    assert contest.check() == {"errors": {"levels": 0.0}, "bounds": {"levels": 0}, "passed": True}
+    counted = staticmethod(
+        lambda *arguments, **options: masks.append(1) or own(*arguments, **options)
+    )
+    monkeypatch.setattr(
+        HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", counted
+    )
+    assert contest.check() == {
+        "errors": {"levels": 0.0},
+        "bounds": {"levels": 0},
+        "passed": True,
+    }
     assert len(masks) == len(contest.vae.decoder.mid_block.attentions)
     contest.ours()
     assert len(masks) == len(contest.vae.decoder.mid_block.attentions)
 
 
-def test_wrong_pixels_are_not_timed(session: MakeSession, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_pixels_are_not_timed(
+    session: MakeSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = decode.stock_decode
-    monkeypatch.setattr(decode, "stock_decode", lambda *arguments: right(*arguments) ^ 1)
+    monkeypatch.setattr(
+        decode, "stock_decode", lambda *arguments: right(*arguments) ^ 1
+    )
     monkeypatch.setattr(decode, "TINY_LATENT", (4, 1, 2, 2))
     found = session()
     found.run(device.SUITES["decode"])
-    assert found.cells["decode parity tiny"]["errors"] == {"levels": 1.0} and results.rows(found.result) == {}
+    assert (
+        found.cells["decode parity tiny"]["errors"] == {"levels": 1.0}
+        and results.rows(found.result) == {}
+    )
     assert not results.succeeded(found.result)
 
 
-def test_a_process_that_goes_on_behind_the_check_warms_up_first(contest: Contest, session: MakeSession) -> None:
+def test_a_process_that_goes_on_behind_the_check_warms_up_first(
+    contest: Contest, session: MakeSession
+) -> None:
     """Its first call would plan convolutions, and be half of what is published."""
     run = session()
     run.time = Mock(return_value={"median": 1.0})

@@ -1,4 +1,6 @@
-"""The guard holds here, and every one of its budgets sees a deliberate regression and is named."""
+"""The guard holds here, and every one of its budgets sees a deliberate regression and
+is named.
+"""
 
 import fnmatch
 import itertools
@@ -45,7 +47,10 @@ if f"torch=={torch.__version__.partition('+')[0]}" not in _PINNED:
 
 @pytest.mark.parametrize(
     "group",
-    [pytest.param(name, marks=pytest.mark.slow if name == "commands" else ()) for name in budgets.MEASUREMENTS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "commands" else ())
+        for name in budgets.MEASUREMENTS
+    ],
 )
 def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
     """A limit one per cent above what is counted would hide a small step back."""
@@ -54,10 +59,13 @@ def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
     assert guard.regressions(found) == ""
     for verdict in found:
         if verdict.measured and not verdict.budget.name.startswith(BANDED):
-            assert verdict.measured == pytest.approx(verdict.budget.limit, rel=0.01), verdict.budget.name
+            assert verdict.measured == pytest.approx(verdict.budget.limit, rel=0.01), (
+                verdict.budget.name
+            )
 
 
-# ------------------------------------------------------------------------------------------ deliberate regressions
+# ------------------------------------------------------------------------------------------
+# deliberate regressions
 
 Change = Callable[[Patch, Path], None]
 Method = tuple[type, str]
@@ -90,7 +98,9 @@ def copy_and_thin_product(block: Any, grad: Tensor | None = None, *args: Any) ->
 def something_kept(patch: Patch, folder: Path) -> None:
     forward = block_module._BlockFunction.forward
 
-    def keeping(ctx: Any, settings: Any, streams: Any, rotary: Any, x: Tensor, *tensors: Tensor) -> Any:
+    def keeping(
+        ctx: Any, settings: Any, streams: Any, rotary: Any, x: Tensor, *tensors: Tensor
+    ) -> Any:
         result = forward(ctx, settings, streams, rotary, x, *tensors)
         ctx.save_for_backward(*ctx.to_save, x.clone())
         return result
@@ -110,7 +120,9 @@ def additional_forward(gradient: Any, *args: Any) -> None:
 
 
 def collective(optimizers: OptimizerSet) -> None:
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=2
+    )
     torch.distributed.all_reduce(torch.zeros(1))
     torch.distributed.destroy_process_group()
 
@@ -120,7 +132,9 @@ def rewritten_kernels(**values: Any) -> Change:
 
     def apply(patch: Patch, folder: Path) -> None:
         content = json.loads(budgets.RECORDS.read_text("utf-8"))
-        content["builds"] = [row | values for row in content["builds"] if row["arch"] == 90]
+        content["builds"] = [
+            row | values for row in content["builds"] if row["arch"] == 90
+        ]
         (folder / "aot.json").write_text(json.dumps(content))
         patch.setattr(budgets, "RECORDS", folder / "aot.json")
 
@@ -142,7 +156,9 @@ enough = before + 6 * (process_time() - before)
 while process_time() < enough:
     pass
 """
-"""Five imports of torch longer, on a busy machine too: limits are in imports of torch, and a plan has two to spare."""
+"""Five imports of torch longer, on a busy machine too: limits are in imports of torch,
+and a plan has two to spare.
+"""
 
 
 def begins_with(lines: str) -> Change:
@@ -162,9 +178,18 @@ def begins_with(lines: str) -> Change:
 MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     "a copy and a thin product": (
         before(copy_and_thin_product, (_Block, "forward"), (_Block, "backward")),
-        ["block.forward_*bytes/*", "block.backward_*bytes/*", "block.*flops/*", "block.*launches/*", "forward.flops*"],
+        [
+            "block.forward_*bytes/*",
+            "block.backward_*bytes/*",
+            "block.*flops/*",
+            "block.*launches/*",
+            "forward.flops*",
+        ],
     ),
-    "a rotation twice": (before(_Block.rotate, (_Block, "rotate")), ["block.recomputed_bytes/*"]),
+    "a rotation twice": (
+        before(_Block.rotate, (_Block, "rotate")),
+        ["block.recomputed_bytes/*"],
+    ),
     "something kept": (something_kept, ["block.kept/*"]),
     "something kept too long": (
         before(outlives, (_Block, "feed_forward"), (_Block, "residual_backward")),
@@ -172,12 +197,15 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     ),
     "a mask that the host reads": (
         before(
-            lambda attention, q, *rest: q.new_ones(q.shape[1], q.shape[1]).sum().item(), (LocalAttention, "forward")
+            lambda attention, q, *rest: q.new_ones(q.shape[1], q.shape[1]).sum().item(),
+            (LocalAttention, "forward"),
         ),
         ["*.largest_tensor/*", "block.host_syncs/*", "forward.host_syncs/*"],
     ),
     "another model": (
-        lambda patch, folder: patch.setitem(traced.HUNYUAN_VIDEO_15, "num_refiner_layers", 1),
+        lambda patch, folder: patch.setitem(
+            traced.HUNYUAN_VIDEO_15, "num_refiner_layers", 1
+        ),
         ["forward.parameters"],
     ),
     "additional forwards": (
@@ -185,19 +213,35 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
         ["iteration.forwards/*", "iteration.forwards_elsewhere/*"],
     ),
     "a second update": (
-        before(lambda optimizers, rate: optimizers.optimizers[0].step(), (OptimizerSet, "step")),
+        before(
+            lambda optimizers, rate: optimizers.optimizers[0].step(),
+            (OptimizerSet, "step"),
+        ),
         ["iteration.optimizer_updates/*"],
     ),
     "a sync in every phase": (
-        before(lambda gradient, *args: next(gradient.policy.transformer.parameters()).sum().item(), *PHASES),
+        before(
+            lambda gradient, *args: (
+                next(gradient.policy.transformer.parameters()).sum().item()
+            ),
+            *PHASES,
+        ),
         ["loop.host_syncs/*"],
     ),
-    "a collective": (before(collective, (OptimizerSet, "clip_gradients")), ["loop.collectives/*"]),
+    "a collective": (
+        before(collective, (OptimizerSet, "clip_gradients")),
+        ["loop.collectives/*"],
+    ),
     "worse kernels": (
-        rewritten_kernels(registers=255, local=8, spills=2, loads={}, stores={}, kernel="another"),
+        rewritten_kernels(
+            registers=255, local=8, spills=2, loads={}, stores={}, kernel="another"
+        ),
         ["kernels.*"],
     ),
-    "operators for launchers": (operators_for_launchers, ["host.forward/*", "host.backward/*"]),
+    "operators for launchers": (
+        operators_for_launchers,
+        ["host.forward/*", "host.backward/*"],
+    ),
     "a slow import": (begins_with(SLOW_IMPORT), ["imports.*"]),
     "a slow command": (begins_with(SLOW_COMMAND), ["commands.*"]),
 }
@@ -205,18 +249,29 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
 
 
 def seen_by(patterns: list[str]) -> set[str]:
-    return {b.name for b in read_budgets() if any(fnmatch.fnmatchcase(b.name, pattern) for pattern in patterns)}
+    return {
+        b.name
+        for b in read_budgets()
+        if any(fnmatch.fnmatchcase(b.name, pattern) for pattern in patterns)
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.timeout(900) if "commands.*" in MUTATIONS[name][1] else ())
+        pytest.param(
+            name,
+            marks=pytest.mark.timeout(900)
+            if "commands.*" in MUTATIONS[name][1]
+            else (),
+        )
         for name in MUTATIONS
     ],
 )
-def test_a_deliberate_regression_is_seen_and_named(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
+def test_a_deliberate_regression_is_seen_and_named(
+    name: str, monkeypatch: Patch, tmp_path: Path
+) -> None:
     apply, patterns = MUTATIONS[name]
     expected = seen_by(patterns)
     groups = sorted({budget.split(".")[0] for budget in expected})
@@ -232,32 +287,49 @@ def test_every_budget_has_its_regression() -> None:
     every = {budget.name for budget in read_budgets()}
     seen = set().union(*(seen_by(patterns) for _, patterns in MUTATIONS.values()))
     assert every == seen
-    assert all(seen_by([pattern]) for _, patterns in MUTATIONS.values() for pattern in patterns)
+    assert all(
+        seen_by([pattern]) for _, patterns in MUTATIONS.values() for pattern in patterns
+    )
 
 
-# ------------------------------------------------------------------------------------------ the file and the command
+# ------------------------------------------------------------------------------------------
+# the file and the command
 
 
 def test_budgets_and_measurements_are_the_same() -> None:
     every = read_budgets()
     with pytest.raises(RuntimeError, match=re.escape("no limit for kernels.spills")):
-        judge([budget for budget in every if budget.name != "kernels.spills"], ["kernels"])
+        judge(
+            [budget for budget in every if budget.name != "kernels.spills"], ["kernels"]
+        )
     unmeasured = replace(every[0], name="kernels.colours")
-    (failed,) = [verdict for verdict in judge([*every, unmeasured], ["kernels"]) if not verdict.ok]
+    (failed,) = [
+        verdict
+        for verdict in judge([*every, unmeasured], ["kernels"])
+        if not verdict.ok
+    ]
     assert failed.budget is unmeasured and failed.measured is None
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(status: int, tmp_path: Path) -> None:
+def test_the_job_of_a_cluster_ends_with_the_status_of_the_guard(
+    status: int, tmp_path: Path
+) -> None:
     """Whatever those of the measurements are, whose files the guard reads."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$@"\n[ "$3" = guard ] && exit {status}\nexit 9\n')
+    python.write_text(
+        f'#!/bin/sh\necho "$@"\n[ "$3" = guard ] && exit {status}\nexit 9\n'
+    )
     python.chmod(0o755)
     job = budgets.BUDGETS.with_name("guard.sbatch")
     environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "OUTPUT": "out"}
-    done = subprocess.run(["bash", str(job)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["bash", str(job)], env=environment, capture_output=True, text=True, check=False
+    )
     device, kernels, last = done.stdout.splitlines()
-    assert done.returncode == status and last.startswith("-m benchmarks guard "), done.stderr
+    assert done.returncode == status and last.startswith("-m benchmarks guard "), (
+        done.stderr
+    )
     assert device.endswith("--output_file out/gpu.json") and kernels.endswith(
         "--benchmark-autosave --benchmark-compare"
     )
@@ -272,12 +344,19 @@ def gpu_limits() -> list[str]:
 def test_ratios_are_those_of_what_passed() -> None:
     found = results.ratios(gpu_result())
     assert found["transformer forward B / P2"] == pytest.approx(0.75)
-    # The single pass needs no rollout beside it; alone it stands beside the peers' training step.
+    # The single pass needs no rollout beside it; alone it stands beside the peers'
+    # training step.
     assert found["transformer single_pass B / P2"] == pytest.approx(1.6 / 2.4)
-    assert found["iteration 2 videos of 2 steps B seconds per video"] == pytest.approx(32.0)
+    assert found["iteration 2 videos of 2 steps B seconds per video"] == pytest.approx(
+        32.0
+    )
     assert found["iteration 2 videos of 2 steps B GB of memory"] == 41.0
-    assert found["iteration 2 videos of 2 steps B GB of memory / planned"] == pytest.approx(41.0 / 45.0)
-    assert not any("P2c" in name or "wrong" in name or name.endswith("/ ours") for name in found)
+    assert found[
+        "iteration 2 videos of 2 steps B GB of memory / planned"
+    ] == pytest.approx(41.0 / 45.0)
+    assert not any(
+        "P2c" in name or "wrong" in name or name.endswith("/ ours") for name in found
+    )
 
 
 @pytest.mark.parametrize("fault", ["none", "slow", "red", "absent"])
@@ -286,7 +365,10 @@ def test_a_timing_is_there_and_within_its_limit(
 ) -> None:
     """A figure that has doubled, has failed its parity or was not measured is named."""
     run, name = gpu_result(), "transformer forward B ours"
-    run["cells"] |= {f"kernels {op} B {who}": timed("kernels", op, "B", who, 1e-5) for op, who in KERNELS}
+    run["cells"] |= {
+        f"kernels {op} B {who}": timed("kernels", op, "B", who, 1e-5)
+        for op, who in KERNELS
+    }
     if fault == "slow":
         run["cells"][name]["rows"][0]["seconds"] = quantiles(0.42)
     elif fault == "red":
@@ -308,14 +390,21 @@ def test_a_timing_is_there_and_within_its_limit(
     [
         (json.dumps(gpu_result() | {"smoke": True}), " is not a full run"),
         ("{}", ' has no "environment" and "cells"'),
-        ('{"environment": {"gpu": null}, "cells": []}', ' has no "environment" and "cells"'),
+        (
+            '{"environment": {"gpu": null}, "cells": []}',
+            ' has no "environment" and "cells"',
+        ),
         ("[]", ' has no "environment" and "cells"'),
         ('{"cells"', " is not valid JSON"),
     ],
     ids=["smoke", "empty", "cells", "list", "damaged"],
 )
 def test_a_run_that_is_not_a_full_one_is_refused_before_anything_is_counted(
-    text: str, words: str, tmp_path: Path, monkeypatch: Patch, capsys: pytest.CaptureFixture[str]
+    text: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: Patch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(budgets, "judge", None)
     (tmp_path / "run.json").write_text(text)
@@ -327,7 +416,9 @@ def test_a_run_that_is_not_a_full_one_is_refused_before_anything_is_counted(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the timings are those of a CPU")
-@pytest.mark.parametrize(("slow", "runs", "ok"), [(0, 1, True), (1, 2, True), (3, 3, False)])
+@pytest.mark.parametrize(
+    ("slow", "runs", "ok"), [(0, 1, True), (1, 2, True), (3, 3, False)]
+)
 @pytest.mark.parametrize("step", ["forward", "train"])
 def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
     step: str, slow: int, runs: int, ok: bool, monkeypatch: Patch
@@ -345,18 +436,26 @@ def test_a_tenth_more_on_a_cpu_is_seen_and_measured_again(
             run["cells"][f"{name} P2"] = timed("cpu", name, "small", "P2", 1.0)
         for shape in cpu.UPDATES:
             over = {"two_phase": quantiles(0.75)}
-            run["cells"][shape] = timed("cpu", "single_pass", shape, "ours", 1.0, over=over)
-            run["cells"][f"{shape} two_phase"] = timed("cpu", "single_pass", shape, "two_phase", 1.0)
+            run["cells"][shape] = timed(
+                "cpu", "single_pass", shape, "ours", 1.0, over=over
+            )
+            run["cells"][f"{shape} two_phase"] = timed(
+                "cpu", "single_pass", shape, "two_phase", 1.0
+            )
         measured.append(run)
         return run
 
     monkeypatch.setattr(guard, "measure", measure)
     verdicts = guard.judge_timings(None)
     assert len(measured) == runs and all(verdict.ok for verdict in verdicts) == ok
-    assert ok or [v.budget.name for v in verdicts if not v.ok] == [f"cpu {step} small / P2"]
+    assert ok or [v.budget.name for v in verdicts if not v.ok] == [
+        f"cpu {step} small / P2"
+    ]
 
 
-def test_command_line(capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path) -> None:
+def test_command_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: Patch, tmp_path: Path
+) -> None:
     assert __main__.main(["guard", "--only", "kernels"]) == 0
     assert "All 12 budgets hold." in capsys.readouterr().out
     rewritten_kernels(spills=2)(monkeypatch, tmp_path)

@@ -1,4 +1,6 @@
-"""Checkpoints of one process: complete or not there, and written while training goes on."""
+"""Checkpoints of one process: complete or not there, and written while training goes
+on.
+"""
 
 import hashlib
 import json
@@ -30,7 +32,9 @@ from sage_fast.checkpoint import (
 )
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 
-WAYS = pytest.mark.parametrize("asynchronous", [False, True], ids=["foreground", "background"])
+WAYS = pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["foreground", "background"]
+)
 
 
 def contents(update: int = 1, rows: int = 3) -> CheckpointData:
@@ -74,17 +78,28 @@ def save(root: Path, *updates: int, **options: Any) -> None:
             saver.save(update, contents(update))
 
 
-# ------------------------------------------------------------------------------------------ what is written
+# ------------------------------------------------------------------------------------------
+# what is written
 
 
 @WAYS
-def test_all_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
-    """In order: every file with its last byte, the manifest of them, the folders, the name, and that the name lasts."""
+def test_all_is_on_disk_before_its_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """In order: every file with its last byte, the manifest of them, the folders, the
+    name, and that the name lasts.
+    """
     events: list[tuple[str, str, int]] = []
     fsync, replace = os.fsync, os.replace
 
     def synced(descriptor: int) -> None:
-        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+        events.append(
+            (
+                "sync",
+                os.readlink(f"/proc/self/fd/{descriptor}"),
+                os.fstat(descriptor).st_size,
+            )
+        )
         fsync(descriptor)
 
     def renamed(source: Any, target: Any, **options: Any) -> None:
@@ -93,16 +108,32 @@ def test_all_is_on_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
-    with CheckpointWriter(tmp_path / "checkpoints", keep_last=2, asynchronous=asynchronous) as saver:
+    with CheckpointWriter(
+        tmp_path / "checkpoints", keep_last=2, asynchronous=asynchronous
+    ) as saver:
         folder = saver.save(1, contents(), add_adapter)
     named = events.index(("rename", str(folder), 0))
-    before = [(re.sub(r".*\.partial/?", "", path), size) for kind, path, size in events[:named] if kind == "sync"]
-    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    folders = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()}
+    before = [
+        (re.sub(r".*\.partial/?", "", path), size)
+        for kind, path, size in events[:named]
+        if kind == "sync"
+    ]
+    files = {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+    folders = {
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_dir()
+    }
     assert len(files) > 3 and len(folders) == 2 and files.items() <= set(before)
     order = [path for path, _ in before]
     manifest = order.index(MANIFEST)
-    assert {*order[:manifest]} >= files.keys() - {MANIFEST} and {*order[manifest + 1 :]} == folders | {""}
+    assert {*order[:manifest]} >= files.keys() - {MANIFEST} and {
+        *order[manifest + 1 :]
+    } == folders | {""}
     assert events[named + 1][:2] == ("sync", str(folder.parent))
 
 
@@ -113,7 +144,9 @@ def add_adapter(partial: Path) -> None:
 
 @WAYS
 def test_training_goes_on_in_place(tmp_path: Path, asynchronous: bool) -> None:
-    """The tensors change as soon as `save` returns; the copies of one save are reused by the next."""
+    """The tensors change as soon as `save` returns; the copies of one save are reused
+    by the next.
+    """
     with CheckpointWriter(tmp_path, keep_last=3, asynchronous=asynchronous) as saver:
         for update, rows in ((1, 3), (2, 3), (3, 4)):
             data = contents(update, rows)
@@ -127,12 +160,16 @@ def test_training_goes_on_in_place(tmp_path: Path, asynchronous: bool) -> None:
 
 
 @WAYS
-def test_a_tensor_may_change_its_type_between_two_saves(tmp_path: Path, asynchronous: bool) -> None:
+def test_a_tensor_may_change_its_type_between_two_saves(
+    tmp_path: Path, asynchronous: bool
+) -> None:
     first, second = contents(1), contents(2)
     name = "blocks.0.bias"
     second.tensors["weights"][name] = second.tensors["weights"][name].float() + 1e-3
     with CheckpointWriter(tmp_path, keep_last=2, asynchronous=asynchronous) as saver:
-        folders = [saver.save(update, data) for update, data in enumerate((first, second), 1)]
+        folders = [
+            saver.save(update, data) for update, data in enumerate((first, second), 1)
+        ]
     for folder, data in zip(folders, (first, second), strict=True):
         assert_holds(folder, data)
 
@@ -146,19 +183,28 @@ def test_tensors_are_read_in_place_and_shapes_without_reading(tmp_path: Path) ->
     assert checkpoint.tensors["weights"].meta["blocks.0.bias"].dtype == torch.bfloat16
     parameter, wide = nn.Parameter(torch.zeros(3, 5)), torch.zeros(4)
     address = parameter.data_ptr()
-    checkpoint.load_into({"weights": {"blocks.0.weight": parameter, "blocks.0.bias": wide}})
+    checkpoint.load_into(
+        {"weights": {"blocks.0.weight": parameter, "blocks.0.bias": wide}}
+    )
     assert parameter.data_ptr() == address and parameter.requires_grad
-    assert torch.equal(parameter, torch.full((3, 5), 5.0)) and torch.equal(wide, torch.full((4,), 5.0))
+    assert torch.equal(parameter, torch.full((3, 5), 5.0)) and torch.equal(
+        wide, torch.full((4,), 5.0)
+    )
 
 
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        ("weights", r"has weights 'blocks.0.weight' of shape \(3, 5\), this run's is \(4, 5\)"),
+        (
+            "weights",
+            r"has weights 'blocks.0.weight' of shape \(3, 5\), this run's is \(4, 5\)",
+        ),
         ("ema", "update-000005 has no tensor 'blocks.0.weight' in its group 'ema'"),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path, group: str, message: str) -> None:
+def test_what_does_not_fit_is_named_and_nothing_is_read(
+    tmp_path: Path, group: str, message: str
+) -> None:
     save(tmp_path, 5)
     fits, other = torch.zeros(4), torch.zeros(4, 5)
     with pytest.raises(CheckpointError, match=message):
@@ -170,15 +216,23 @@ def test_what_does_not_fit_is_named_and_nothing_is_read(tmp_path: Path, group: s
 
 def test_only_the_last_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 1, 2, 3, 4, keep_last=2, asynchronous=True)
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000003", "update-000004"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == [
+        "update-000003",
+        "update-000004",
+    ]
     # A damaged one that the run has passed over pushes nothing out.
     shutil.copytree(tmp_path / "update-000004", tmp_path / "update-000009")
     (tmp_path / "update-000009/manifest.json").unlink()
     save(tmp_path, 5, keep_last=2)
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000004", "update-000005", "update-000009"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == [
+        "update-000004",
+        "update-000005",
+        "update-000009",
+    ]
 
 
-# ------------------------------------------------------------------------------------------ what goes wrong
+# ------------------------------------------------------------------------------------------
+# what goes wrong
 
 
 def test_what_ends_the_run_is_not_hidden_by_a_checkpoint(
@@ -188,17 +242,29 @@ def test_what_ends_the_run_is_not_hidden_by_a_checkpoint(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(writer, "write_manifest", full)
-    for error, expected in ((ZeroDivisionError, ZeroDivisionError), (None, CheckpointError)):
-        with pytest.raises(expected), CheckpointWriter(tmp_path, keep_last=2, asynchronous=True) as saver:
+    for error, expected in (
+        (ZeroDivisionError, ZeroDivisionError),
+        (None, CheckpointError),
+    ):
+        with (
+            pytest.raises(expected),
+            CheckpointWriter(tmp_path, keep_last=2, asynchronous=True) as saver,
+        ):
             saver.save(1, contents())
             if error:
                 raise error
     assert "Could not write checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize(("asynchronous", "limit"), [(False, 100), (True, 1500), (False, 4000)])
-def test_a_full_disk_loses_nothing(tmp_path: Path, asynchronous: bool, limit: int) -> None:
-    """The size limit of the process stands in for a full disk: both fail in the middle of a write."""
+@pytest.mark.parametrize(
+    ("asynchronous", "limit"), [(False, 100), (True, 1500), (False, 4000)]
+)
+def test_a_full_disk_loses_nothing(
+    tmp_path: Path, asynchronous: bool, limit: int
+) -> None:
+    """The size limit of the process stands in for a full disk: both fail in the middle
+    of a write.
+    """
     saver = CheckpointWriter(tmp_path, keep_last=1, asynchronous=asynchronous)
     saver.save(1, contents(1))
     saver.wait()
@@ -210,7 +276,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, asynchronous: bool, limit: in
             saver.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re.search(r"update-000002: .* GB free\). Free space, .* --resume auto", str(error.value))
+    assert re.search(
+        r"update-000002: .* GB free\). Free space, .* --resume auto", str(error.value)
+    )
     assert [p.name for p in tmp_path.iterdir()] == ["update-000001"]
     assert_holds(tmp_path / "update-000001", contents(1))
     saver.save(2, contents(2))
@@ -221,7 +289,9 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, asynchronous: bool, limit: in
 def test_an_earlier_attempt_that_has_not_ended_yet_publishes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its folder is removed, also while it writes there. Nothing has a name before it is complete."""
+    """Its folder is removed, also while it writes there. Nothing has a name before it
+    is complete.
+    """
     complete, publish = threading.Event(), CheckpointWriter._publish
 
     def waiting(self: CheckpointWriter, *arguments: Any) -> None:
@@ -245,23 +315,39 @@ def test_an_earlier_attempt_that_has_not_ended_yet_publishes_nothing(
     assert [p.name for p in tmp_path.iterdir()] == ["update-000001"]
 
 
-# ------------------------------------------------------------------------------------------ which one to trust
+# ------------------------------------------------------------------------------------------
+# which one to trust
 
 
 def test_what_resume_means(tmp_path: Path) -> None:
     assert find_checkpoint("auto", tmp_path / "nowhere") is None
     save(tmp_path, 1, 2)
     assert find_checkpoint("none", tmp_path) is None
-    for resume, name in (("auto", "update-000002"), (str(tmp_path / "update-000001"), "update-000001")):
+    for resume, name in (
+        ("auto", "update-000002"),
+        (str(tmp_path / "update-000001"), "update-000001"),
+    ):
         assert find_checkpoint(resume, tmp_path).folder.name == name  # type: ignore[union-attr]
-    with pytest.raises(CheckpointError, match="no checkpoint folder .*update-000009.*Give a folder such as"):
+    with pytest.raises(
+        CheckpointError,
+        match="no checkpoint folder .*update-000009.*Give a folder such as",
+    ):
         find_checkpoint(str(tmp_path / "update-000009"), tmp_path)
 
 
-@pytest.mark.parametrize("file", ["shards/__0_0.distcp", "shards/.metadata", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 40), Path.unlink], ids=["cut off", "missing"])
+@pytest.mark.parametrize(
+    "file", ["shards/__0_0.distcp", "shards/.metadata", "state.json", "manifest.json"]
+)
+@pytest.mark.parametrize(
+    "damage",
+    [lambda path: os.truncate(path, 40), Path.unlink],
+    ids=["cut off", "missing"],
+)
 def test_a_damaged_one_is_skipped_with_a_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file: str, damage: Callable[[Path], None]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    file: str,
+    damage: Callable[[Path], None],
 ) -> None:
     save(tmp_path, 1, 2)
     damage(tmp_path / "update-000002" / file)
@@ -269,11 +355,16 @@ def test_a_damaged_one_is_skipped_with_a_warning(
         open_checkpoint(tmp_path / "update-000002")
     found = newest_checkpoint(tmp_path)
     assert found is not None and found.folder.name == "update-000001"
-    assert "Skipping a damaged checkpoint" in caplog.text and "update-000002" in caplog.text
+    assert (
+        "Skipping a damaged checkpoint" in caplog.text
+        and "update-000002" in caplog.text
+    )
 
 
 def test_one_of_another_format_says_who_wrote_it(tmp_path: Path) -> None:
-    """It is whole, so a run that would go on from an older one, or from the start, would throw it away."""
+    """It is whole, so a run that would go on from an older one, or from the start,
+    would throw it away.
+    """
     save(tmp_path, 1)
     old = shutil.copytree(tmp_path / "update-000001", tmp_path / "update-000002")
     manifest = {"format_version": 3, "sage_fast": "9.1", "update": 2, "files": {}}
@@ -281,7 +372,8 @@ def test_one_of_another_format_says_who_wrote_it(tmp_path: Path) -> None:
     (old / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest}))
     for resume in ("auto", str(old)):
         with pytest.raises(
-            CheckpointError, match=r"checkpoint format 3 of SAGE-Fast 9\.1; .* Finish that run"
+            CheckpointError,
+            match=r"checkpoint format 3 of SAGE-Fast 9\.1; .* Finish that run",
         ) as error:
             find_checkpoint(resume, tmp_path)
         assert not isinstance(error.value, DamagedCheckpointError)

@@ -1,4 +1,6 @@
-"""Every altered bit of a checkpoint is found, and distinguished from a checkpoint that cannot be read."""
+"""Every altered bit of a checkpoint is found, and distinguished from a checkpoint that
+cannot be read.
+"""
 
 import errno
 import hashlib
@@ -29,13 +31,17 @@ from tests.checkpoint.test_checkpoint import save
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
-    """A checkpoint with an adapter, one file of which is written after `save` has returned."""
+    """A checkpoint with an adapter, one file of which is written after `save` has
+    returned.
+    """
 
     def adapter(folder: Path) -> Callable[[], object]:
         save_file({"a": torch.ones(1)}, folder / "adapter.safetensors")
         return lambda: (folder / "README.md").write_text("written later")
 
-    data = CheckpointData(tensors={"weights": {"w": torch.ones(2)}}, state={"update": 1})
+    data = CheckpointData(
+        tensors={"weights": {"w": torch.ones(2)}}, state={"update": 1}
+    )
     with CheckpointWriter(tmp_path, keep_last=1) as writer:
         return writer.save(1, data, extra=adapter)
 
@@ -64,7 +70,13 @@ GOOD = {"state.json": ENTRY, "shards/.metadata": ENTRY}
 
 @pytest.mark.parametrize(
     "files",
-    [{}, {"state.json": ENTRY}, GOOD | {"../../secret": ENTRY}, GOOD | {"/etc/passwd": ENTRY}, GOOD | {"a\0b": ENTRY}],
+    [
+        {},
+        {"state.json": ENTRY},
+        GOOD | {"../../secret": ENTRY},
+        GOOD | {"/etc/passwd": ENTRY},
+        GOOD | {"a\0b": ENTRY},
+    ],
     ids=str,
 )
 def test_a_made_up_manifest_is_damage(tiny: Path, files: Any) -> None:
@@ -82,13 +94,17 @@ def make_up(folder: Path, files: Any) -> None:
 
 
 def test_the_size_of_a_file_counts_beside_its_sum(tiny: Path) -> None:
-    """Of a file that another machine wrote and this one sees in part, nothing becomes a checkpoint."""
+    """Of a file that another machine wrote and this one sees in part, nothing becomes a
+    checkpoint.
+    """
     files = json.loads((tiny / "manifest.json").read_bytes())["files"]
     files["state.json"]["bytes"] += 1
     with pytest.raises(OSError, match="state.json is not what its writer has left"):
         write_manifest(tiny, 1, files)
     make_up(tiny, files)
-    with pytest.raises(DamagedCheckpointError, match="state.json is missing, truncated or altered"):
+    with pytest.raises(
+        DamagedCheckpointError, match="state.json is missing, truncated or altered"
+    ):
         verify_checkpoint(tiny)
 
 
@@ -99,11 +115,14 @@ def test_other_text_is_damage(tiny: Path, text: str) -> None:
         verify_checkpoint(tiny)
 
 
-# ------------------------------------------------------------------------------------------ unreadable
+# ------------------------------------------------------------------------------------------
+# unreadable
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
-    """Let the system refuse to open or list a path, as it does to others than root or when a server is gone."""
+    """Let the system refuse to open or list a path, as it does to others than root or
+    when a server is gone.
+    """
 
     def refusing(call: Any) -> Any:
         def wrapped(target: Any, *arguments: Any, **options: Any) -> Any:
@@ -130,7 +149,8 @@ def test_a_newest_checkpoint_that_cannot_be_read_stops_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, file: str
 ) -> None:
     save(tmp_path, 1, 2, 3)
-    refuse(monkeypatch, tmp_path / "update-000001/manifest.json", code)  # nobody asks for it
+    # nobody asks for it
+    refuse(monkeypatch, tmp_path / "update-000001/manifest.json", code)
     assert newest_checkpoint(tmp_path).folder.name == "update-000003"  # type: ignore[union-attr]
     path = tmp_path / "update-000003" / file
     refuse(monkeypatch, path, code)
@@ -139,7 +159,9 @@ def test_a_newest_checkpoint_that_cannot_be_read_stops_the_search(
     assert error.value.path == path and errno.errorcode[code] in error.value.reason
 
 
-def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1)
     refuse(monkeypatch, tmp_path, errno.EIO)
     for look in (list_checkpoints, newest_checkpoint):
@@ -147,19 +169,36 @@ def test_a_folder_that_cannot_be_listed_is_not_an_empty_one(tmp_path: Path, monk
             look(tmp_path)
 
 
-def test_what_one_rank_cannot_read_is_more_than_what_another_finds_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_one_rank_cannot_read_is_more_than_what_another_finds_damaged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Else all would pass over a checkpoint that may be whole."""
-    of_ranks = [DamagedCheckpointError("altered"), UnreadableCheckpointError(Path("a"), "ESTALE")]
+    of_ranks = [
+        DamagedCheckpointError("altered"),
+        UnreadableCheckpointError(Path("a"), "ESTALE"),
+    ]
     for failures in (of_ranks, of_ranks[::-1]):
-        monkeypatch.setattr(World, "gather", lambda self, value, failures=failures: failures)
+        monkeypatch.setattr(
+            World, "gather", lambda self, value, failures=failures: failures
+        )
         with pytest.raises(UnreadableCheckpointError):
             agree(World(), lambda: None)
 
 
 def test_only_names_of_checkpoints_count(tmp_path: Path) -> None:
-    for name in ("update-000002", "update-1000000", "update-999999", "update-000003-copy", "abandoned-update-000004"):
+    for name in (
+        "update-000002",
+        "update-1000000",
+        "update-999999",
+        "update-000003-copy",
+        "abandoned-update-000004",
+    ):
         (tmp_path / name).mkdir()
-    assert [p.name for p in list_checkpoints(tmp_path)] == ["update-000002", "update-999999", "update-1000000"]
+    assert [p.name for p in list_checkpoints(tmp_path)] == [
+        "update-000002",
+        "update-999999",
+        "update-1000000",
+    ]
 
 
 def test_every_file_has_the_permissions_that_the_umask_allows(tiny: Path) -> None:

@@ -34,7 +34,9 @@ def replace_metadata(folder: Path, data: bytes) -> None:
     """Put other bytes into `.metadata`, with a manifest that agrees."""
     (folder / "shards/.metadata").write_bytes(data)
     (folder / "manifest.json").unlink()
-    write_manifest(folder, 2, describe_files((p for p in folder.rglob("*") if p.is_file()), folder))
+    write_manifest(
+        folder, 2, describe_files((p for p in folder.rglob("*") if p.is_file()), folder)
+    )
 
 
 @pytest.mark.parametrize("resume", ["auto", "path"])
@@ -45,7 +47,9 @@ def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
     metadata = pickle.loads((folder / "shards/.metadata").read_bytes())
     metadata.planner_data = Prepared(evidence)
     replace_metadata(folder, pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"calls for posix.mkdir, .* Nothing in it was run") as error:
+    with pytest.raises(
+        CheckpointError, match=r"calls for posix.mkdir, .* Nothing in it was run"
+    ) as error:
         find_checkpoint("auto" if resume == "auto" else str(folder), root)
     # A damaged one would be passed over, and the run go on from an older one.
     assert not evidence.exists() and not isinstance(error.value, DamagedCheckpointError)
@@ -71,9 +75,19 @@ def has_no_storage(metadata: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [leads_elsewhere, holds_an_object, is_too_large, has_no_storage, b"", b"cposix\nsystem\n(S'false'\ntR."]
+    "change",
+    [
+        leads_elsewhere,
+        holds_an_object,
+        is_too_large,
+        has_no_storage,
+        b"",
+        b"cposix\nsystem\n(S'false'\ntR.",
+    ],
 )
-def test_metadata_that_no_checkpoint_has_is_refused(tmp_path: Path, change: Callable[[Any], None] | bytes) -> None:
+def test_metadata_that_no_checkpoint_has_is_refused(
+    tmp_path: Path, change: Callable[[Any], None] | bytes
+) -> None:
     """Descriptions that were changed, and other pickles in their place."""
     save(tmp_path, 1)
     folder = tmp_path / "update-000001"
@@ -81,17 +95,25 @@ def test_metadata_that_no_checkpoint_has_is_refused(tmp_path: Path, change: Call
     if callable(change):
         change(metadata)
     replace_metadata(folder, pickle.dumps(metadata) if callable(change) else change)
-    with pytest.raises(CheckpointError, match="does not describe a checkpoint's tensors"):
+    with pytest.raises(
+        CheckpointError, match="does not describe a checkpoint's tensors"
+    ):
         open_checkpoint(folder)
 
 
 def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
     """torch reads every tensor of a shard with weights_only."""
     save(tmp_path, 1)
-    checkpoint, evidence = open_checkpoint(tmp_path / "update-000001"), tmp_path / "evidence"
+    checkpoint, evidence = (
+        open_checkpoint(tmp_path / "update-000001"),
+        tmp_path / "evidence",
+    )
     torch.save(Prepared(evidence), tmp_path / "update-000001/shards/__0_0.distcp")
     for place in checkpoint._shards._metadata.storage_data.values():
-        place.offset, place.length = 0, (tmp_path / "update-000001/shards/__0_0.distcp").stat().st_size
+        place.offset, place.length = (
+            0,
+            (tmp_path / "update-000001/shards/__0_0.distcp").stat().st_size,
+        )
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.read("weights", "blocks.0.weight")
     assert not evidence.exists()
@@ -107,7 +129,15 @@ def test_no_module_reads_a_file_in_a_way_that_runs_code() -> None:
             name = ast.unparse(call.func)
             options = {k.arg: ast.unparse(k.value) for k in call.keywords}
             unsafe = (
-                name in {"pickle.load", "pickle.loads", "eval", "exec", "torch.hub.load", "joblib.load"}
+                name
+                in {
+                    "pickle.load",
+                    "pickle.loads",
+                    "eval",
+                    "exec",
+                    "torch.hub.load",
+                    "joblib.load",
+                }
                 or (name == "yaml.load" and options.get("Loader") != "_Loader")
                 or (name == "torch.load" and options.get("weights_only") != "True")
                 or options.get("allow_pickle", "False") != "False"

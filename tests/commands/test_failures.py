@@ -1,4 +1,6 @@
-"""Faults that a run survives: each ends in one clear message and an intact output directory."""
+"""Faults that a run survives: each ends in one clear message and an intact output
+directory.
+"""
 
 import json
 import multiprocessing
@@ -19,7 +21,12 @@ from torch import Tensor
 from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
 from sage_fast.commands.cli import main
-from sage_fast.config.errors import CheckpointError, ConfigError, RewardError, TrainingError
+from sage_fast.config.errors import (
+    CheckpointError,
+    ConfigError,
+    RewardError,
+    TrainingError,
+)
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
@@ -33,7 +40,8 @@ MakeRun = Callable[..., RunConfig]
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
-# ------------------------------------------------------------------------------------------ rewards
+# ------------------------------------------------------------------------------------------
+# rewards
 
 
 class FaultyReward:
@@ -68,21 +76,29 @@ def faulty(tiny_run: MakeRun, tmp_path: Path, fault: str, on_failure: str) -> Ru
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"), [("raise", "ConnectionError: the scoring server is gone"), ("nan", "brightness = nan")]
+    ("fault", "expected"),
+    [
+        ("raise", "ConnectionError: the scoring server is gone"),
+        ("nan", "brightness = nan"),
+    ],
 )
 def test_a_failed_reward_stops_the_run_and_names_the_prompt(
     tiny_run: MakeRun, tmp_path: Path, fault: str, expected: str
 ) -> None:
     run = Run(faulty(tiny_run, tmp_path, fault, "stop"))
     before = {n: p.detach().clone() for n, p in run.trainer.parameters.items()}
-    with pytest.raises(RewardError, match=r"'a red circle moving left'\), sample 0") as error:
+    with pytest.raises(
+        RewardError, match=r"'a red circle moving left'\), sample 0"
+    ) as error:
         run.train()
     assert expected in str(error.value)
     assert all(torch.equal(before[n], p) for n, p in run.trainer.parameters.items())
     assert not list_checkpoints(run.checkpoints)
 
 
-def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_dropped_group_takes_no_part_in_the_gradient(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     """The gradient is that of a run on the other prompt alone."""
     both = build_trainer(faulty(tiny_run, tmp_path, "nan", "drop_group"))
     alone = tmp_path / "one.csv"
@@ -92,7 +108,9 @@ def test_a_dropped_group_takes_no_part_in_the_gradient(tiny_run: MakeRun, tmp_pa
     config.rollout.batch_size = config.rollout.micro_batch_size = 2
     record = both.iterate()
     assert record["reward/dropped_groups"] == 1
-    assert record["grad_norm"] == pytest.approx(build_trainer(config).iterate()["grad_norm"], rel=1e-4)
+    assert record["grad_norm"] == pytest.approx(
+        build_trainer(config).iterate()["grad_norm"], rel=1e-4
+    )
 
 
 def test_every_group_dropped_is_an_error(tiny_run: MakeRun, tmp_path: Path) -> None:
@@ -116,11 +134,17 @@ def test_a_reward_that_fails_in_the_evaluation_does_not_cost_the_update(
     monkeypatch.setattr(run.evaluation, "run", failing)
     with pytest.raises(RewardError, match="server is gone"):
         run.train()
-    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [0, 1, 2]
+    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [
+        0,
+        1,
+        2,
+    ]
     assert list_checkpoints(run.checkpoints)[-1].name == "update-000002"
 
 
-def test_scores_that_come_and_go_are_refused(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_that_come_and_go_are_refused(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build_trainer(tiny_run("--rollout.micro_batch_size=2"))
     score = trainer.reward.score
     calls: list[int] = []
@@ -128,14 +152,19 @@ def test_scores_that_come_and_go_are_refused(tiny_run: MakeRun, monkeypatch: pyt
     def fickle(videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
         calls.append(1)
         scores = score(videos, samples)
-        return scores if len(calls) > 1 else {k: v for k, v in scores.items() if k != "manifold_distance"}
+        return (
+            scores
+            if len(calls) > 1
+            else {k: v for k, v in scores.items() if k != "manifold_distance"}
+        )
 
     monkeypatch.setattr(trainer.reward, "score", fickle)
     with pytest.raises(RewardError, match="every video needs the same"):
         trainer.iterate()
 
 
-# ------------------------------------------------------------------------------------------ numbers, memory
+# ------------------------------------------------------------------------------------------
+# numbers, memory
 
 
 def test_a_nan_loss_keeps_the_last_checkpoint_and_names_the_prompt(
@@ -146,24 +175,45 @@ def test_a_nan_loss_keeps_the_last_checkpoint_and_names_the_prompt(
 
     def poisoned(self: GuidedPolicy, *rest: object, **options: object) -> Tensor:
         v = velocity(self, *rest, **options)
-        return v * float("nan") if torch.is_grad_enabled() and run.trainer.update == 2 else v
+        return (
+            v * float("nan")
+            if torch.is_grad_enabled() and run.trainer.update == 2
+            else v
+        )
 
     monkeypatch.setattr(GuidedPolicy, "velocity", poisoned)
-    with pytest.raises(TrainingError, match=r"Update 3: the loss of prompt \d+ \('a .*not finite"):
+    with pytest.raises(
+        TrainingError, match=r"Update 3: the loss of prompt \d+ \('a .*not finite"
+    ):
         run.train()
     newest = list_checkpoints(run.checkpoints)[-1]
     verify_checkpoint(newest)
     assert newest.name == "update-000002"
-    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [1, 2]
+    assert [r["update"] for r in read_metrics(run.directory / "metrics.jsonl")] == [
+        1,
+        2,
+    ]
     monkeypatch.undo()
-    assert Run(tiny_run("--training.num_updates=4", "--evaluation.every=0", "--resume=auto")).train().update == 4
+    assert (
+        Run(
+            tiny_run(
+                "--training.num_updates=4", "--evaluation.every=0", "--resume=auto"
+            )
+        )
+        .train()
+        .update
+        == 4
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
         (["train"], ["rollout.micro_batch_size", "--resume auto"]),
-        (["generate", "--checkpoint=none", "--output_dir=v"], ["evaluation.batch_size", "The same command continues"]),
+        (
+            ["generate", "--checkpoint=none", "--output_dir=v"],
+            ["evaluation.batch_size", "The same command continues"],
+        ),
     ],
     ids=["train", "generate"],
 )
@@ -172,7 +222,9 @@ def test_out_of_memory_says_what_to_lower_and_how_to_go_on(
     words: list[str], advice: list[str],
 ) -> None:  # fmt: skip
     def exhausted(*_: object) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB.\nlong advice"
+        )
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(GuidedPolicy, "velocity", exhausted)
@@ -182,7 +234,8 @@ def test_out_of_memory_says_what_to_lower_and_how_to_go_on(
     assert all(part in errors for part in advice) and "Traceback" not in errors
 
 
-# ------------------------------------------------------------------------------------------ directories, disks
+# ------------------------------------------------------------------------------------------
+# directories, disks
 
 
 def test_a_second_writer_is_refused_by_name(
@@ -191,11 +244,16 @@ def test_a_second_writer_is_refused_by_name(
     with Lease(Path(tiny_run().output_dir)):
         assert main(["train", str(config_file)]) == 1
     errors = capsys.readouterr().err
-    assert "is being written by another run: process" in errors and "Traceback" not in errors
+    assert (
+        "is being written by another run: process" in errors
+        and "Traceback" not in errors
+    )
 
 
 def test_a_full_disk_during_a_checkpoint_loses_nothing(tiny_run: MakeRun) -> None:
-    """The size limit of the process stands in for a full disk: both fail in the middle of a write."""
+    """The size limit of the process stands in for a full disk: both fail in the middle
+    of a write.
+    """
     run = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0"))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     iterate = run.trainer.iterate
@@ -203,28 +261,38 @@ def test_a_full_disk_during_a_checkpoint_loses_nothing(tiny_run: MakeRun) -> Non
     def limited() -> dict[str, float]:
         if run.trainer.update == 2:
             deadline = time.monotonic() + 20
-            while not (run.checkpoints / "update-000002").exists() and time.monotonic() < deadline:
+            while (
+                not (run.checkpoints / "update-000002").exists()
+                and time.monotonic() < deadline
+            ):
                 time.sleep(0.01)  # it is being written while training goes on
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
         return iterate()
 
     run.trainer.iterate = limited  # type: ignore[method-assign]
     try:
-        with pytest.raises((CheckpointError, OSError), match=r"update-000003.*--resume auto"):
+        with pytest.raises(
+            (CheckpointError, OSError), match=r"update-000003.*--resume auto"
+        ):
             run.train()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     for checkpoint in list_checkpoints(run.checkpoints):
         verify_checkpoint(checkpoint)
     assert not list(run.checkpoints.glob(".*partial"))
-    resumed = Run(tiny_run("--training.num_updates=3", "--evaluation.every=0", "--resume=auto")).train()
+    resumed = Run(
+        tiny_run("--training.num_updates=3", "--evaluation.every=0", "--resume=auto")
+    ).train()
     assert resumed.update == 3
 
 
-# ------------------------------------------------------------------------------------------ checkpoints
+# ------------------------------------------------------------------------------------------
+# checkpoints
 
 
-def test_a_damaged_checkpoint_is_named(finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_named(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = shutil.copytree(finished_run, tmp_path / "run")
     newest = list_checkpoints(run / "checkpoints")[-1]
     (shard,) = (newest / "shards").glob("*.distcp")
@@ -235,7 +303,9 @@ def test_a_damaged_checkpoint_is_named(finished_run: Path, tmp_path: Path, capsy
     assert f"{shard.name} is missing, truncated or altered" in capsys.readouterr().err
 
 
-def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_prompts_that_changed_since_the_checkpoint(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     prompts = tmp_path / "mine.txt"
     prompts.write_text("a red circle moving left\na blue square moving up\n")
     given = (f"--evaluation.prompts={prompts}", "--evaluation.num_prompts=2")
@@ -245,32 +315,51 @@ def test_prompts_that_changed_since_the_checkpoint(tiny_run: MakeRun, tmp_path: 
         Run(tiny_run(*given, "--resume=auto"))
 
 
-def test_a_checkpoint_of_another_model(finished_run: Path, tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model(
+    finished_run: Path, tiny_run: MakeRun, tmp_path: Path
+) -> None:
     """Its configuration claims to be that of the run."""
-    other = shutil.copytree(list_checkpoints(finished_run / "checkpoints")[-1], tmp_path / "other")
+    other = shutil.copytree(
+        list_checkpoints(finished_run / "checkpoints")[-1], tmp_path / "other"
+    )
     state = json.loads((other / "state.json").read_text())
-    config = tiny_run("--lora.rank=4", f"--output_dir={tmp_path / 'second'}", f"--resume={other}")
+    config = tiny_run(
+        "--lora.rank=4", f"--output_dir={tmp_path / 'second'}", f"--resume={other}"
+    )
     state["config"]["lora"]["rank"] = 4
     (other / "state.json").write_text(json.dumps(state))
     (other / "manifest.json").unlink()
-    write_manifest(other, 2, describe_files((p for p in other.rglob("*") if p.is_file()), other))
+    write_manifest(
+        other, 2, describe_files((p for p in other.rglob("*") if p.is_file()), other)
+    )
     with pytest.raises(CheckpointError, match=r"does not fit this run: .*of shape"):
         Run(config)
     assert not (tmp_path / "second").exists()
 
 
-# ------------------------------------------------------------------------------------------ signals
+# ------------------------------------------------------------------------------------------
+# signals
 
 
-def test_a_run_whose_tee_dies_of_the_same_ctrl_c_is_saved(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_whose_tee_dies_of_the_same_ctrl_c_is_saved(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     """`train ... 2>&1 | tee log`, and a Ctrl-C, which reaches the whole group."""
-    config = tiny_run("--training.num_updates=10000", "--evaluation.every=0", "--checkpoint.every=10000")
+    config = tiny_run(
+        "--training.num_updates=10000",
+        "--evaluation.every=0",
+        "--checkpoint.every=10000",
+    )
     (tmp_path / "start.yaml").write_text(dump_config(config))
     log = tmp_path / "log"
     words = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "start.yaml")]
-    run = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0)
+    run = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+    )
     with log.open("wb") as file:
-        tee = subprocess.Popen(["cat"], stdin=run.stdout, stdout=file, process_group=run.pid)
+        tee = subprocess.Popen(
+            ["cat"], stdin=run.stdout, stdout=file, process_group=run.pid
+        )
     assert run.stdout is not None
     run.stdout.close()
     while "update 2/" not in log.read_text():
@@ -280,9 +369,10 @@ def test_a_run_whose_tee_dies_of_the_same_ctrl_c_is_saved(tiny_run: MakeRun, tmp
     assert tee.wait(60) == -signal.SIGINT and run.wait(120) == 0
     status, _ = read_status(config.output_dir)
     assert status is not None and status.state == "stopped"
-    assert [int(path.name[-6:]) for path in list_checkpoints(Path(config.output_dir) / "checkpoints")] == [
-        status.update
-    ]
+    assert [
+        int(path.name[-6:])
+        for path in list_checkpoints(Path(config.output_dir) / "checkpoints")
+    ] == [status.update]
 
 
 def forks(videos: Tensor, prompts: Sequence[str]) -> list[float]:
@@ -300,4 +390,7 @@ def test_a_process_that_a_reward_forks_in_a_run_can_be_ended(tiny_run: MakeRun) 
     words = [f"--reward.rewards=['{__name__}:forks']", "--reward.weights={forks: 1.0}"]
     config = tiny_run(*words, "--evaluation.every=0", "--training.num_updates=1")
     Run(config).train()
-    assert read_metrics(Path(config.output_dir) / "metrics.jsonl")[-1]["reward/forks_mean"] == -signal.SIGTERM
+    assert (
+        read_metrics(Path(config.output_dir) / "metrics.jsonl")[-1]["reward/forks_mean"]
+        == -signal.SIGTERM
+    )

@@ -15,13 +15,17 @@ from sage_fast.tools.exporting import export
 
 
 @pytest.fixture
-def foreign_run(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def foreign_run(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A run whose configuration names a reward of a module that must not be imported."""
     (tmp_path / "downloaded_code.py").write_text("raise SystemExit('this has run')")
     monkeypatch.syspath_prepend(tmp_path)
     run = shutil.copytree(finished_run, tmp_path / "downloaded")
     file = run / "config.yaml"
-    text = file.read_text().replace("  rewards:\n  - toy\n", "  rewards:\n  - downloaded_code:score\n")
+    text = file.read_text().replace(
+        "  rewards:\n  - toy\n", "  rewards:\n  - downloaded_code:score\n"
+    )
     assert "downloaded_code" in text
     file.write_text(text)
     return run
@@ -31,10 +35,17 @@ def foreign_run(finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_code_that_a_run_directory_names_is_not_imported(
     command: str, foreign_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = [f"--output_dir={tmp_path / 'out'}"] if command in ("evaluate", "profile") else []
+    output = (
+        [f"--output_dir={tmp_path / 'out'}"]
+        if command in ("evaluate", "profile")
+        else []
+    )
     assert main([command, str(foreign_run), *output]) == 2
     errors = capsys.readouterr().err
-    assert "'downloaded_code:score' under reward.rewards" in errors and "--trust-config" in errors
+    assert (
+        "'downloaded_code:score' under reward.rewards" in errors
+        and "--trust-config" in errors
+    )
     assert "downloaded_code" not in sys.modules and not (tmp_path / "out").exists()
 
 
@@ -50,37 +61,76 @@ def test_trust_is_given_by_the_option_or_by_naming_the_code(
         ["--reward={rewards: ['downloaded_code:score']}"],
         [str(mine)],
     ):
-        assert main(["evaluate", str(foreign_run), f"--output_dir={tmp_path / 'out'}", *words]) == 2
+        assert (
+            main(
+                [
+                    "evaluate",
+                    str(foreign_run),
+                    f"--output_dir={tmp_path / 'out'}",
+                    *words,
+                ]
+            )
+            == 2
+        )
         assert "SystemExit: this has run" in capsys.readouterr().err, words
-    options, overrides = parse(["train", str(foreign_run), "--reward.rewards+=other:score"])
+    options, overrides = parse(
+        ["train", str(foreign_run), "--reward.rewards+=other:score"]
+    )
     with pytest.raises(ConfigError, match="names 'downloaded_code:score'"):
         load_run_config(options, overrides)
 
 
-def test_a_file_that_the_user_names_is_trusted_and_videos_need_no_reward(foreign_run: Path, tmp_path: Path) -> None:
+def test_a_file_that_the_user_names_is_trusted_and_videos_need_no_reward(
+    foreign_run: Path, tmp_path: Path
+) -> None:
     options, overrides = parse(["train", str(foreign_run / "config.yaml")])
-    assert load_run_config(options, overrides).reward.rewards == ["downloaded_code:score"]
+    assert load_run_config(options, overrides).reward.rewards == [
+        "downloaded_code:score"
+    ]
     prompts = tmp_path / "one.txt"
     prompts.write_text("a red circle moving left\n")
-    assert main(["generate", str(foreign_run), f"--output_dir={tmp_path / 'videos'}", f"--prompts={prompts}"]) == 0
+    assert (
+        main(
+            [
+                "generate",
+                str(foreign_run),
+                f"--output_dir={tmp_path / 'videos'}",
+                f"--prompts={prompts}",
+            ]
+        )
+        == 0
+    )
 
 
 def test_the_python_api_asks_for_trust_too(foreign_run: Path) -> None:
     with pytest.raises(ConfigError, match="downloaded_code:score"):
         open_run(foreign_run)
-    assert open_run(foreign_run, trust_config=True).config.reward.rewards == ["downloaded_code:score"]
+    assert open_run(foreign_run, trust_config=True).config.reward.rewards == [
+        "downloaded_code:score"
+    ]
 
 
-def test_a_model_family_needs_trust_for_every_command(foreign_run: Path, tmp_path: Path) -> None:
-    config = load_config(foreign_run / "config.yaml", ["--model.family=downloaded_code:load", "--reward.rewards=[toy]"])
+def test_a_model_family_needs_trust_for_every_command(
+    foreign_run: Path, tmp_path: Path
+) -> None:
+    config = load_config(
+        foreign_run / "config.yaml",
+        ["--model.family=downloaded_code:load", "--reward.rewards=[toy]"],
+    )
     with pytest.raises(ConfigError, match="'downloaded_code:load' under model.family"):
         check_trust(config, foreign_run, (), rewards=False)
     check_trust(config, foreign_run, {"downloaded_code:load"})
 
 
 def test_no_check_of_a_configuration_imports_its_family(foreign_run: Path) -> None:
-    """The AdaLN layers of a family, which a table needs frozen, are asked for once it is trusted."""
-    words = ["--model.family=downloaded_code:load", "--model.adaln=table", "--lora.target_modules=[attn.to_q]"]
+    """The AdaLN layers of a family, which a table needs frozen, are asked for once it
+    is trusted.
+    """
+    words = [
+        "--model.family=downloaded_code:load",
+        "--model.adaln=table",
+        "--lora.target_modules=[attn.to_q]",
+    ]
     load_config(foreign_run / "config.yaml", words)
     assert "downloaded_code" not in sys.modules
 
@@ -92,8 +142,13 @@ def test_a_checkpoint_is_exported_by_no_code_of_its_own(
 
     read = exporting.load_config
     words = ["--model.family=downloaded_code:load"]
-    monkeypatch.setattr(exporting, "load_config", lambda file, overrides: read(file, [*overrides, *words]))
-    monkeypatch.setattr(exporting, "check_same_run", lambda *runs, only: {})  # as if the checkpoint held these words
+    monkeypatch.setattr(
+        exporting,
+        "load_config",
+        lambda file, overrides: read(file, [*overrides, *words]),
+    )
+    # as if the checkpoint held these words
+    monkeypatch.setattr(exporting, "check_same_run", lambda *runs, only: {})
     for chosen in ("lora", "full"):
         with pytest.raises(ConfigError, match="--trust-config"):
             export(finished_run, tmp_path / "out", format=chosen)  # type: ignore[arg-type]

@@ -52,15 +52,24 @@ def test_two_nodes_may_write_the_same_file_at_once(tmp_path: Path) -> None:
     with replacing(path) as one, replacing(path) as other:
         one.write_text("same")
         other.write_text("same")
-    assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [path.name]
+    assert path.read_text() == "same" and [p.name for p in path.parent.iterdir()] == [
+        path.name
+    ]
 
 
-@pytest.mark.parametrize(("age", "stays"), [(2 * LEFT_AFTER, False), (LEFT_AFTER / 2, True)], ids=["left", "written"])
+@pytest.mark.parametrize(
+    ("age", "stays"),
+    [(2 * LEFT_AFTER, False), (LEFT_AFTER / 2, True)],
+    ids=["left", "written"],
+)
 def test_what_a_killed_process_left_goes_with_the_next_file_of_its_folder(
     age: float, stays: bool, tmp_path: Path
 ) -> None:
     """One that somebody still writes has a date of just now."""
-    half = [tmp_path / name for name in (".status.json.7-0f.partial", ".other.mp4.8-aa.partial")]
+    half = [
+        tmp_path / name
+        for name in (".status.json.7-0f.partial", ".other.mp4.8-aa.partial")
+    ]
     for file in (*half, tmp_path / "mine.partial", tmp_path / ".hidden"):
         file.touch()
         os.utime(file, (time.time() - age, time.time() - age))
@@ -79,7 +88,9 @@ def test_an_error_of_a_write_names_the_file(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{", "", "\0", b"\xff"], ids=range(6))
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, '{"a":' * 100_000, "{", "", "\0", b"\xff"], ids=range(6)
+)
 def test_whatever_is_wrong_with_a_json_text_is_a_value_error(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="."):
         loads(text)
@@ -103,5 +114,9 @@ def test_a_file_that_must_last_is_on_disk_before_its_name_is(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     write_text(tmp_path / "new/words.txt", "all of it", lasting=lasting)
-    content, name, entry = ("sync", "all of it"), ("rename", "words.txt"), ("sync", "new")
+    content, name, entry = (
+        ("sync", "all of it"),
+        ("rename", "words.txt"),
+        ("sync", "new"),
+    )
     assert events == ([content, name, entry] if lasting else [name])

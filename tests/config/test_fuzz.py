@@ -1,7 +1,9 @@
-"""Random configurations and command lines: each is read as it says, or refused with a message.
+"""Random configurations and command lines: each is read as it says, or refused with a
+message.
 
-A case is a seed. It sets keys of a good file to other values, in the file or on the command line. None may end in a
-traceback, or be accepted without every key that it sets standing in the resolved configuration.
+A case is a seed. It sets keys of a good file to other values, in the file or on the
+command line. None may end in a traceback, or be accepted without every key that it sets
+standing in the resolved configuration.
 """
 
 import json
@@ -51,14 +53,29 @@ ODD_TEXTS = (
 
 
 def plausible(draw: random.Random, key: str) -> str:
-    """A value that a key takes, in one of its spellings; not always together with the others."""
+    """A value that a key takes, in one of its spellings; not always together with the
+    others.
+    """
     value = RESOLVED[key]
     if isinstance(value, bool):
         return draw.choice(["true", "false", "True", "FALSE"])
     if isinstance(value, int):
-        return draw.choice([str(value)] * 4 + [str(2 * value), f"'{value}'", hex(value), f"+{value}", "1", "1_0"])
+        return draw.choice(
+            [str(value)] * 4
+            + [str(2 * value), f"'{value}'", hex(value), f"+{value}", "1", "1_0"]
+        )
     if isinstance(value, float):
-        return draw.choice([str(value), f"{value:e}", f"{value / 2:.9f}", f"'{value}'", "1", ".5", "0.25"])
+        return draw.choice(
+            [
+                str(value),
+                f"{value:e}",
+                f"{value / 2:.9f}",
+                f"'{value}'",
+                "1",
+                ".5",
+                "0.25",
+            ]
+        )
     return json.dumps(value)
 
 
@@ -118,8 +135,12 @@ def as_yaml(word: str) -> object:
         return word
 
 
-@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 460), marks=pytest.mark.slow)])
-def test_a_random_case_is_read_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, 460), marks=pytest.mark.slow)]
+)
+def test_a_random_case_is_read_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range
+) -> None:
     """Many of them are accepted, else nothing would be found where keys are ignored."""
     path, accepted = tmp_path / "case.yaml", 0
     for seed in seeds:
@@ -134,10 +155,16 @@ def test_a_random_case_is_read_or_refused(tmp_path: Path, capsys: pytest.Capture
         assert status in (0, 2), seed
         if status == 0:
             accepted += 1
-            resolved, in_file = (by_dotted_key(yaml.safe_load(text), WHOLE) for text in (printed, content))
+            resolved, in_file = (
+                by_dotted_key(yaml.safe_load(text), WHOLE)
+                for text in (printed, content)
+            )
             expected = {key: [comparable(value)] for key, value in in_file.items()}
             # A word is a string as it stands, or what YAML makes of it.
-            expected |= {key: [comparable(value), comparable(as_yaml(value))] for key, value in given.items()}
+            expected |= {
+                key: [comparable(value), comparable(as_yaml(value))]
+                for key, value in given.items()
+            }
             for key, readings in expected.items():
                 assert comparable(resolved[key]) in readings, (seed, key)
     assert accepted >= 0.15 * len(seeds)

@@ -1,6 +1,7 @@
 """Run a function on several gloo ranks, each a separate process.
 
-Ranks are forked from a server that has imported the trainer, which takes a tenth of a second instead of six.
+Ranks are forked from a server that has imported the trainer, which takes a tenth of a
+second instead of six.
 """
 
 import gc
@@ -25,10 +26,19 @@ from tests.conftest import TINY_RUN
 from tests.made_runs import untimed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["sage_fast.run.run", "sage_fast.models.toy.components", "sage_fast.rewards.toy"])
+_CONTEXT.set_forkserver_preload(
+    ["sage_fast.run.run", "sage_fast.models.toy.components", "sage_fast.rewards.toy"]
+)
 
 
-def _rank(function: Callable[..., Any], number: int, size: int, port: int, folder: str, arguments: Any) -> None:
+def _rank(
+    function: Callable[..., Any],
+    number: int,
+    size: int,
+    port: int,
+    folder: str,
+    arguments: Any,
+) -> None:
     os.environ |= {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
@@ -43,7 +53,10 @@ def _rank(function: Callable[..., Any], number: int, size: int, port: int, folde
     try:
         result: Any = ("value", function(*arguments))
     except BaseException as error:  # noqa: BLE001  # the parent shows it
-        result, code = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"), 1
+        result, code = (
+            ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"),
+            1,
+        )
     file = Path(folder) / f"{number}.pkl"
     file.with_suffix(".partial").write_bytes(pickle.dumps(result))
     file.with_suffix(".partial").rename(file)
@@ -55,25 +68,40 @@ def _rank(function: Callable[..., Any], number: int, size: int, port: int, folde
     os._exit(code)  # gloo's threads may abort an orderly exit
 
 
-def run_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120
+) -> list[Any]:
     """Results of `function(*arguments)` on each of `size` ranks.
 
-    RuntimeError with the tracebacks when any of them raises, is killed, or is not done in time.
+    RuntimeError with the tracebacks when any of them raises, is killed, or is not done
+    in time.
     """
     results = try_ranks(function, size, *arguments, timeout=timeout)
-    failed = [f"rank {number}: {value}" for number, (kind, value) in enumerate(results) if kind != "value"]
+    failed = [
+        f"rank {number}: {value}"
+        for number, (kind, value) in enumerate(results)
+        if kind != "value"
+    ]
     if failed:
         raise RuntimeError("\n".join(failed))
     return [value for _, value in results]
 
 
-def try_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120) -> list[tuple[str, Any]]:
-    """As `run_ranks`, but per rank ("value", result), ("error", text) or ("gone", exit code)."""
+def try_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, timeout: float = 120
+) -> list[tuple[str, Any]]:
+    """As `run_ranks`, but per rank ("value", result), ("error", text) or ("gone", exit
+    code).
+    """
     with tempfile.TemporaryDirectory() as folder:
         # As under torchrun: the store that ranks meet in outlives each of them.
         store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks = [
-            _CONTEXT.Process(target=_rank, args=(function, number, size, store.port, folder, arguments), daemon=True)
+            _CONTEXT.Process(
+                target=_rank,
+                args=(function, number, size, store.port, folder, arguments),
+                daemon=True,
+            )
             for number in range(size)
         ]
         for rank in ranks:
@@ -86,7 +114,11 @@ def try_ranks(function: Callable[..., Any], size: int, *arguments: Any, timeout:
                 rank.join()
         for number, rank in enumerate(ranks):
             file = Path(folder) / f"{number}.pkl"
-            results.append(pickle.loads(file.read_bytes()) if file.exists() else ("gone", rank.exitcode))
+            results.append(
+                pickle.loads(file.read_bytes())
+                if file.exists()
+                else ("gone", rank.exitcode)
+            )
         return results
 
 
@@ -95,15 +127,20 @@ def join(config: Any) -> Any:
     from sage_fast.config.schema import to_dict
     from sage_fast.distributed.start import start_world
 
-    return start_world(config.distributed, config.training.mode, torch.device("cpu"), to_dict(config))
+    return start_world(
+        config.distributed, config.training.mode, torch.device("cpu"), to_dict(config)
+    )
 
 
 def write_run(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
-    """File of a run with four videos of a prompt, in two steps without guidance; `changes` are settings by section."""
+    """File of a run with four videos of a prompt, in two steps without guidance;
+    `changes` are settings by section.
+    """
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
     tree["rollout"] |= {"num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
     tree["rollout"] |= {"num_steps": 2, "guidance_scale": 1.0}
-    # Not "auto": a table of the modulation rounds otherwise than the weights it is made from.
+    # Not "auto": a table of the modulation rounds otherwise than the weights it is made
+    # from.
     tree["model"] = {"path": str(model), "adaln": "weights", "device": "cpu"}
     for name, section in changes.items():
         tree[name] = tree.get(name, {}) | section
@@ -123,12 +160,19 @@ def build(file: str, words: list[str]) -> Any:
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copies without shards. Collective."""
-    full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in tensors.items()}
+    full = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in tensors.items()
+    }
     return {name: value.detach().clone() for name, value in full.items()}
 
 
-def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
-    """Metrics by update with the evaluation last; what was scored in each rollout; whole weights in the end."""
+def train(
+    file: str, words: list[str]
+) -> tuple[list[dict[str, float]], list[Any], dict[str, Tensor]]:
+    """Metrics by update with the evaluation last; what was scored in each rollout;
+    whole weights in the end.
+    """
     trainer = build(file, words)
     rollouts: list[Any] = []
     trainer.on_rollout = rollouts.append
@@ -139,11 +183,17 @@ def train(file: str, words: list[str]) -> tuple[list[dict[str, float]], list[Any
     records.append({f"eval/{i}": reward for i, reward in enumerate(evaluation.reward)})
     # Of ZeRO's weights each is on one rank.
     parts = trainer.world.gather(whole(trainer.engine.tensors()["weights"]))
-    return records, rollouts, {name: value for part in parts for name, value in part.items()}
+    return (
+        records,
+        rollouts,
+        {name: value for part in parts for name, value in part.items()},
+    )
 
 
 def peak_bytes(*, anew: bool = False) -> int:
-    """Most resident memory of this process so far; with `anew` that of now, from which it is counted on."""
+    """Most resident memory of this process so far; with `anew` that of now, from which
+    it is counted on.
+    """
     if anew:
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")

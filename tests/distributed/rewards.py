@@ -1,4 +1,6 @@
-"""A reward for comparing runs: videos are bytes, and what a rounding does to one byte must not show."""
+"""A reward for comparing runs: videos are bytes, and what a rounding does to one byte
+must not show.
+"""
 
 from collections.abc import Sequence
 

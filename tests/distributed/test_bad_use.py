@@ -1,4 +1,6 @@
-"""Wrong use on several ranks: a message of each, an exit status, nobody left waiting, nothing written."""
+"""Wrong use on several ranks: a message of each, an exit status, nobody left waiting,
+nothing written.
+"""
 
 import re
 from pathlib import Path
@@ -20,7 +22,9 @@ from tests.run.test_run import MakeRun
 
 def refusals(ranks: int, words: list[str], folder: Path) -> str:
     """Messages of a command that all ranks refuse with status 2."""
-    results, text = on_ranks(ranks, [*words, "--distributed.timeout_seconds=600"], folder)
+    results, text = on_ranks(
+        ranks, [*words, "--distributed.timeout_seconds=600"], folder
+    )
     assert [code for _, code in results] == [2] * ranks, text
     assert "Traceback" not in text and "Warning" not in text, text
     assert not (folder / "run").exists()
@@ -31,9 +35,21 @@ def refusals(ranks: int, words: list[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("command", "word", "message"),
     [
-        ("train", "--distributed.dp_shard=3", r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process"),
-        ("train", "--output_dir=/proc/run", r"output_dir '/proc/run' cannot be written"),
-        ("generate", "--output_dir=videos", r"generate is for one process, but 2 were started"),
+        (
+            "train",
+            "--distributed.dp_shard=3",
+            r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process",
+        ),
+        (
+            "train",
+            "--output_dir=/proc/run",
+            r"output_dir '/proc/run' cannot be written",
+        ),
+        (
+            "generate",
+            "--output_dir=videos",
+            r"generate is for one process, but 2 were started",
+        ),
     ],
 )
 def test_all_ranks_say_what_all_of_them_meet(
@@ -47,7 +63,9 @@ def test_what_does_not_fit_is_found_before_the_model_is_loaded(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "load_model", lambda *_, **__: pytest.fail("loading"))
-    with pytest.raises(ConfigError, match="does not divide the model's 2 attention heads"):
+    with pytest.raises(
+        ConfigError, match="does not divide the model's 2 attention heads"
+    ):
         run.build_trainer(tiny_run(), World(size=3, sp=3))
     with pytest.raises(ConfigError, match="= 3 videos"):
         words = ["--rollout.batch_size=1", "--rollout.micro_batch_size=1"]
@@ -56,8 +74,15 @@ def test_what_does_not_fit_is_found_before_the_model_is_loaded(
 
 @pytest.mark.slow
 def test_ranks_with_different_configurations(tiny_model: Path, tmp_path: Path) -> None:
-    text = refusals(2, ["train", write_run(tiny_model, tmp_path), "--distributed.sp={number}"], tmp_path)
-    assert text.count("The ranks differ in config distributed.sp: 1 (rank 0), 2 (rank 1)") == 2, text
+    text = refusals(
+        2,
+        ["train", write_run(tiny_model, tmp_path), "--distributed.sp={number}"],
+        tmp_path,
+    )
+    assert (
+        text.count("The ranks differ in config distributed.sp: 1 (rank 0), 2 (rank 1)")
+        == 2
+    ), text
 
 
 def share_a_gpu() -> str:

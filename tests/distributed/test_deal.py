@@ -1,4 +1,6 @@
-"""Ranks that deal out the trained videos of a group leave the gradient of one process, in float64."""
+"""Ranks that deal out the trained videos of a group leave the gradient of one process,
+in float64.
+"""
 
 import math
 from pathlib import Path
@@ -14,7 +16,11 @@ from tests.distributed.ranks import build, run_ranks, write_run
 from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
 VIDEOS, STEPS = 16, 3
-COMMON = ["--optimizer.max_grad_norm=1e9", "--kl_weight.minimum=0.5", "--kl_weight.maximum=0.5"]
+COMMON = [
+    "--optimizer.max_grad_norm=1e9",
+    "--kl_weight.minimum=0.5",
+    "--kl_weight.maximum=0.5",
+]
 UPDATES = {
     "two_phase": ["--objective.kl_mode=dual", "--rollout.guidance_scale=2"],
     "forward_process": [
@@ -25,7 +31,8 @@ UPDATES = {
     ],
 }
 SPLITS = {
-    # trained videos, which are the first ones; videos of a micro-batch; videos of every rank once they are dealt out
+    # trained videos, which are the first ones; videos of a micro-batch; videos of every
+    # rank once they are dealt out
     "all-on-one": (4, 1, [[0, 1], [2, 3]]),
     "a-rank-with-none": (6, 1, [[0, 1], [4, 5], [2, 3], [12, 13]]),
     "in-twos": (8, 2, [[0, 1], [4, 5], [2, 3], [6, 7]]),
@@ -33,7 +40,9 @@ SPLITS = {
 
 
 class Trained(NamedTuple):
-    """Sum of the gradient over the ranks, terms of all, passes of this rank, and its videos among all."""
+    """Sum of the gradient over the ranks, terms of all, passes of this rank, and its
+    videos among all.
+    """
 
     gradient: Tensor
     terms: tuple[Tensor, ...]
@@ -42,7 +51,8 @@ class Trained(NamedTuple):
 
 
 def train(file: str, words: list[str], chosen: int) -> Trained:
-    """One update of weights that have moved from their anchor and from the policy that sampled.
+    """One update of weights that have moved from their anchor and from the policy that
+    sampled.
 
     chosen: trained videos of a group.
     """
@@ -62,7 +72,9 @@ def train(file: str, words: list[str], chosen: int) -> Trained:
         with objective.sampling():
             sampled = trainer._rollout()
         scored, _ = trainer._score(*sampled)
-        assert not sampled[0] or trainer.world.size == 1, "what is not trained frees its memory"
+        assert not sampled[0] or trainer.world.size == 1, (
+            "what is not trained frees its memory"
+        )
         objective.measure(scored)
         terms = objective.accumulate(scored, range(STEPS), 0)
         terms, fault = gather_terms(scored, terms, range(STEPS), trainer.world)
@@ -83,18 +95,31 @@ def test_dealt_videos_have_the_gradient_of_one_process(
     file = write_run(
         tiny_model,
         tmp_path,
-        rollout={"num_generations": VIDEOS, "batch_size": VIDEOS, "micro_batch_size": size, "num_steps": STEPS},
+        rollout={
+            "num_generations": VIDEOS,
+            "batch_size": VIDEOS,
+            "micro_batch_size": size,
+            "num_steps": STEPS,
+        },
         training={"best_and_worst": chosen // 2},
-        reward={"rewards": ["tests.distributed.rewards:Brightness"], "weights": {"brightness": 1.0}},
+        reward={
+            "rewards": ["tests.distributed.rewards:Brightness"],
+            "weights": {"brightness": 1.0},
+        },
     )
     words = [*COMMON, *UPDATES[update]]
     (one,) = run_ranks(train, 1, file, words, chosen)
     ranks = len(dealt)
-    found = run_ranks(train, ranks, file, [*words, f"--rollout.batch_size={VIDEOS // ranks}"], chosen)
+    found = run_ranks(
+        train, ranks, file, [*words, f"--rollout.batch_size={VIDEOS // ranks}"], chosen
+    )
     batches = chosen // size
     assert one.passes == STEPS * batches == sum(rank.passes for rank in found)
     assert max(rank.passes for rank in found) == STEPS * math.ceil(batches / ranks)
     assert [rank.rows for rank in found] == dealt
     for rank in found:
         assert relative(rank.gradient, one.gradient) < 1e-12
-        assert all(torch.equal(given, expected) for given, expected in zip(rank.terms, one.terms, strict=True))
+        assert all(
+            torch.equal(given, expected)
+            for given, expected in zip(rank.terms, one.terms, strict=True)
+        )

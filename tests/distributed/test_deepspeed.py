@@ -1,4 +1,6 @@
-"""DeepSpeed ZeRO-2 on two gloo processes against plain torch on one that has both ranks' videos."""
+"""DeepSpeed ZeRO-2 on two gloo processes against plain torch on one that has both
+ranks' videos.
+"""
 
 import importlib.util
 import sys
@@ -21,12 +23,19 @@ from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
 from sage_fast.policy.guidance import VJP, GuidedPolicy
-from sage_fast.policy.lora import ADAPTER_FILE, add_lora, copy_lora, train_all, trainable_parameters
+from sage_fast.policy.lora import (
+    ADAPTER_FILE,
+    add_lora,
+    copy_lora,
+    train_all,
+    trainable_parameters,
+)
 from sage_fast.sharding.parallelize import TorchEngine
 from tests.distributed.ranks import run_ranks
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
-# Not importorskip: it would import the package into every process, before the engine has settled what it may print.
+# Not importorskip: it would import the package into every process, before the engine
+# has settled what it may print.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -39,12 +48,19 @@ RANKS = 2
 UPDATES = 2
 MODES: tuple[Literal["lora", "full"], ...] = ("lora", "full")
 CONFIG = OptimizerConfig(
-    name="adamw", learning_rate=3e-3, warmup_updates=2, max_grad_norm=0.5, weight_decay=0.1, eps=1e-6
+    name="adamw",
+    learning_rate=3e-3,
+    warmup_updates=2,
+    max_grad_norm=0.5,
+    weight_decay=0.1,
+    eps=1e-6,
 )
-# eps: weights whose gradient is zero but for rounding, as the bias of keys, do not step by it.
+# eps: weights whose gradient is zero but for rounding, as the bias of keys, do not step
+# by it.
 
 
-# ---------------------------------------------------------------------------------------------------- the same run
+# ----------------------------------------------------------------------------------------------------
+# the same run
 
 
 def make_policy(mode: str, *, bf16: bool = False) -> GuidedPolicy:
@@ -52,21 +68,34 @@ def make_policy(mode: str, *, bf16: bool = False) -> GuidedPolicy:
     if bf16 and mode == "lora":
         family_of(transformer).cast(transformer, torch.bfloat16)
     if mode == "lora":
-        add_lora(transformer, rank=2, alpha=None, target_modules=["attn.to_q", "attn.add_k_proj", "ff.net.2"], seed=0)
+        add_lora(
+            transformer,
+            rank=2,
+            alpha=None,
+            target_modules=["attn.to_q", "attn.add_k_proj", "ff.net.2"],
+            seed=0,
+        )
         for name, parameter in trainable_parameters(transformer).items():
-            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            nn.init.normal_(
+                parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
+            )
     else:
         train_all(transformer)
     accelerate(transformer, checkpointing="selective", kernels="reference")
     return GuidedPolicy(transformer, prompt(3, 0, seed=9), 3.0)
 
 
-def differentiate_video(policy: GuidedPolicy, update: int, video: int, vjp: VJP) -> Tensor:
-    """One video's part of an update's gradient. Of both ranks' first videos one has glyph tokens, and of their second
-    ones. Videos of even number have both branches at once; in the others the branches are split, with a forward without
-    a graph between one's forward and its backward.
+def differentiate_video(
+    policy: GuidedPolicy, update: int, video: int, vjp: VJP
+) -> Tensor:
+    """One video's part of an update's gradient. Of both ranks' first videos one has
+    glyph tokens, and of their second ones. Videos of even number have both branches at
+    once; in the others the branches are split, with a forward without a graph between
+    one's forward and its backward.
     """
-    cotangent = torch.randn(1, 4, 2, 3, 4, generator=torch.Generator().manual_seed(100 * update + video))
+    cotangent = torch.randn(
+        1, 4, 2, 3, 4, generator=torch.Generator().manual_seed(100 * update + video)
+    )
     split = bool(video % 2)
     return policy.velocity_and_gradient(
         latents(1, seed=10 * update + video),
@@ -93,10 +122,20 @@ class Source:
         return self.tensors[group][name]
 
 
-def make_engine(policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any = "float32") -> Any:
-    """Plain torch on one process, else ZeRO with buckets that an update fills several of."""
+def make_engine(
+    policy: GuidedPolicy, mode: Any, world: World, param_dtype: Any = "float32"
+) -> Any:
+    """Plain torch on one process, else ZeRO with buckets that an update fills several
+    of.
+    """
     if world.size == 1:
-        return TorchEngine(trainable_parameters(policy.transformer), CONFIG, world, policy.transformer, "never")
+        return TorchEngine(
+            trainable_parameters(policy.transformer),
+            CONFIG,
+            world,
+            policy.transformer,
+            "never",
+        )
     from sage_fast.sharding import zero
 
     zero.REDUCE_BUCKET = 20_000
@@ -114,22 +153,35 @@ def make_gradient(policy: GuidedPolicy, engine: Any, update: int) -> float:
 
 @torch.no_grad()
 def sample(policy: GuidedPolicy) -> Tensor:
-    return policy.velocity(latents(1, seed=77), torch.tensor([0.4]), [prompt(4, 1, seed=5)])
+    return policy.velocity(
+        latents(1, seed=77), torch.tensor([0.4]), [prompt(4, 1, seed=5)]
+    )
 
 
-def follow(mode: str, world: World, folder: Path, source: Source | None = None) -> dict[str, Any]:
-    """Two updates, then a third one from the checkpoint of the source; without one, from its own."""
+def follow(
+    mode: str, world: World, folder: Path, source: Source | None = None
+) -> dict[str, Any]:
+    """Two updates, then a third one from the checkpoint of the source; without one,
+    from its own.
+    """
     policy = make_policy(mode)
     engine = make_engine(policy, mode, world)
     anchor, average = engine.snapshot(), engine.snapshot()
-    found: dict[str, Any] = {"start": deepcopy(engine.tensors()), "rates": [], "norms": []}
+    found: dict[str, Any] = {
+        "start": deepcopy(engine.tensors()),
+        "rates": [],
+        "norms": [],
+    }
     found["velocity"] = [sample(policy)]
     for update in range(UPDATES):
         found["rates"].append(engine.learning_rate)
         found["norms"].append(make_gradient(policy, engine, update))
         engine.step()
         average.average(0.75)
-    found |= {"end": deepcopy(engine.tensors()), "average": {"weights": average.tensors()}}
+    found |= {
+        "end": deepcopy(engine.tensors()),
+        "average": {"weights": average.tensors()},
+    }
     found["velocity"].append(sample(policy))
     with anchor.applied():
         found["velocity"].append(sample(policy))
@@ -137,7 +189,9 @@ def follow(mode: str, world: World, folder: Path, source: Source | None = None) 
     found["after anchor"] = deepcopy(engine.tensors())
     with anchor.applied(), engine.whole():
         if mode == "lora":
-            copy_lora(policy.transformer, folder / f"adapter-{world.rank}-of-{world.size}")()
+            copy_lora(
+                policy.transformer, folder / f"adapter-{world.rank}-of-{world.size}"
+            )()
 
     source = source or Source(found["end"])
     engine.load_tensors(source)
@@ -154,25 +208,36 @@ def follow(mode: str, world: World, folder: Path, source: Source | None = None) 
 
 def follow_bf16(mode: str, world: World) -> dict[str, Any]:
     policy = make_policy(mode, bf16=True)
-    engine = make_engine(policy, mode, world, "bfloat16" if mode == "full" else "float32")
+    engine = make_engine(
+        policy, mode, world, "bfloat16" if mode == "full" else "float32"
+    )
     found = {"bf16 start": engine.tensors(), "bf16 velocity": sample(policy)}
     found["bf16 norm"] = make_gradient(policy, engine, 0)
     engine.step()
-    return found | {"bf16 end": engine.tensors(), "types": {p.dtype for p in policy.transformer.parameters()}}
+    return found | {
+        "bf16 end": engine.tensors(),
+        "types": {p.dtype for p in policy.transformer.parameters()},
+    }
 
 
 def follow_on_ranks(folder: Path) -> dict[str, dict[str, Any]]:
-    """Everything that needs two ranks, in one pair of processes: starting them costs more than their work."""
+    """Everything that needs two ranks, in one pair of processes: starting them costs
+    more than their work.
+    """
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp"))
+    mesh = init_device_mesh(
+        "cpu", (1, RANKS, 1), mesh_dim_names=("dp_replicate", "dp_shard", "sp")
+    )
     world = World(rank=dist.get_rank(), size=RANKS, dp_shard=RANKS, mesh=mesh)
     return {
-        mode: follow(mode, world, folder, Source(torch.load(folder / f"{mode}.pt"))) | follow_bf16(mode, world)
+        mode: follow(mode, world, folder, Source(torch.load(folder / f"{mode}.pt")))
+        | follow_bf16(mode, world)
         for mode in MODES
     }
 
 
-# ---------------------------------------------------------------------------------------------------------- the tests
+# ----------------------------------------------------------------------------------------------------------
+# the tests
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +247,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, dict[str, Any]]:
-    """Findings of the plain run by mode; its checkpoint after the updates is in the folder."""
+    """Findings of the plain run by mode; its checkpoint after the updates is in the
+    folder.
+    """
     found = {mode: follow(mode, World(), folder) for mode in MODES}
     for mode in MODES:
         torch.save(found[mode]["end"], folder / f"{mode}.pt")
@@ -201,7 +268,9 @@ class Run:
     def whole(self, key: str, group: str = "weights") -> dict[str, Tensor]:
         """A checkpoint's tensors, of which every rank has its own."""
         parts = [rank[key][group] for rank in self.ranks]
-        assert all(parts) and len({name for part in parts for name in part}) == sum(map(len, parts))
+        assert all(parts) and len({name for part in parts for name in part}) == sum(
+            map(len, parts)
+        )
         return {name: value for part in parts for name, value in part.items()}
 
 
@@ -212,8 +281,12 @@ def runs(folder: Path, plain: dict[str, dict[str, Any]]) -> dict[str, Run]:
     return {mode: Run([rank[mode] for rank in ranks]) for mode in MODES}
 
 
-def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Relative to each tensor's norm; where that is nothing but rounding, to the largest one's."""
+def assert_close(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-5
+) -> None:
+    """Relative to each tensor's norm; where that is nothing but rounding, to the
+    largest one's.
+    """
     assert set(found) == set(expected)
     floor = 1e-6 * max(float(value.norm()) for value in expected.values())
     for name, value in expected.items():
@@ -227,12 +300,18 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_updates_and_average_are_those_of_one_process(mode: str, runs: dict[str, Run], plain: dict[str, Any]) -> None:
+def test_updates_and_average_are_those_of_one_process(
+    mode: str, runs: dict[str, Run], plain: dict[str, Any]
+) -> None:
     run, expected = runs[mode], plain[mode]
     assert_same(run.whole("start"), expected["start"]["weights"])
     assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert min(expected["norms"]) > 10 * CONFIG.max_grad_norm  # all are clipped
-    assert run["rates"] == expected["rates"] == pytest.approx([0.5 * CONFIG.learning_rate, CONFIG.learning_rate])
+    assert (
+        run["rates"]
+        == expected["rates"]
+        == pytest.approx([0.5 * CONFIG.learning_rate, CONFIG.learning_rate])
+    )
     for key in ("end", "average"):
         assert_close(run.whole(key), expected[key]["weights"])
     for name, value in expected["start"]["weights"].items():
@@ -247,7 +326,11 @@ def test_the_anchor_comes_and_goes_bit_for_bit(mode: str, runs: dict[str, Run]) 
     run = runs[mode]
     for rank in run.ranks:
         first, trained, anchor, again = rank["velocity"]
-        assert torch.equal(anchor, first) and torch.equal(again, trained) and not torch.equal(first, trained)
+        assert (
+            torch.equal(anchor, first)
+            and torch.equal(again, trained)
+            and not torch.equal(first, trained)
+        )
     for group in ("weights", "optimizer"):
         assert_same(run.whole("after anchor", group), run.whole("end", group))
 
@@ -267,7 +350,9 @@ def test_checkpoints_of_one_process_and_of_ranks_are_interchangeable(
     assert_close(run.whole("end", "optimizer"), expected["end"]["optimizer"], 1e-4)
     policy = make_policy(mode)
     engine = make_engine(policy, mode, World())
-    engine.load_tensors(Source({group: run.whole("end", group) for group in ("weights", "optimizer")}))
+    engine.load_tensors(
+        Source({group: run.whole("end", group) for group in ("weights", "optimizer")})
+    )
     engine.updates = UPDATES
     make_gradient(policy, engine, UPDATES)
     engine.step()
@@ -277,11 +362,15 @@ def test_checkpoints_of_one_process_and_of_ranks_are_interchangeable(
 def test_an_adapter_is_saved_whole(runs: dict[str, Run], folder: Path) -> None:
     expected = load_file(folder / "adapter-0-of-1" / ADAPTER_FILE)
     for number in range(RANKS):
-        assert_same(load_file(folder / f"adapter-{number}-of-{RANKS}" / ADAPTER_FILE), expected)
+        assert_same(
+            load_file(folder / f"adapter-{number}-of-{RANKS}" / ADAPTER_FILE), expected
+        )
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run], plain: dict[str, Any]) -> None:
+def test_bf16_keeps_float32_masters_and_timesteps(
+    mode: str, runs: dict[str, Run], plain: dict[str, Any]
+) -> None:
     run = runs[mode]
     assert_same(run.whole("bf16 start"), plain[mode]["start"]["weights"])
     reference = make_policy(mode, bf16=True)
@@ -294,7 +383,10 @@ def test_bf16_keeps_float32_masters_and_timesteps(mode: str, runs: dict[str, Run
     assert torch.equal(run["bf16 velocity"], sample(reference))
     assert run["types"] == {torch.bfloat16}
     # Steps smaller than bfloat16 can hold are kept.
-    assert not any(torch.equal(value, value.bfloat16().float()) for value in run.whole("bf16 end").values())
+    assert not any(
+        torch.equal(value, value.bfloat16().float())
+        for value in run.whole("bf16 end").values()
+    )
     assert run["bf16 norm"] == pytest.approx(plain[mode]["norms"][0], rel=0.1)
 
 
@@ -303,10 +395,15 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     settings = DistributedConfig(zero_stage=2)
     with pytest.raises(ConfigError, match="torchrun"):
-        zero.DeepSpeedEngine(make_policy("lora").transformer, CONFIG, settings, World(), mode="lora")
+        zero.DeepSpeedEngine(
+            make_policy("lora").transformer, CONFIG, settings, World(), mode="lora"
+        )
     for installed, message in (
         (None, r"pip install 'sage-fast\[deepspeed\]'"),
-        (SimpleNamespace(__version__="0.15.0"), rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed"),
+        (
+            SimpleNamespace(__version__="0.15.0"),
+            rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed",
+        ),
     ):
         monkeypatch.setitem(sys.modules, "deepspeed", installed)
         with pytest.raises(ConfigError, match=message):

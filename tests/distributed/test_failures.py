@@ -1,4 +1,6 @@
-"""Whole runs on several ranks: one that dies, hangs or meets NaN ends all; what was saved goes on bit for bit."""
+"""Whole runs on several ranks: one that dies, hangs or meets NaN ends all; what was
+saved goes on bit for bit.
+"""
 
 import os
 import platform
@@ -39,7 +41,9 @@ KILL = partial(signal.raise_signal, signal.SIGKILL)
 
 
 def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
-    """The command line on this rank, its terminal going to a file; `disturb(rank)` first."""
+    """The command line on this rank, its terminal going to a file; `disturb(rank)`
+    first.
+    """
     rank = int(os.environ["RANK"])
     terminal = os.open(f"{log}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(terminal, 1)
@@ -49,13 +53,21 @@ def sage_fast(log: str, words: list[str], disturb: Any = None) -> int:
     return cli.main([word.format(number=rank + 1) for word in words])
 
 
-def on_ranks(ranks: int, words: list[str], folder: Path, disturb: Any = None) -> tuple[list[tuple[str, Any]], str]:
-    """How a command ends on each rank, and what all of them print. One that has not ended in two minutes is killed."""
+def on_ranks(
+    ranks: int, words: list[str], folder: Path, disturb: Any = None
+) -> tuple[list[tuple[str, Any]], str]:
+    """How a command ends on each rank, and what all of them print. One that has not
+    ended in two minutes is killed.
+    """
     results = try_ranks(sage_fast, ranks, str(folder / "log"), words, disturb)
-    return results, "".join((folder / f"log-{rank}").read_text() for rank in range(ranks))
+    return results, "".join(
+        (folder / f"log-{rank}").read_text() for rank in range(ranks)
+    )
 
 
-def at_update(action: Callable[[], object], victim: int, update: int, rank: int) -> None:
+def at_update(
+    action: Callable[[], object], victim: int, update: int, rank: int
+) -> None:
     """Let the rank `victim` do something before an update."""
     iterate = Trainer.iterate
 
@@ -71,7 +83,9 @@ def broken_network(rank: int) -> None:
     """Small messages pass, and the first tensor of a group of the mesh does not."""
     reduce = dist.all_reduce
 
-    def fail(tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+    def fail(
+        tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any
+    ) -> Any:
         if group is not None:
             raise dist.DistBackendError("NCCL error: unhandled system error")
         return reduce(tensor, *rest, **options)
@@ -80,10 +94,15 @@ def broken_network(rank: int) -> None:
     Trainer.__init__ = None  # type: ignore[method-assign, assignment]  # nothing is loaded
 
 
-def test_a_network_that_does_not_carry_is_found_before_the_model_is_loaded(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_network_that_does_not_carry_is_found_before_the_model_is_loaded(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     words = ["train", write_run(tiny_model, tmp_path), "--distributed.sp=2"]
     results, text = on_ranks(2, words, tmp_path, broken_network)
-    assert results == [("gone", 1)] * 2 and text.count("A collective failed: NCCL error") == 2, text
+    assert (
+        results == [("gone", 1)] * 2
+        and text.count("A collective failed: NCCL error") == 2
+    ), text
 
 
 def join_with_few_descriptors() -> bool:
@@ -98,7 +117,9 @@ def test_a_low_limit_of_descriptors_is_raised() -> None:
 
 
 def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
-    """Seconds that a collective may wait when the ranks meet, while groups are tried, and afterwards."""
+    """Seconds that a collective may wait when the ranks meet, while groups are tried,
+    and afterwards.
+    """
     met: list[float] = []
     tried: set[float] = set()
     join, reduce = dist.init_process_group, dist.all_reduce
@@ -108,9 +129,13 @@ def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
         join(*rest, timeout=timeout, **options)
 
     def waiting(group: Any) -> float:
-        return float(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return float(
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        )
 
-    def recorded(tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any) -> Any:
+    def recorded(
+        tensor: torch.Tensor, *rest: Any, group: Any = None, **options: Any
+    ) -> Any:
         tried.add(waiting(group or dist.group.WORLD))
         return reduce(tensor, *rest, group=group, **options)
 
@@ -136,20 +161,26 @@ def sleep_in_the_rollout(rank: int) -> None:
     rollout.sample_trajectory = slow
 
 
-def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(tiny_model: Path, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
     results, text = on_ranks(2, ["train", file], tmp_path, sleep_in_the_rollout)
     assert [code for _, code in results] == [0, 0], text
     first, second = read_metrics(tmp_path / "run/metrics.jsonl")
     assert first["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
-    assert second["time/reward"] < 0.6 and second["time/waiting"] > 3.0, "two batches of 3 s"
+    assert second["time/reward"] < 0.6 and second["time/waiting"] > 3.0, (
+        "two batches of 3 s"
+    )
 
 
 def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:
     words = ["train", write_run(tiny_model, tmp_path), TIMEOUT]
     results, text = on_ranks(2, words, tmp_path, partial(at_update, KILL, 0, 1))
     assert results == [("gone", -signal.SIGKILL), ("gone", 1)], text
-    assert re.search(r"\[rank 1\] error: A collective failed: .*--resume auto", text), text
+    assert re.search(r"\[rank 1\] error: A collective failed: .*--resume auto", text), (
+        text
+    )
     assert "Traceback" not in text, text
 
 
@@ -165,40 +196,88 @@ def at_phase(phase: str, victim: int, update: int, rank: int) -> None:
     Run._tell = told  # type: ignore[method-assign]
 
 
-def test_kills_of_either_rank_cost_the_update_in_progress(tiny_model: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"training": {"num_updates": 5}, "evaluation": {"every": 0}}
-    file = write_run(tiny_model, tmp_path, **settings, checkpoint={"every": 1, "asynchronous": False})
+def test_kills_of_either_rank_cost_the_update_in_progress(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "training": {"num_updates": 5},
+        "evaluation": {"every": 0},
+    }
+    file = write_run(
+        tiny_model, tmp_path, **settings, checkpoint={"every": 1, "asynchronous": False}
+    )
     # Updates done, and of which there is a checkpoint when the rank dies.
-    for phase, victim, update, saved in (("rollout", 1, 1, 1), ("update", 0, 2, 2), ("checkpoint", 1, 4, 3)):
+    for phase, victim, update, saved in (
+        ("rollout", 1, 1, 1),
+        ("update", 0, 2, 2),
+        ("checkpoint", 1, 4, 3),
+    ):
         words = ["train", file, TIMEOUT, "--resume=auto"]
-        results, text = on_ranks(2, words, tmp_path, partial(at_phase, phase, victim, update))
+        results, text = on_ranks(
+            2, words, tmp_path, partial(at_phase, phase, victim, update)
+        )
         assert ("gone", -signal.SIGKILL) in results, text
-        assert list_checkpoints(tmp_path / "run/checkpoints")[-1].name == f"update-{saved:06d}"
+        assert (
+            list_checkpoints(tmp_path / "run/checkpoints")[-1].name
+            == f"update-{saved:06d}"
+        )
     results, text = on_ranks(2, ["train", file, "--resume=auto"], tmp_path)
     assert [code for _, code in results] == [0, 0], text
-    results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
+    results, text = on_ranks(
+        2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path
+    )
     assert [code for _, code in results] == [0, 0], text
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
-def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(tiny_model: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"training": {"mode": "full", "num_updates": 3}, "optimizer": {"name": "muon"}}
+def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {
+        "training": {"mode": "full", "num_updates": 3},
+        "optimizer": {"name": "muon"},
+    }
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, **settings)
-    for ranks, updates in ((4, 1), (2, 2), (1, 3)):  # the same words, and the same 8 videos
-        words = ["train", file, "--rollout.batch_size=2", f"--training.num_updates={updates}", "--resume=auto"]
-        words += ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"] if ranks == 4 else []
+    # the same words, and the same 8 videos
+    for ranks, updates in ((4, 1), (2, 2), (1, 3)):
+        words = [
+            "train",
+            file,
+            "--rollout.batch_size=2",
+            f"--training.num_updates={updates}",
+            "--resume=auto",
+        ]
+        words += (
+            ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"]
+            if ranks == 4
+            else []
+        )
         results, text = on_ranks(ranks, words, tmp_path)
         assert [code for _, code in results] == [0] * ranks, text
     straight = tmp_path / "straight"
-    results, text = on_ranks(1, ["train", file, "--rollout.batch_size=8", f"--output_dir={straight}"], tmp_path)
+    results, text = on_ranks(
+        1,
+        ["train", file, "--rollout.batch_size=8", f"--output_dir={straight}"],
+        tmp_path,
+    )
     assert [code for _, code in results] == [0], text
-    for expected, given in zip(numbers(straight), numbers(tmp_path / "run"), strict=True):
-        for name in ("grad_norm", "reward/mean", "kl/weight", "learning_rate", "advantage/abs_mean"):
+    for expected, given in zip(
+        numbers(straight), numbers(tmp_path / "run"), strict=True
+    ):
+        for name in (
+            "grad_norm",
+            "reward/mean",
+            "kl/weight",
+            "learning_rate",
+            "advantage/abs_mean",
+        ):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
 def hang(pending: bool, rank: int) -> None:
-    """Let rank 1 stop before its second update; with `pending`, while it also writes the first one's checkpoint."""
+    """Let rank 1 stop before its second update; with `pending`, while it also writes
+    the first one's checkpoint.
+    """
     if rank == 1:
         failure.STACKS_AFTER = 30.0
         if pending:
@@ -207,15 +286,26 @@ def hang(pending: bool, rank: int) -> None:
 
 
 @pytest.mark.parametrize("pending", [False, True])
-def test_a_rank_that_hangs_shows_where_and_ends(pending: bool, tiny_model: Path, tmp_path: Path) -> None:
-    """The others end when their collective has failed, and only the one that hangs shows its threads."""
-    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, checkpoint={"every": 1 if pending else 9})
+def test_a_rank_that_hangs_shows_where_and_ends(
+    pending: bool, tiny_model: Path, tmp_path: Path
+) -> None:
+    """The others end when their collective has failed, and only the one that hangs
+    shows its threads.
+    """
+    file = write_run(
+        tiny_model,
+        tmp_path,
+        evaluation={"every": 0},
+        checkpoint={"every": 1 if pending else 9},
+    )
     words = ["train", file, "--distributed.timeout_seconds=8"]
     results, text = on_ranks(2, words, tmp_path, partial(hang, pending))
     assert results == [("gone", 1)] * 2, text
     hung = (tmp_path / "log-1").read_text()
     assert "Timeout (0:00:38)!" in hung and "in disturbed" in hung, text
-    assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, text
+    assert "[rank 0] error: A collective failed" in text and "Traceback" not in text, (
+        text
+    )
     assert "Timeout (" not in (tmp_path / "log-0").read_text(), text
 
 
@@ -244,10 +334,15 @@ def fail_to_score(rank: int) -> None:
     ("kind", "message"),
     [
         (poison, r"Update 1: on rank 1 the loss of prompt \d+ \('a .*not finite"),
-        (fail_to_score, r"On rank 1: Reward .* raised ValueError: no eyes on prompt \d+"),
+        (
+            fail_to_score,
+            r"On rank 1: Reward .* raised ValueError: no eyes on prompt \d+",
+        ),
     ],
 )
-def test_what_fails_on_one_rank_is_said_by_all(kind: Any, message: str, tiny_model: Path, tmp_path: Path) -> None:
+def test_what_fails_on_one_rank_is_said_by_all(
+    kind: Any, message: str, tiny_model: Path, tmp_path: Path
+) -> None:
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
     results, text = on_ranks(2, ["train", file, TIMEOUT], tmp_path, kind)
     assert results == [("gone", 1)] * 2, text
@@ -255,19 +350,39 @@ def test_what_fails_on_one_rank_is_said_by_all(kind: Any, message: str, tiny_mod
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
-def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
-    file = write_run(tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500})
+def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(
+    how: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    file = write_run(
+        tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500}
+    )
     run = tmp_path / "run"
-    ask = (run / "STOP").touch if how == "STOP" else partial(signal.raise_signal, signal.SIGTERM)
-    results, text = on_ranks(2, ["train", file], tmp_path, partial(at_update, ask, 1, 2))
+    ask = (
+        (run / "STOP").touch
+        if how == "STOP"
+        else partial(signal.raise_signal, signal.SIGTERM)
+    )
+    results, text = on_ranks(
+        2, ["train", file], tmp_path, partial(at_update, ask, 1, 2)
+    )
     assert [code for _, code in results] == [0, 0], text
     last = read_metrics(run / "metrics.jsonl")[-1]["update"]
-    assert last < 5 and list_checkpoints(run / "checkpoints")[-1].name == f"update-{last:06d}"
+    assert (
+        last < 5
+        and list_checkpoints(run / "checkpoints")[-1].name == f"update-{last:06d}"
+    )
 
 
-def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_path: Path) -> None:
-    """Weights sharded, and rank 0 killed, which hosts the store. The numbers are those of a run without."""
-    settings: dict[str, Any] = {"training": {"mode": "full", "num_updates": 3}, "evaluation": {"num_samples": 0}}
+def test_torchrun_restarts_and_the_run_goes_on_by_itself(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Weights sharded, and rank 0 killed, which hosts the store. The numbers are those
+    of a run without.
+    """
+    settings: dict[str, Any] = {
+        "training": {"mode": "full", "num_updates": 3},
+        "evaluation": {"num_samples": 0},
+    }
     file = write_run(tiny_model, tmp_path, **settings, distributed={"dp_shard": 2})
     dies_once = tmp_path / "dies_once.py"
     dies_once.write_text(
@@ -278,22 +393,48 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(tiny_model: Path, tmp_p
         "    at_update(KILL, 0, 2, int(os.environ['RANK']))\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max-restarts=1"]
-    command += ["--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", str(dies_once), "train", file]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--max-restarts=1",
+    ]
+    command += [
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        str(dies_once),
+        "train",
+        file,
+    ]
     command += ["--resume=auto"]
-    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    end = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
+    environment = os.environ | {
+        "PYTHONPATH": ".",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    end = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environment
+    )
     assert end.returncode == 0, end.stderr
     assert end.stderr.count("Going on from ") == 1
     assert "Done: " in end.stdout
-    results, text = on_ranks(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
+    results, text = on_ranks(
+        2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path
+    )
     assert [code for _, code in results] == [0, 0], text
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
-def test_a_spare_node_goes_on_where_one_is_lost(tiny_model: Path, tmp_path: Path) -> None:
-    """Three agents of one process for two places: the second dies with its process, the third takes its place."""
-    file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4})
+def test_a_spare_node_goes_on_where_one_is_lost(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Three agents of one process for two places: the second dies with its process, the
+    third takes its place.
+    """
+    file = write_run(
+        tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4}
+    )
     node = tmp_path / "node.py"
     node.write_text(
         "import os, signal, sys\n"
@@ -307,18 +448,42 @@ def test_a_spare_node_goes_on_where_one_is_lost(tiny_model: Path, tmp_path: Path
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:2", "--nproc_per_node=1", "--max-restarts=3"]
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{meeting}", "--rdzv_id=spare"]
-    environment = os.environ | {"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2:2",
+        "--nproc_per_node=1",
+        "--max-restarts=3",
+    ]
+    command += [
+        "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=localhost:{meeting}",
+        "--rdzv_id=spare",
+    ]
+    environment = os.environ | {
+        "PYTHONPATH": ".",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     agents = []
     for number in range(3):
         if number == 2:
-            while not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None:
+            while (
+                not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None
+            ):
                 time.sleep(0.2)
-        settings = (
-            f"--rdzv_conf=is_host={number == 0},keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-        )
-        words = [*command, settings, str(node), str(number), "train", file, "--resume=auto"]
+        pace = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+        settings = f"--rdzv_conf=is_host={number == 0},{pace}"
+        words = [
+            *command,
+            settings,
+            str(node),
+            str(number),
+            "train",
+            file,
+            "--resume=auto",
+        ]
         log = (tmp_path / f"agent-{number}").open("w")
         agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
     try:
@@ -328,5 +493,12 @@ def test_a_spare_node_goes_on_where_one_is_lost(tiny_model: Path, tmp_path: Path
             agent.kill()
     text = "".join((tmp_path / f"agent-{number}").read_text() for number in range(3))
     assert codes == [0, -signal.SIGKILL, 0], text
-    assert "Going on from " in text and not list((tmp_path / "run").glob("previous-*")), text
-    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
+    assert "Going on from " in text and not list(
+        (tmp_path / "run").glob("previous-*")
+    ), text
+    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [
+        1,
+        2,
+        3,
+        4,
+    ]

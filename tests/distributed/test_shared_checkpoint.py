@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: what is written sharded is read by any number of ranks, and all agree on failures."""
+"""Checkpoints of several ranks: what is written sharded is read by any number of ranks,
+and all agree on failures.
+"""
 
 import errno
 import math
@@ -41,7 +43,9 @@ def join(**degrees: int) -> World:
 
 
 def model(value: int | None = None) -> nn.Module:
-    """Rows that no number of ranks divides, fewer rows than ranks, a vector; the same on every rank."""
+    """Rows that no number of ranks divides, fewer rows than ranks, a vector; the same
+    on every rank.
+    """
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 2), nn.LayerNorm(2))
     if value is not None:
@@ -64,7 +68,10 @@ def contents(world: World, parameters: dict[str, Tensor]) -> CheckpointData:
         tensors={
             "weights": parameters,
             "optimizer": optimizer,
-            "replicated": {"adapter": torch.arange(12.0).view(3, 4), "half": torch.ones(2, dtype=torch.bfloat16)},
+            "replicated": {
+                "adapter": torch.arange(12.0).view(3, 4),
+                "half": torch.ones(2, dtype=torch.bfloat16),
+            },
             "single": {f"of.rank.{world.rank}": own},
         },
         state={"update": 40, "ranks": world.size},
@@ -74,7 +81,9 @@ def contents(world: World, parameters: dict[str, Tensor]) -> CheckpointData:
 def save(root: str, degrees: dict[str, int], asynchronous: bool) -> list[bool]:
     world = join(**degrees)
     parameters = sharded(world, model())
-    with CheckpointWriter(Path(root), keep_last=2, asynchronous=asynchronous, world=world) as saver:
+    with CheckpointWriter(
+        Path(root), keep_last=2, asynchronous=asynchronous, world=world
+    ) as saver:
         saver.save(40, contents(world, parameters))
         with torch.no_grad():
             for parameter in parameters.values():
@@ -91,10 +100,19 @@ def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
     momenta = {f"{name}.exp_avg": torch.zeros_like(p) for name, p in parameters.items()}
     step, adapter = torch.tensor(0.0), torch.zeros(3, 4)
     checkpoint.load_into(
-        {"weights": parameters, "optimizer": momenta | {"0.bias.step": step}, "replicated": {"adapter": adapter}}
+        {
+            "weights": parameters,
+            "optimizer": momenta | {"0.bias.step": step},
+            "replicated": {"adapter": adapter},
+        }
     )
-    whole = {name: t.detach().full_tensor() for name, t in (parameters | momenta).items()}
-    return {name: t.clone() for name, t in whole.items()} | {"step": step, "adapter": adapter}
+    whole = {
+        name: t.detach().full_tensor() for name, t in (parameters | momenta).items()
+    }
+    return {name: t.clone() for name, t in whole.items()} | {
+        "step": step,
+        "adapter": adapter,
+    }
 
 
 def expected() -> dict[str, Any]:
@@ -106,9 +124,16 @@ def expected() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of four ranks, two replicas of two shards, written while the weights changed."""
+    """A checkpoint of four ranks, two replicas of two shards, written while the weights
+    changed.
+    """
     root = tmp_path_factory.mktemp("four") / "checkpoints"
-    assert all(all(kinds) for kinds in run_ranks(save, 4, str(root), {"dp_replicate": 2, "dp_shard": 2}, True))
+    assert all(
+        all(kinds)
+        for kinds in run_ranks(
+            save, 4, str(root), {"dp_replicate": 2, "dp_shard": 2}, True
+        )
+    )
     return root
 
 
@@ -118,7 +143,9 @@ def test_any_number_of_ranks_reads_it_bit_for_bit(of_four: Path, ranks: int) -> 
         assert {name: value.tolist() for name, value in found.items()} == expected()
     # What one rank alone has is written by it.
     checkpoint = open_checkpoint(of_four / "update-000040")
-    assert [float(checkpoint.read("single", f"of.rank.{rank}")[0]) for rank in range(4)] == [0, 1, 2, 3]
+    assert [
+        float(checkpoint.read("single", f"of.rank.{rank}")[0]) for rank in range(4)
+    ] == [0, 1, 2, 3]
     assert checkpoint.tensors["replicated"]["half"].dtype == torch.bfloat16
     assert checkpoint.shapes["weights"]["0.weight"] == (7, 6)
 
@@ -128,19 +155,34 @@ def test_nothing_is_written_twice_and_every_rank_writes(of_four: Path) -> None:
     shards = of_four / "update-000040/shards"
     metadata = FileSystemReader(shards).read_metadata()
     for key, stored in metadata.state_dict_metadata.items():
-        assert sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(stored.size), key
-    assert {place.relative_path for place in metadata.storage_data.values()} == {f"__{n}_0.distcp" for n in range(4)}
+        assert sum(math.prod(chunk.sizes) for chunk in stored.chunks) == math.prod(
+            stored.size
+        ), key
+    assert {place.relative_path for place in metadata.storage_data.values()} == {
+        f"__{n}_0.distcp" for n in range(4)
+    }
 
 
 def save_thrice(root: str) -> tuple[list[int], int]:
-    """Bytes that this rank copies at each of three saves, the last of one tensor more; how often it plans for all."""
+    """Bytes that this rank copies at each of three saves, the last of one tensor more;
+    how often it plans for all.
+    """
     world = join(dp_replicate=2, dp_shard=2)
     parameters = sharded(world, model())
-    tensors = {"weights": parameters, "adapter": {str(n): torch.full((8,), float(n)) for n in range(8)}}
+    tensors = {
+        "weights": parameters,
+        "adapter": {str(n): torch.full((8,), float(n)) for n in range(8)},
+    }
     copied, planned, plan = [], [], DefaultSavePlanner.create_global_plan
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DefaultSavePlanner, "create_global_plan", lambda *a: planned.append(1) or plan(*a))
-        with CheckpointWriter(Path(root), keep_last=3, asynchronous=True, world=world) as saver:
+        patch.setattr(
+            DefaultSavePlanner,
+            "create_global_plan",
+            lambda *a: planned.append(1) or plan(*a),
+        )
+        with CheckpointWriter(
+            Path(root), keep_last=3, asynchronous=True, world=world
+        ) as saver:
             for update in (1, 2, 3):
                 if update == 3:
                     tensors["optimizer"] = {"8": torch.full((8,), 8.0)}
@@ -149,18 +191,27 @@ def save_thrice(root: str) -> tuple[list[int], int]:
     return copied, len(planned)
 
 
-def test_what_several_ranks_hold_is_copied_by_one_and_planned_once(tmp_path: Path) -> None:
+def test_what_several_ranks_hold_is_copied_by_one_and_planned_once(
+    tmp_path: Path,
+) -> None:
     ranks = run_ranks(save_thrice, 4, str(tmp_path))
     opened = [open_checkpoint(folder) for folder in list_checkpoints(tmp_path)]
     for save, checkpoint in enumerate(opened):
-        written = sum(t.nbytes for saved in checkpoint.tensors.values() for t in saved.meta.values())
+        written = sum(
+            t.nbytes
+            for saved in checkpoint.tensors.values()
+            for t in saved.meta.values()
+        )
         assert sum(copied[save] for copied, _ in ranks) == written
         assert all(float(checkpoint.read("adapter", str(n))[7]) == n for n in range(8))
     assert float(opened[2].read("optimizer", "8")[0]) == 8.0
-    assert [planned for _, planned in ranks] == [2, 0, 0, 0], "the second save needs no plan"
+    assert [planned for _, planned in ranks] == [2, 0, 0, 0], (
+        "the second save needs no plan"
+    )
 
 
-# ------------------------------------------------------------------------------------------ what can go wrong
+# ------------------------------------------------------------------------------------------
+# what can go wrong
 
 
 def choose(root: str) -> str | None:
@@ -169,10 +220,14 @@ def choose(root: str) -> str | None:
     return found and found.folder.name
 
 
-def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(of_four: Path, tmp_path: Path) -> None:
+def test_all_ranks_see_the_damage_and_take_the_same_checkpoint(
+    of_four: Path, tmp_path: Path
+) -> None:
     """Each rank verifies a part of the files."""
     for update, shard in enumerate(("", "__3_0", "__2_0", "__1_0", "__0_0")):
-        folder = shutil.copytree(of_four / "update-000040", tmp_path / f"update-00004{update}")
+        folder = shutil.copytree(
+            of_four / "update-000040", tmp_path / f"update-00004{update}"
+        )
         if shard:
             data = bytearray((folder / f"shards/{shard}.distcp").read_bytes())
             data[len(data) // 2] ^= 1
@@ -201,10 +256,14 @@ def _missing(path: Path) -> str:
 
 
 def test_what_one_rank_cannot_read_stops_all(of_four: Path) -> None:
-    """A rank that does not see a checkpoint must not make the others begin again without it."""
+    """A rank that does not see a checkpoint must not make the others begin again
+    without it.
+    """
     ranks = run_ranks(refused, 2, str(of_four))
     assert ranks[0] == ranks[1]
-    assert all(answer.startswith("unreadable: ") and "rank 1" in answer for answer in ranks[0])
+    assert all(
+        answer.startswith("unreadable: ") and "rank 1" in answer for answer in ranks[0]
+    )
 
 
 def adapter(folder: Path) -> None:
@@ -215,16 +274,23 @@ def full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-def fail(root: str, call: str, culprit: int, asynchronous: bool) -> tuple[str, list[str], list[str]]:
-    """A checkpoint, one in which a call of one rank fails, and another: the error, and what is there after it and at
-    the end.
+def fail(
+    root: str, call: str, culprit: int, asynchronous: bool
+) -> tuple[str, list[str], list[str]]:
+    """A checkpoint, one in which a call of one rank fails, and another: the error, and
+    what is there after it and at the end.
     """
     world = join()
     data = contents(world, sharded(world, model()))
-    with CheckpointWriter(Path(root), keep_last=2, asynchronous=asynchronous, world=world) as saver:
+    with CheckpointWriter(
+        Path(root), keep_last=2, asynchronous=asynchronous, world=world
+    ) as saver:
         saver.save(1, data)
         saver.wait()
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as error:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            pytest.raises(CheckpointError) as error,
+        ):
             if world.rank == culprit:
                 patch.setattr(call, full)
             saver.save(2, data, extra=adapter)
@@ -253,29 +319,43 @@ def fail(root: str, call: str, culprit: int, asynchronous: bool) -> tuple[str, l
 def test_the_failure_of_one_rank_is_raised_by_all_and_loses_nothing(
     tmp_path: Path, call: str, culprit: int, asynchronous: bool
 ) -> None:
-    ranks = run_ranks(fail, 2, str(tmp_path / "checkpoints"), call, culprit, asynchronous)
+    ranks = run_ranks(
+        fail, 2, str(tmp_path / "checkpoints"), call, culprit, asynchronous
+    )
     assert ranks[0] == ranks[1]
     message, after, last = ranks[0]
-    assert f"update-000002 on rank {culprit}: " in message and "resume with --resume auto" in message
+    assert (
+        f"update-000002 on rank {culprit}: " in message
+        and "resume with --resume auto" in message
+    )
     assert after == ["update-000001"] and last == ["update-000001", "update-000003"]
 
 
 def not_shared(root: str) -> str:
     world = join()
     own = Path(root) / f"machine{world.rank}"
-    with pytest.raises(CheckpointError) as error, CheckpointWriter(own, keep_last=1, world=world) as saver:
+    with (
+        pytest.raises(CheckpointError) as error,
+        CheckpointWriter(own, keep_last=1, world=world) as saver,
+    ):
         saver.save(1, contents(world, sharded(world, model())))
     assert not list_checkpoints(own)
     return str(error.value)
 
 
 def test_a_folder_that_the_ranks_do_not_share_is_refused(tmp_path: Path) -> None:
-    assert all("on rank 0" in text and "__1_0.distcp" in text for text in run_ranks(not_shared, 2, str(tmp_path)))
+    assert all(
+        "on rank 0" in text and "__1_0.distcp" in text
+        for text in run_ranks(not_shared, 2, str(tmp_path))
+    )
 
 
 def save_slowly(root: str) -> None:
     world = join()
-    with HangGuard(world, 60.0) as guard, CheckpointWriter(Path(root), keep_last=2, world=world) as saver:
+    with (
+        HangGuard(world, 60.0) as guard,
+        CheckpointWriter(Path(root), keep_last=2, world=world) as saver,
+    ):
         guard.use_steady_timeout(0.5)
         time.sleep(1.5 * world.rank)
         saver.save(40, contents(world, {}))
@@ -283,6 +363,8 @@ def save_slowly(root: str) -> None:
 
 
 def test_a_slow_disk_may_take_longer_than_an_update(tmp_path: Path) -> None:
-    """Lowering the timeouts of training leaves alone how long ranks wait for each other's files."""
+    """Lowering the timeouts of training leaves alone how long ranks wait for each
+    other's files.
+    """
     run_ranks(save_slowly, 2, str(tmp_path))
     verify_checkpoint(list_checkpoints(tmp_path)[0])

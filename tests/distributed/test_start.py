@@ -12,7 +12,14 @@ import torch
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import DistributedConfig
-from sage_fast.distributed.start import _number, check_restartable, rank, rank_device, start_world, world_size
+from sage_fast.distributed.start import (
+    _number,
+    check_restartable,
+    rank,
+    rank_device,
+    start_world,
+    world_size,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
-        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTHON"):
+        if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in (
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "PYTHON",
+        ):
             monkeypatch.delenv(name)
 
 
@@ -34,7 +46,9 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return chosen
 
 
-def test_which_gpu_a_rank_takes(two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_gpu_a_rank_takes(
+    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert rank_device("auto") == rank_device("cuda") == torch.device("cuda", 1)
     assert rank_device("cuda:0") == torch.device("cuda", 0)
@@ -82,25 +96,38 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_restarts_in_a_shared_store_are_refused() -> None:
     """Plain torch 2.13 would hang after the first one."""
-    shared, restarts = {"TORCHELASTIC_USE_AGENT_STORE": "True"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
+    shared, restarts = (
+        {"TORCHELASTIC_USE_AGENT_STORE": "True"},
+        {"TORCHELASTIC_MAX_RESTARTS": "3"},
+    )
     check_restartable("restart", shared | {"TORCHELASTIC_MAX_RESTARTS": "0"})
     check_restartable("auto", restarts | {"TORCHELASTIC_USE_AGENT_STORE": "False"})
-    with pytest.raises(ConfigError, match=r"--max-restarts=3, .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(
+        ConfigError, match=r"--max-restarts=3, .*TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    ):
         check_restartable("auto", shared | restarts)
 
 
-@pytest.mark.parametrize("resume", ["none", "restart", "runs/mine/checkpoints/update-000040"])
+@pytest.mark.parametrize(
+    "resume", ["none", "restart", "runs/mine/checkpoints/update-000040"]
+)
 def test_restarts_that_would_not_go_on_are_refused_before_the_processes_meet(
     resume: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A replaced node starts the same words again with a restart count of 0, so no process could tell."""
+    """A replaced node starts the same words again with a restart count of 0, so no
+    process could tell.
+    """
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ConfigError, match=rf"--resume {resume} .*Give --resume auto"):
-        start_world(DistributedConfig(), "lora", torch.device("cpu"), {"resume": resume})
+        start_world(
+            DistributedConfig(), "lora", torch.device("cpu"), {"resume": resume}
+        )
 
 
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_MAX_RESTARTS"])
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_MAX_RESTARTS"]
+)
 @pytest.mark.parametrize("value", ["", "first", "-1", "1.5"])
 def test_a_number_of_the_environment_that_is_none_is_named(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +135,9 @@ def test_a_number_of_the_environment_that_is_none_is_named(
     """An empty one, as a script leaves behind, is none at all."""
     monkeypatch.setenv(name, value)
     if value:
-        with pytest.raises(SystemExit, match=f"environment variable {name} is '{value}'"):
+        with pytest.raises(
+            SystemExit, match=f"environment variable {name} is '{value}'"
+        ):
             _number(name, 1)
     else:
         assert _number(name, 1) == 1
@@ -116,7 +145,8 @@ def test_a_number_of_the_environment_that_is_none_is_named(
     assert _number(name, 1) == 1 and rank() == 0 and world_size() == 1
 
 
-# ---------------------------------------------------------------------------------------------- scripts
+# ----------------------------------------------------------------------------------------------
+# scripts
 
 
 def script(path: Path, body: str) -> None:
@@ -124,9 +154,17 @@ def script(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-def start(name: str, *arguments: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def start(
+    name: str, *arguments: str, environment: dict[str, str]
+) -> subprocess.Popen[str]:
     command = ["bash", str(ROOT / "configs" / "launch" / name), *arguments]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def bash(name: str, *arguments: str, environment: dict[str, str]) -> tuple[int, str]:
@@ -141,11 +179,19 @@ def fake_cluster(folder: Path, **variables: str) -> dict[str, str]:
     record = f'printf "%s\\n" "$@" > {folder}/arguments; env > {folder}/environment\n'
     script(folder / "python", record)
     # srun lasts until the run is asked to stop, as one does that saves then.
-    lasting = 'if [[ -n "${LASTS:-}" ]]; then until [[ -e "$OUTPUT_DIR/STOP" ]]; do sleep 0.05; done; echo saved; fi\n'
-    saving = 'if [[ -n "${SAVES:-}" ]]; then mkdir -p "$OUTPUT_DIR/checkpoints/update-000002"; fi\n'
+    lasting = (
+        'if [[ -n "${LASTS:-}" ]]; then until [[ -e "$OUTPUT_DIR/STOP" ]]; do sleep '
+        "0.05; done; echo saved; fi\n"
+    )
+    saving = (
+        'if [[ -n "${SAVES:-}" ]]; then mkdir -p '
+        '"$OUTPUT_DIR/checkpoints/update-000002"; fi\n'
+    )
     script(folder / "srun", record + lasting + saving + 'exit "${STATUS:-0}"')
     nodes = 'if [[ "$1" == show ]]; then printf "node03\\nnode04\\n"; '
-    script(folder / "scontrol", nodes + f'else echo "$@" >> {folder}/scontrol-calls; fi')
+    script(
+        folder / "scontrol", nodes + f'else echo "$@" >> {folder}/scontrol-calls; fi'
+    )
     (folder / "my runs").mkdir()
     return (
         os.environ
@@ -168,78 +214,144 @@ def called(folder: Path) -> list[str]:
 
 
 def assert_called(folder: Path, expected: list[str]) -> None:
-    """The last call is torchrun with these arguments, and the environment has what it needs."""
+    """The last call is torchrun with these arguments, and the environment has what it
+    needs.
+    """
     arguments = called(folder)
     assert arguments[arguments.index("-m") :] == [
-        *("-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=gpu", "--rdzv_backend=c10d"),
+        *(
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc_per_node=gpu",
+            "--rdzv_backend=c10d",
+        ),
         *expected,
     ]
     variables = (folder / "environment").read_text()
-    for setting in ("FR_BUFFER_SIZE=2000", "NCCL_DUMP_ON_TIMEOUT=1", "DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    for setting in (
+        "FR_BUFFER_SIZE=2000",
+        "NCCL_DUMP_ON_TIMEOUT=1",
+        "DISABLE_SHARE_RDZV_TCP_STORE=1",
+    ):
         assert f"TORCH_{setting}" in variables
 
 
 def test_the_scripts(tmp_path: Path) -> None:
     environment = fake_cluster(tmp_path)
-    here = environment | {"NNODES": "2", "HEAD": "node01", "MAX_RESTARTS": "2", "MASTER_PORT": "29500", "RUN_ID": "a"}
-    assert bash("torchrun.sh", "my config.yaml", "--seed=1", environment=here) == (0, "")
+    here = environment | {
+        "NNODES": "2",
+        "HEAD": "node01",
+        "MAX_RESTARTS": "2",
+        "MASTER_PORT": "29500",
+        "RUN_ID": "a",
+    }
+    assert bash("torchrun.sh", "my config.yaml", "--seed=1", environment=here) == (
+        0,
+        "",
+    )
     rest = ["-m", "sage_fast", "train", "my config.yaml"]
     meeting = ["--rdzv_endpoint=node01:29500", "--rdzv_id=a", "--max-restarts=2"]
-    assert_called(tmp_path, [*meeting, *rest[:3], "--resume", "auto", *rest[3:], "--seed=1"])
-    assert bash("torchrun.sh", "a.yaml", "--seed=1", environment=here | {"NNODES": "4:8"}) == (0, "")
+    assert_called(
+        tmp_path, [*meeting, *rest[:3], "--resume", "auto", *rest[3:], "--seed=1"]
+    )
+    assert bash(
+        "torchrun.sh", "a.yaml", "--seed=1", environment=here | {"NNODES": "4:8"}
+    ) == (0, "")
     # In front of the user's own words, of which the last one counts.
     assert "--nnodes=4:8" in called(tmp_path)
-    assert called(tmp_path)[-3:] == ["--distributed.dp_replicate=null", "a.yaml", "--seed=1"]
+    assert called(tmp_path)[-3:] == [
+        "--distributed.dp_replicate=null",
+        "a.yaml",
+        "--seed=1",
+    ]
     assert "usage" in bash("torchrun.sh", environment=here)[1]
 
     assert bash("slurm.sbatch", environment=environment) == (0, "")
     meeting = ["--rdzv_endpoint=node03:12077", "--rdzv_id=77", "--max-restarts=3"]
-    rest += ["--output_dir", str(tmp_path / "my runs"), "--resume", "auto", "--seed=1", "--distributed.sp=2"]
+    rest += [
+        "--output_dir",
+        str(tmp_path / "my runs"),
+        "--resume",
+        "auto",
+        "--seed=1",
+        "--distributed.sp=2",
+    ]
     assert_called(tmp_path, [*meeting, *rest])
     assert not (tmp_path / "scontrol-calls").exists()
 
 
 def test_two_runs_of_the_script_at_a_time_do_not_meet(tmp_path: Path) -> None:
-    """One node takes a free port. On several all nodes name the same place, another one for another command."""
+    """One node takes a free port. On several all nodes name the same place, another one
+    for another command.
+    """
     environment = fake_cluster(tmp_path)
     assert bash("torchrun.sh", "a.yaml", environment=environment) == (0, "")
     assert called(tmp_path)[4:6] == ["--standalone", "--max-restarts=3"]
     several = environment | {"NNODES": "2", "HEAD": "node01"}
     places = []
-    for words in (["a.yaml"], ["a.yaml"], ["a.yaml", "--output-dir=b"], ["a.yaml --output-dir=b"]):
+    for words in (
+        ["a.yaml"],
+        ["a.yaml"],
+        ["a.yaml", "--output-dir=b"],
+        ["a.yaml --output-dir=b"],
+    ):
         assert bash("torchrun.sh", *words, environment=several) == (0, "")
         places.append(tuple(called(tmp_path)[5:7]))
     assert places[0] == places[1] and len(set(places)) == 3
-    assert all(re.fullmatch(r"--rdzv_endpoint=node01:2\d{4}", endpoint) for endpoint, _ in places)
-    assert "HEAD: the node" in bash("torchrun.sh", "a.yaml", environment=environment | {"NNODES": "2"})[1]
+    assert all(
+        re.fullmatch(r"--rdzv_endpoint=node01:2\d{4}", endpoint)
+        for endpoint, _ in places
+    )
+    assert (
+        "HEAD: the node"
+        in bash("torchrun.sh", "a.yaml", environment=environment | {"NNODES": "2"})[1]
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "restarts", "saves", "requeued"),
-    [("137", "3", "1", True), ("1", "20", "1", False), ("137", "3", "", False), ("137", "0", "", True)],
+    [
+        ("137", "3", "1", True),
+        ("1", "20", "1", False),
+        ("137", "3", "", False),
+        ("137", "0", "", True),
+    ],
 )
 def test_the_slurm_script_queues_a_failed_job_again_as_long_as_it_makes_progress(
     tmp_path: Path, status: str, restarts: str, saves: str, requeued: bool
 ) -> None:
-    environment = fake_cluster(tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts, SAVES=saves)
+    environment = fake_cluster(
+        tmp_path, STATUS=status, SLURM_RESTART_COUNT=restarts, SAVES=saves
+    )
     (tmp_path / "my runs/checkpoints/update-000001").mkdir(parents=True)
     assert bash("slurm.sbatch", environment=environment)[0] == int(status)
     assert (tmp_path / "scontrol-calls").exists() == requeued
 
 
-def test_the_slurm_script_ends_for_a_configuration_that_cannot_run(tmp_path: Path) -> None:
+def test_the_slurm_script_ends_for_a_configuration_that_cannot_run(
+    tmp_path: Path,
+) -> None:
     environment = fake_cluster(tmp_path)
     script(tmp_path / "python", "exit 2")
     assert bash("slurm.sbatch", environment=environment)[0] == 2
-    assert not (tmp_path / "arguments").exists() and not (tmp_path / "scontrol-calls").exists()
+    assert (
+        not (tmp_path / "arguments").exists()
+        and not (tmp_path / "scontrol-calls").exists()
+    )
     del environment["CONFIG"]
     assert "Which run?" in bash("slurm.sbatch", environment=environment)[1]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_the_slurm_script_saves_and_comes_back_at_the_end_of_its_time(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_slurm_script_saves_and_comes_back_at_the_end_of_its_time(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     job = start("slurm.sbatch", environment=fake_cluster(tmp_path, LASTS="1"))
-    while not (tmp_path / "arguments").exists() or "--rdzv_id=77" not in (tmp_path / "arguments").read_text():
+    while (
+        not (tmp_path / "arguments").exists()
+        or "--rdzv_id=77" not in (tmp_path / "arguments").read_text()
+    ):
         time.sleep(0.05)
     time.sleep(0.2)
     job.send_signal(number)

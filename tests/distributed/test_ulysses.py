@@ -1,4 +1,6 @@
-"""Sequence parallelism: shares of the video tokens compute what one process computes, by counted communication."""
+"""Sequence parallelism: shares of the video tokens compute what one process computes,
+by counted communication.
+"""
 
 import copy
 import functools
@@ -33,7 +35,9 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """One call with gradients. size: of the latents, whose product is N. prompts: (text, glyph) tokens of every one."""
+    """One call with gradients. size: of the latents, whose product is N. prompts:
+    (text, glyph) tokens of every one.
+    """
 
     size: tuple[int, int, int] = (1, 5, 5)
     prompts: tuple[tuple[int, int], ...] = ((5, 2),)
@@ -46,7 +50,9 @@ class Case:
 
 
 def transformer(case: Case) -> Any:
-    """The same weights in every process and thread; a thread must not be the first to ask, for random numbers' sake."""
+    """The same weights in every process and thread; a thread must not be the first to
+    ask, for random numbers' sake.
+    """
     return copy.deepcopy(_transformer(case.lora, case.heads, case.head_dim, case.dtype))
 
 
@@ -66,41 +72,65 @@ def _transformer(lora: bool, heads: int, head_dim: int, dtype: torch.dtype) -> A
         add_lora(model, rank=2, alpha=None, target_modules=targets, seed=0)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)  # adapters are made in float32
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                # adapters are made in float32
+                parameter.data = parameter.data.to(dtype)
+                nn.init.normal_(
+                    parameter,
+                    std=0.1,
+                    generator=torch.Generator().manual_seed(len(name)),
+                )
     return model
 
 
 def compute(case: Case, group: Any = None) -> Result:
-    """Velocity and gradients; on the ranks of a group, this rank's part of the gradients."""
+    """Velocity and gradients; on the ranks of a group, this rank's part of the
+    gradients.
+    """
     model = transformer(case)
     acceleration = accelerate(model, checkpointing=case.checkpointing)
     if group is not None:
         shard_sequence(acceleration, group)
     x = latents(len(case.prompts), size=case.size)
     sigma = torch.linspace(0.3, 0.7, len(case.prompts))
-    prompts = [prompt(*tokens, seed=i, dtype=case.dtype) for i, tokens in enumerate(case.prompts)]
+    prompts = [
+        prompt(*tokens, seed=i, dtype=case.dtype)
+        for i, tokens in enumerate(case.prompts)
+    ]
     if case.guidance is None:
         output = velocity(model, x, sigma, prompts)
         output.square().sum().backward()
     else:
         policy = GuidedPolicy(model, prompt(3, 0, seed=9, dtype=case.dtype), 6.0)
-        cotangent = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-        output = policy.velocity_and_gradient(x, sigma, prompts, [cotangent], split=case.guidance == "split")
-    return output.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        cotangent = torch.randn(
+            x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+        )
+        output = policy.velocity_and_gradient(
+            x, sigma, prompts, [cotangent], split=case.guidance == "split"
+        )
+    return output.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def relative_error(given: Tensor, expected: Tensor, *, least: float = 0.0) -> float:
-    """Largest error over the largest expected value, or over `least` where that is larger; infinite of a NaN."""
+    """Largest error over the largest expected value, or over `least` where that is
+    larger; infinite of a NaN.
+    """
     error = float((given - expected).abs().max())
-    return error / max(float(expected.abs().max()), least) if math.isfinite(error) else math.inf
+    return (
+        error / max(float(expected.abs().max()), least)
+        if math.isfinite(error)
+        else math.inf
+    )
 
 
 def check(results: Sequence[Result], expected: Result, limit: float = 1e-10) -> None:
-    """Every rank has the velocity of one process, and their gradients add up to its gradients.
+    """Every rank has the velocity of one process, and their gradients add up to its
+    gradients.
 
-    Some gradients are zero but for rounding (the bias of a key moves all scores of a query alike), so each is measured
-    against at least a millionth of the largest of all.
+    Some gradients are zero but for rounding (the bias of a key moves all scores of a
+    query alike), so each is measured against at least a millionth of the largest of
+    all.
     """
     velocity_of_one, gradients = expected
     least = 1e-6 * max(float(gradient.abs().max()) for gradient in gradients.values())
@@ -113,19 +143,26 @@ def check(results: Sequence[Result], expected: Result, limit: float = 1e-10) -> 
 
 
 class Recorder(TorchDispatchMode):
-    """Collectives of a stretch of code, as (operator, bytes of its input), and how often a value was waited for."""
+    """Collectives of a stretch of code, as (operator, bytes of its input), and how
+    often a value was waited for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.collectives: list[tuple[str, int]] = []
         self.waits = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "c10d":
             (given,) = args[1] if isinstance(args[1], list) else args[1:2]
             size = given.numel() * given.element_size()
             self.collectives.append((func._overloadpacket.__name__, size))
-        self.waits += func._overloadpacket.__name__ in ("_local_scalar_dense", "nonzero")
+        self.waits += func._overloadpacket.__name__ in (
+            "_local_scalar_dense",
+            "nonzero",
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -142,7 +179,9 @@ def poisoned() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Member:
-    """A process group of threads in one process as one of them sees it, for `thread_collectives`."""
+    """A process group of threads in one process as one of them sees it, for
+    `thread_collectives`.
+    """
 
     rank: int
     slots: list[Any]
@@ -163,10 +202,16 @@ def thread_group(size: int) -> list[Any]:
 
 
 def thread_collectives(monkeypatch: Any) -> None:
-    """Let torch.distributed's functions that sequence parallelism calls serve a `thread_group`."""
+    """Let torch.distributed's functions that sequence parallelism calls serve a
+    `thread_group`.
+    """
 
     def all_to_all_single(received: Tensor, send: Tensor, *, group: Member) -> None:
-        assert received.is_contiguous() and send.is_contiguous() and received.numel() == send.numel()
+        assert (
+            received.is_contiguous()
+            and send.is_contiguous()
+            and received.numel() == send.numel()
+        )
         rows = received.view(len(group.slots), -1)
         for source, sent in enumerate(group.gather(send)):
             rows[source] = sent.view(len(group.slots), -1)[group.rank]
@@ -183,7 +228,8 @@ def thread_collectives(monkeypatch: Any) -> None:
     monkeypatch.setattr(dist, "all_gather", all_gather)
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------------
+# threads
 
 
 MANY: dict[str, Any] = {"heads": 16, "head_dim": 6}
@@ -191,21 +237,33 @@ CASES = {
     # name: ranks, case
     "tokens-divide": (2, Case(size=(2, 3, 4))),
     "tokens-do-not-divide": (4, Case()),
-    "full-tokens-divide": (4, Case(size=(2, 3, 4), checkpointing="full", prompts=((4, 0),))),
+    "full-tokens-divide": (
+        4,
+        Case(size=(2, 3, 4), checkpointing="full", prompts=((4, 0),)),
+    ),
     "no-glyph": (4, Case(prompts=((6, 0),), checkpointing="selective")),
     "rank-of-padding-one-text-token": (4, Case(size=(1, 1, 5), prompts=((1, 0),))),
     "fewer-tokens-than-ranks": (4, Case(size=(1, 1, 3), checkpointing="full")),
-    "batch": (4, Case(size=(2, 3, 4), prompts=((5, 2), (5, 2)), checkpointing="selective")),
+    "batch": (
+        4,
+        Case(size=(2, 3, 4), prompts=((5, 2), (5, 2)), checkpointing="selective"),
+    ),
     "batch-padded": (4, Case(prompts=((5, 2), (5, 2)))),
     "batch-ragged": (2, Case(prompts=((5, 2), (7, 0), (5, 2)), checkpointing="full")),
     "lora": (4, Case(lora=True)),
     "lora-selective": (2, Case(lora=True, checkpointing="selective")),
-    "lora-full-batch": (4, Case(lora=True, checkpointing="full", prompts=((5, 2), (5, 2)))),
+    "lora-full-batch": (
+        4,
+        Case(lora=True, checkpointing="full", prompts=((5, 2), (5, 2))),
+    ),
     "guided-pair": (2, Case(guidance="paired", checkpointing="selective")),
     "guided-split": (4, Case(guidance="split", lora=True, checkpointing="full")),
     # 25 tokens: eight shares of 4 with one of padding alone; sixteen of 2 with three.
     "eight-batch": (8, Case(prompts=((3, 1), (3, 1)), checkpointing="full", **MANY)),
-    "sixteen-batch": (16, Case(prompts=((3, 1), (3, 1)), checkpointing="selective", **MANY)),
+    "sixteen-batch": (
+        16,
+        Case(prompts=((3, 1), (3, 1)), checkpointing="selective", **MANY),
+    ),
 }
 COUNTED = {
     "none": Case(),
@@ -221,9 +279,15 @@ def on_threads(degree: int, function: Callable[[Any], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (CASES[name][0] > 8)) for name in CASES]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (CASES[name][0] > 8))
+        for name in CASES
+    ],
 )
-def test_ranks_compute_what_one_process_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_compute_what_one_process_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     degree, case = CASES[name]
     expected = compute(case)
     thread_collectives(monkeypatch)
@@ -232,21 +296,31 @@ def test_ranks_compute_what_one_process_does(name: str, monkeypatch: pytest.Monk
     check(results, expected)
 
 
-# ------------------------------------------------------------------------------------------------ real processes
+# ------------------------------------------------------------------------------------------------
+# real processes
 
 
 def on_processes() -> tuple[Result, dict[str, Any]]:
-    """All that needs processes, in one start of them: a result, and what is recorded of every counted case."""
+    """All that needs processes, in one start of them: a result, and what is recorded of
+    every counted case.
+    """
     dist.init_process_group("gloo")
     group = dist.group.WORLD
-    return compute(CASES["batch-ragged"][1], group), {name: record(case, group) for name, case in COUNTED.items()}
+    return compute(CASES["batch-ragged"][1], group), {
+        name: record(case, group) for name, case in COUNTED.items()
+    }
 
 
 def record(case: Case, group: Any) -> dict[str, Any]:
-    """Collectives of a forward, of its backward and of a forward without gradients; values that they waited for."""
+    """Collectives of a forward, of its backward and of a forward without gradients;
+    values that they waited for.
+    """
     model = transformer(case)
     shard_sequence(accelerate(model, checkpointing=case.checkpointing), group)
-    x, sigma = latents(len(case.prompts), size=case.size), torch.full([len(case.prompts)], 0.5)
+    x, sigma = (
+        latents(len(case.prompts), size=case.size),
+        torch.full([len(case.prompts)], 0.5),
+    )
     prompts = [prompt(*tokens, dtype=case.dtype) for tokens in case.prompts]
     with Recorder() as forward:
         output = velocity(model, x, sigma, prompts)
@@ -271,16 +345,36 @@ def test_processes_compute_what_one_does(ranks: list[tuple[Result, Any]]) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COUNTED)
-def test_collectives_per_layer(ranks: list[tuple[Any, dict[str, Any]]], name: str) -> None:
+def test_collectives_per_layer(
+    ranks: list[tuple[Any, dict[str, Any]]], name: str
+) -> None:
     case, degree = COUNTED[name], len(ranks)
-    num_video, (text, glyph) = case.size[0] * case.size[1] * case.size[2], case.prompts[0]
-    sizes: Any = {"batch": len(case.prompts), "num_video": num_video, "num_text": text + glyph, "degree": degree}
-    sizes |= {"width": case.heads * case.head_dim, "itemsize": 8, "checkpointing": case.checkpointing}
-    layers = [all_to_all_bytes(**sizes, last=layer == LAYERS - 1) for layer in range(LAYERS)]
+    num_video, (text, glyph) = (
+        case.size[0] * case.size[1] * case.size[2],
+        case.prompts[0],
+    )
+    sizes: Any = {
+        "batch": len(case.prompts),
+        "num_video": num_video,
+        "num_text": text + glyph,
+        "degree": degree,
+    }
+    sizes |= {
+        "width": case.heads * case.head_dim,
+        "itemsize": 8,
+        "checkpointing": case.checkpointing,
+    }
+    layers = [
+        all_to_all_bytes(**sizes, last=layer == LAYERS - 1) for layer in range(LAYERS)
+    ]
 
     def sent(collectives: list[tuple[str, int]], per_layer: int) -> list[int]:
-        """Bytes that each layer sends to others; no collective but so many all-to-alls for each."""
-        assert [kind for kind, _ in collectives] == ["alltoall_base_"] * (per_layer * LAYERS)
+        """Bytes that each layer sends to others; no collective but so many all-to-alls
+        for each.
+        """
+        assert [kind for kind, _ in collectives] == ["alltoall_base_"] * (
+            per_layer * LAYERS
+        )
         sizes = [size * (degree - 1) // degree for _, size in collectives]
         return [sum(sizes[i : i + per_layer]) for i in range(0, len(sizes), per_layer)]
 
@@ -289,9 +383,14 @@ def test_collectives_per_layer(ranks: list[tuple[Any, dict[str, Any]]], name: st
         for key in ("forward", "no_grad"):
             *exchanges, join = found[key]
             assert sent(exchanges, 2) == [layer.forward for layer in layers]
-            assert join == ("allgather_", len(case.prompts) * share_of(num_video, degree) * 4 * 8)
+            assert join == (
+                "allgather_",
+                len(case.prompts) * share_of(num_video, degree) * 4 * 8,
+            )
         repeated = 2 if case.checkpointing == "full" else 0
-        assert sent(found["backward"], 2 + repeated) == [layer.backward for layer in reversed(layers)]
+        assert sent(found["backward"], 2 + repeated) == [
+            layer.backward for layer in reversed(layers)
+        ]
         assert found["waits"] == 0
 
 
@@ -300,21 +399,32 @@ def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     exact, case = compute(Case()), Case(dtype=torch.bfloat16)
 
     def distances(results: list[Result]) -> tuple[float, float]:
-        velocities = [relative_error(output.double(), exact[0]) for output, _ in results]
+        velocities = [
+            relative_error(output.double(), exact[0]) for output, _ in results
+        ]
         errors = [
-            sum(own[name].double() for _, own in results) - gradient  # the sum over ranks is taken in float32
+            # the sum over ranks is taken in float32
+            sum(own[name].double() for _, own in results) - gradient
             for name, gradient in exact[1].items()
         ]
-        return max(velocities), float(torch.cat([error.flatten() for error in errors]).norm())
+        return max(velocities), float(
+            torch.cat([error.flatten() for error in errors]).norm()
+        )
 
     one = distances([compute(case)])
     thread_collectives(monkeypatch)
-    for mine, single in zip(distances(on_threads(2, lambda group: compute(case, group))), one, strict=True):
+    for mine, single in zip(
+        distances(on_threads(2, lambda group: compute(case, group))), one, strict=True
+    ):
         assert 0 < mine < 2 * single
 
 
-def test_two_sizes_before_the_backward_of_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backward exchanges by the size of its forward. The model is a copy, which runs on the same ranks."""
+def test_two_sizes_before_the_backward_of_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A backward exchanges by the size of its forward. The model is a copy, which runs
+    on the same ranks.
+    """
 
     def run(group: Any) -> Result:
         model = transformer(Case())
@@ -323,10 +433,15 @@ def test_two_sizes_before_the_backward_of_either(monkeypatch: pytest.MonkeyPatch
             shard_sequence(acceleration, group)
             model = copy.deepcopy(model)
         text = [prompt(5, 2, dtype=torch.float64)]
-        outputs = [velocity(model, latents(1, size=(1, 5, n)), torch.tensor([0.5]), text) for n in (5, 3)]
+        outputs = [
+            velocity(model, latents(1, size=(1, 5, n)), torch.tensor([0.5]), text)
+            for n in (5, 3)
+        ]
         for output in outputs:
             output.square().sum().backward()
-        return outputs[0].detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return outputs[0].detach(), {
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
 
     expected = run(None)
     thread_collectives(monkeypatch)
@@ -337,10 +452,15 @@ def test_what_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     thread_collectives(monkeypatch)
     acceleration = accelerate(transformer(Case()))
     shard_sequence(acceleration, thread_group(1)[0])
-    with pytest.raises(ValueError, match=r"sp is 3, which does not divide the model's 4 attention heads"):
+    with pytest.raises(
+        ValueError,
+        match=r"sp is 3, which does not divide the model's 4 attention heads",
+    ):
         shard_sequence(acceleration, thread_group(3)[0])
     assert acceleration.sequence is None
     acceleration.undo()
     for stock in (None, acceleration):
-        with pytest.raises(ValueError, match=r"diffusers' own forward.*model\.forward to fused"):
+        with pytest.raises(
+            ValueError, match=r"diffusers' own forward.*model\.forward to fused"
+        ):
             shard_sequence(stock, thread_group(2)[0])

@@ -1,4 +1,6 @@
-"""The exact velocity is the one of the true score, and the samplers on it do what the documents say."""
+"""The exact velocity is the one of the true score, and the samplers on it do what the
+documents say.
+"""
 
 import re
 from functools import lru_cache
@@ -21,9 +23,15 @@ WORLD = ExactWorld(VideoConfig(num_frames=8, height=16, width=16))
 
 
 def velocity_of_score(
-    x: Tensor, atoms: Tensor, sigma: float, spread: float, log_shares: Tensor | float = 0.0
+    x: Tensor,
+    atoms: Tensor,
+    sigma: float,
+    spread: float,
+    log_shares: Tensor | float = 0.0,
 ) -> Tensor:
-    """By autograd of the log-density of the marginal at sigma, whose score is -(x + (1 - sigma) v) / sigma."""
+    """By autograd of the log-density of the marginal at sigma, whose score is -(x + (1
+    - sigma) v) / sigma.
+    """
     x = x.detach().requires_grad_()
     variance = sigma**2 + (1 - sigma) ** 2 * spread**2
     away = x.flatten(1)[:, None] - (1 - sigma) * atoms.flatten(1)
@@ -38,16 +46,31 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     atoms = torch.randn(7, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
     noise = torch.randn(5, 2, 3, 2, 2, generator=generator, dtype=torch.float64)
     x = (1 - sigma) * atoms[:5] + sigma * noise
-    given = ExactPolicy(atoms, 0.3).velocity(0, x, torch.full((5,), sigma, dtype=torch.float64))
-    torch.testing.assert_close(given, velocity_of_score(x, atoms, sigma, 0.3), rtol=0, atol=1e-6)
+    given = ExactPolicy(atoms, 0.3).velocity(
+        0, x, torch.full((5,), sigma, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        given, velocity_of_score(x, atoms, sigma, 0.3), rtol=0, atol=1e-6
+    )
 
 
 def test_the_measures_of_a_known_trajectory() -> None:
-    """Two groups of two: one member is a separate atom, the others lie a known distance from one that they share."""
+    """Two groups of two: one member is a separate atom, the others lie a known distance
+    from one that they share.
+    """
     legal = WORLD.policy.atoms.view(-1, 96, 4, 4, 4).float()
     table = transition_table("ode", torch.tensor([0.5, 0.0]), 0.0)
-    final = legal[[3, 3, 3, 900]] + torch.tensor([0.1, -0.1, 0.1, 0.0]).view(-1, 1, 1, 1, 1)
-    known = Trajectory(samples=[], keys=[], table=table, latents=[final], velocities=[0 * final], final=final)
+    final = legal[[3, 3, 3, 900]] + torch.tensor([0.1, -0.1, 0.1, 0.0]).view(
+        -1, 1, 1, 1, 1
+    )
+    known = Trajectory(
+        samples=[],
+        keys=[],
+        table=table,
+        latents=[final],
+        velocities=[0 * final],
+        final=final,
+    )
     measures = WORLD.measure(known, group=2)
     assert measures.leftover_noise == 0
     assert measures.distance == pytest.approx(0.1 * 0.75**0.5, rel=1e-4)
@@ -58,7 +81,9 @@ def test_the_measures_of_a_known_trajectory() -> None:
         float(WORLD.manifold.distance(WORLD.manifold.videos[:1]).sum()), abs=0.02
     )
     apart = float((final[2] - final[3]).square().mean()) / 4
-    assert measures.group_spread == pytest.approx(((0.1**2 + apart) / 2) ** 0.5, rel=1e-4)
+    assert measures.group_spread == pytest.approx(
+        ((0.1**2 + apart) / 2) ** 0.5, rel=1e-4
+    )
 
 
 @lru_cache
@@ -70,20 +95,35 @@ def measured(sde_type: str, starts: int, members: int) -> SamplerMeasures:
         for start in range(starts)
         for member in range(members)
     ]
-    keys = [NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member) for s in samples]
+    keys = [
+        NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member)
+        for s in samples
+    ]
     table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
     initial = initial_latents(keys, (96, 4, 4, 4), kind="shared", members=members)
     trajectory = sample_trajectory(WORLD.velocity, samples, keys, table, initial)
     return WORLD.measure(trajectory, members)
 
 
-MEASURES = ("leftover_noise", "dispersion", "distance", "pixel_distance", "coverage", "exploration", "group_spread")
+MEASURES = (
+    "leftover_noise",
+    "dispersion",
+    "distance",
+    "pixel_distance",
+    "coverage",
+    "exploration",
+    "group_spread",
+)
 
 
 def row(sde_type: str) -> list[float]:
-    """The numbers of a sampler in docs/algorithm.md: 96 starts, and 3 starts of 32 members for the last two."""
+    """The numbers of a sampler in docs/algorithm.md: 96 starts, and 3 starts of 32
+    members for the last two.
+    """
     starts, groups = measured(sde_type, 96, 1), measured(sde_type, 3, 32)
-    return [getattr(groups if name in MEASURES[-2:] else starts, name) for name in MEASURES]
+    return [
+        getattr(groups if name in MEASURES[-2:] else starts, name) for name in MEASURES
+    ]
 
 
 @pytest.mark.slow
@@ -114,21 +154,35 @@ def test_the_aligned_mass_is_that_of_the_atoms_that_show_the_caption() -> None:
     mass = LEARNABLE.log_prior(psi, captions).softmax(1)
     shows = (LEARNABLE.attributes[None] == captions[:, None]).all(2)
     assert len(captions) == 120 and len(LEARNABLE.atoms) == 360
-    assert float(LEARNABLE.aligned(psi)) == pytest.approx(float((mass * shows).sum(1).mean()), rel=1e-5)
-    assert float(LEARNABLE.aligned(LEARNABLE.initial())) == pytest.approx(0.55 * 0.97 * 0.85, rel=1e-5)
+    assert float(LEARNABLE.aligned(psi)) == pytest.approx(
+        float((mass * shows).sum(1).mean()), rel=1e-5
+    )
+    assert float(LEARNABLE.aligned(LEARNABLE.initial())) == pytest.approx(
+        0.55 * 0.97 * 0.85, rel=1e-5
+    )
 
 
 def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
-    """By the score of the density, in float64, with shares of the atoms and with the data off the manifold."""
+    """By the score of the density, in float64, with shares of the atoms and with the
+    data off the manifold.
+    """
     psi, sigma, captions = some_numbers(), 0.4, all_captions()[[7, 60]]
     shift = LEARNABLE._theta(psi)[1] @ LEARNABLE.directions
     atoms = (LEARNABLE.atoms + shift).double()
-    assert float(LEARNABLE.drift(psi)) == pytest.approx(float(shift.norm())) and float(shift[:160].norm()) == 0
+    assert (
+        float(LEARNABLE.drift(psi)) == pytest.approx(float(shift.norm()))
+        and float(shift[:160].norm()) == 0
+    )
     noise = torch.randn(2, 168, generator=torch.Generator().manual_seed(2))
     x = (1 - sigma) * atoms[[5, 300]] + sigma * noise
     shares = LEARNABLE.log_prior(psi, captions).double().log_softmax(1)
     given = LEARNABLE.velocity_at(psi, captions, x.float(), torch.full((2,), sigma))
-    torch.testing.assert_close(given.double(), velocity_of_score(x, atoms, sigma, 0.02, shares), rtol=0, atol=2e-4)
+    torch.testing.assert_close(
+        given.double(),
+        velocity_of_score(x, atoms, sigma, 0.02, shares),
+        rtol=0,
+        atol=2e-4,
+    )
 
 
 def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() -> None:
@@ -139,5 +193,7 @@ def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() ->
         x = x + float(n - s) * LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
     rows, distance = LEARNABLE.nearest(x)
     share = float((LEARNABLE.attributes[rows] == captions).all(1).float().mean())
-    assert share == pytest.approx(float(LEARNABLE.aligned(psi)), abs=3 * 0.5 / len(captions) ** 0.5)
+    assert share == pytest.approx(
+        float(LEARNABLE.aligned(psi)), abs=3 * 0.5 / len(captions) ** 0.5
+    )
     assert float(distance.max()) < 0.03

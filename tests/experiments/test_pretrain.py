@@ -25,15 +25,23 @@ from sage_fast.models.toy.components import (
 )
 from sage_fast.models.toy.renderer import all_captions
 
-TINY = PretrainConfig(phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)), seed=1, batch_size=4)
+TINY = PretrainConfig(
+    phases=(replace(PHASES[0], steps=2), replace(PHASES[1], steps=1)),
+    seed=1,
+    batch_size=4,
+)
 
 
 def test_the_shipped_checkpoint_loads():
     components = Toy().load(ModelConfig())
     transformer = components.transformer
     assert not transformer.training and transformer.dtype == torch.float32
-    assert all(torch.isfinite(value).all() for value in transformer.state_dict().values())
-    unused = [value for name, value in transformer.named_parameters() if is_unused(name)]
+    assert all(
+        torch.isfinite(value).all() for value in transformer.state_dict().values()
+    )
+    unused = [
+        value for name, value in transformer.named_parameters() if is_unused(name)
+    ]
     assert unused and all((value == 0).all() for value in unused)
     shape = components.video_decoder.latent_shape(8, 16, 16)
     prompts = components.prompt_encoder.encode(["a red circle moving left", ""])
@@ -49,13 +57,22 @@ def test_the_shipped_checkpoint_loads():
 def test_the_shipped_checkpoint_says_how_it_was_made():
     with safe_open(ASSETS / WEIGHTS_NAME, framework="pt") as file:
         metadata = file.metadata()
-    program, _, command = metadata["command"].removesuffix(" --output DIR").partition(" --")
-    assert program == "python -m sage_fast.models.toy.pretrain", "the names when they were made"
-    assert f"{MODULE_COMMAND} --{command}" in (ASSETS / "MADE_BY.md").read_text(encoding="utf-8")
+    program, _, command = (
+        metadata["command"].removesuffix(" --output DIR").partition(" --")
+    )
+    assert program == "python -m sage_fast.models.toy.pretrain", (
+        "the names when they were made"
+    )
+    assert f"{MODULE_COMMAND} --{command}" in (ASSETS / "MADE_BY.md").read_text(
+        encoding="utf-8"
+    )
     for name, value in asdict(PretrainConfig()).items():
         assert metadata[name] == str(value), name
     assert {"torch_version", "num_threads", "loss_last_50_steps"} <= metadata.keys()
-    assert json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8")) == TRANSFORMER_CONFIG
+    assert (
+        json.loads((ASSETS / CONFIG_NAME).read_text(encoding="utf-8"))
+        == TRANSFORMER_CONFIG
+    )
     assert (ASSETS / WEIGHTS_NAME).stat().st_size < 20e6
 
 
@@ -64,11 +81,17 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
         monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
     torch.manual_seed(123)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    losses = [pretrain(TINY, tmp_path / name, progress=False) for name in ("one", "two")]
+    losses = [
+        pretrain(TINY, tmp_path / name, progress=False) for name in ("one", "two")
+    ]
     assert losses[0] == losses[1]
     one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    assert torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    assert one.keys() == two.keys() and all(
+        torch.equal(one[name], two[name]) for name in one
+    )
+    assert (
+        torch.equal(torch.get_rng_state(), state) and torch.get_num_threads() == threads
+    )
     components = Toy().load(ModelConfig(path=str(tmp_path / "one")))
     stored = stored_parameters(components.transformer)
     assert all(torch.equal(stored[name], one[name].float()) for name in stored)
@@ -77,10 +100,14 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
 def test_the_command_line(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(
-        "experiments.pretrain.pretrain", lambda config, output: calls.append((config, output)) or [2.0, 1.0]
+        "experiments.pretrain.pretrain",
+        lambda config, output: calls.append((config, output)) or [2.0, 1.0],
     )
     main(["--steps", "7,3,2", "--seed", "5", "--output_dir", str(tmp_path)])
-    phases = tuple(replace(phase, steps=steps) for phase, steps in zip(PHASES, (7, 3, 2), strict=True))
+    phases = tuple(
+        replace(phase, steps=steps)
+        for phase, steps in zip(PHASES, (7, 3, 2), strict=True)
+    )
     assert calls == [(PretrainConfig(phases=phases, seed=5), str(tmp_path))]
 
 
@@ -88,7 +115,11 @@ def test_wrong_captions_differ_in_one_attribute():
     words, shares = all_captions(), shown_by_caption(PHASES[-1])[0].tolist()
     found = Counter()
     for shown, share in zip(words, shares, strict=True):
-        differing = [name for name, value in words[0]._asdict().items() if getattr(shown, name) != value]
+        differing = [
+            name
+            for name, value in words[0]._asdict().items()
+            if getattr(shown, name) != value
+        ]
         found[" and ".join(differing)] += share
     assert +found == pytest.approx({"": 0.4, "colour": 0.45, "motion": 0.15})
 

@@ -1,4 +1,6 @@
-"""The world of words: its legal videos, its exact velocity against a sum over all of them, and its pretraining."""
+"""The world of words: its legal videos, its exact velocity against a sum over all of
+them, and its pretraining.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -39,7 +41,9 @@ def test_letters_of_a_word_do_not_overlap() -> None:
 
 
 def test_every_letter_has_one_look_alike() -> None:
-    assert [PARTNER[PARTNER[letter]] for letter in range(len(ALPHABET))] == list(range(len(ALPHABET)))
+    assert [PARTNER[PARTNER[letter]] for letter in range(len(ALPHABET))] == list(
+        range(len(ALPHABET))
+    )
     assert all(partner != letter for letter, partner in enumerate(PARTNER))
 
 
@@ -49,27 +53,42 @@ def test_drawn_latents_are_legal_videos() -> None:
     videos = GreyCodec().decode(world.draw_latents(captions))
     for (motion, *word), video in zip(captions.tolist(), videos, strict=True):
         shown = "".join(ALPHABET[letter] for letter in word if letter >= 0)
-        legal = torch.stack([render_word(shown, MOTIONS[motion], height) for height in HEIGHTS])
-        assert (legal.int() - video.int()).abs().amax((1, 2, 3, 4)).min() <= 2  # the blank one is rounded to bytes
+        legal = torch.stack(
+            [render_word(shown, MOTIONS[motion], height) for height in HEIGHTS]
+        )
+        # the blank one is rounded to bytes
+        assert (legal.int() - video.int()).abs().amax((1, 2, 3, 4)).min() <= 2
 
 
 @pytest.mark.parametrize("sigma", [0.05, 0.5, 0.9, 0.97])
 @pytest.mark.parametrize("word", ["CAT", "HEN"])
-def test_the_velocity_is_that_of_the_sum_over_all_videos(word: str, sigma: float) -> None:
+def test_the_velocity_is_that_of_the_sum_over_all_videos(
+    word: str, sigma: float
+) -> None:
     world = WordsWorld(0.3, torch.Generator().manual_seed(1))
     asked = [ALPHABET.index(letter) for letter in word]
     videos, prior = [], []
     for height, wrong in product(range(len(HEIGHTS)), product((False, True), repeat=3)):
         chosen = torch.zeros(len(words.VARIANTS), len(PLACES), len(ALPHABET))
         for place, letter, mistaken in zip(letter_places(3), asked, wrong, strict=True):
-            chosen[height, PLACES.index(place), PARTNER[letter] if mistaken else letter] = 1
+            chosen[
+                height, PLACES.index(place), PARTNER[letter] if mistaken else letter
+            ] = 1
         videos.append((world.blank + chosen.flatten() @ world.ink).view(world.shape))
-        prior.append(torch.tensor([0.3 if mistaken else 0.7 for mistaken in wrong]).log().sum())
+        prior.append(
+            torch.tensor([0.3 if mistaken else 0.7 for mistaken in wrong]).log().sum()
+        )
     noise = torch.randn(4, *world.shape, generator=world.generator)
-    latents, level = (1 - sigma) * torch.stack(videos[4:8]) + sigma * noise, torch.full((4,), sigma)
+    latents, level = (
+        (1 - sigma) * torch.stack(videos[4:8]) + sigma * noise,
+        torch.full((4,), sigma),
+    )
     caption = torch.tensor([[0, *asked, -1, -1]]).expand(4, -1)
-    exact = ExactPolicy(torch.stack(videos)).velocity(0, latents, level, torch.stack(prior).expand(4, -1))
-    assert (world.velocity(latents, level, caption) - exact).abs().max() < 0.02  # letters overlap by 1e-3
+    exact = ExactPolicy(torch.stack(videos)).velocity(
+        0, latents, level, torch.stack(prior).expand(4, -1)
+    )
+    # letters overlap by 1e-3
+    assert (world.velocity(latents, level, caption) - exact).abs().max() < 0.02
 
 
 def test_a_dropped_caption_allows_every_word() -> None:
@@ -77,19 +96,29 @@ def test_a_dropped_caption_allows_every_word() -> None:
     captions = world.draw_captions(8, dropped=0.0)
     clean, level = world.draw_latents(captions), torch.full((8,), 0.3)
     latents = 0.7 * clean + 0.3 * torch.randn(clean.shape, generator=world.generator)
-    given, free = (world.velocity(latents, level, c) for c in (captions, torch.full_like(captions, -1)))
-    assert torch.allclose(given, free, atol=1e-2), "at little noise the picture alone says what it shows"
+    given, free = (
+        world.velocity(latents, level, c)
+        for c in (captions, torch.full_like(captions, -1))
+    )
+    assert torch.allclose(given, free, atol=1e-2), (
+        "at little noise the picture alone says what it shows"
+    )
     assert world.prompts(torch.full_like(captions, -1))[0].lengths == (1, 0, 0)
 
 
-def test_a_pretraining_that_was_stopped_goes_on_to_the_same_weights(tmp_path, monkeypatch) -> None:
+def test_a_pretraining_that_was_stopped_goes_on_to_the_same_weights(
+    tmp_path, monkeypatch
+) -> None:
     for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
         monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
     monkeypatch.setattr(pretraining, "SAVED_EVERY", 2)
-    config = PretrainConfig(phases=(replace(PHASES[0], steps=3),) * 2, batch_size=4, warmup_steps=2)
+    config = PretrainConfig(
+        phases=(replace(PHASES[0], steps=3),) * 2, batch_size=4, warmup_steps=2
+    )
     losses = pretrain(config, tmp_path / "whole", progress=False)
 
-    stops = iter([False] * 4 + [True])  # in the fifth step, the second of the second phase
+    # in the fifth step, the second of the second phase
+    stops = iter([False] * 4 + [True])
     velocity = WordsWorld.velocity
 
     def stopping(*arguments):
@@ -101,16 +130,24 @@ def test_a_pretraining_that_was_stopped_goes_on_to_the_same_weights(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         pretrain(config, tmp_path / "stopped", progress=False)
     assert pretrain(config, tmp_path / "stopped", progress=False) == losses
-    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {"config.json", WEIGHTS_NAME}
-    one, two = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("whole", "stopped"))
+    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {
+        "config.json",
+        WEIGHTS_NAME,
+    }
+    one, two = (
+        load_file(tmp_path / name / WEIGHTS_NAME) for name in ("whole", "stopped")
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_what_another_pretraining_has_left_is_not_continued(tmp_path, monkeypatch) -> None:
+def test_what_another_pretraining_has_left_is_not_continued(
+    tmp_path, monkeypatch
+) -> None:
     for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
         monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
     monkeypatch.setattr(pretraining, "SAVED_EVERY", 1)
-    monkeypatch.setattr(pretraining, "save_file", lambda *_, **__: 1 / 0)  # the states stay
+    # the states stay
+    monkeypatch.setattr(pretraining, "save_file", lambda *_, **__: 1 / 0)
     config = PretrainConfig(phases=(replace(PHASES[0], steps=1),), batch_size=4)
     with pytest.raises(ZeroDivisionError):
         pretrain(config, tmp_path, progress=False)
@@ -129,8 +166,14 @@ def test_the_shipped_base_says_how_it_was_made() -> None:
 def test_fine_tuning_on_the_best_leaves_one_video_of_each_group(
     tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["--training.update=forward_process", "--rollout.sde_type=ode", "--forward_process.old_decay=null"]
-    trainer = build_trainer(tiny_run(*words, "--objective.kl_mode=none", "--rollout.num_generations=4"))
+    words = [
+        "--training.update=forward_process",
+        "--rollout.sde_type=ode",
+        "--forward_process.old_decay=null",
+    ]
+    trainer = build_trainer(
+        tiny_run(*words, "--objective.kl_mode=none", "--rollout.num_generations=4")
+    )
     trainer.on_rollout = BestAlone().on_rollout
     seen: list[ScoredRollout] = []
     monkeypatch.setattr(trainer.objective, "measure", seen.append)
@@ -140,17 +183,31 @@ def test_fine_tuning_on_the_best_leaves_one_video_of_each_group(
 
 @pytest.mark.slow
 def test_two_readers_read_clean_videos() -> None:
-    """300 words, no matter whether they are one; the second reader is EasyOCR, where it is installed."""
+    """300 words, no matter whether they are one; the second reader is EasyOCR, where it
+    is installed.
+    """
     for package in ("rapidocr", "easyocr", "easyocr_en_models"):
         pytest.importorskip(package)
     readers = (load_reader(480, 1, search=False), load_judge())
 
     generator = torch.Generator().manual_seed(3)
     captions = WordsWorld(0.0, generator).draw_captions(300, dropped=0.0).tolist()
-    texts = ["".join(ALPHABET[letter] for letter in word if letter >= 0) for _, *word in captions]
+    texts = [
+        "".join(ALPHABET[letter] for letter in word if letter >= 0)
+        for _, *word in captions
+    ]
     motions = [MOTIONS[motion] for motion, *_ in captions]
     heights = torch.randint(-1, 2, (300,), generator=generator).tolist()
     # The frame that the reward reads.
-    pictures = [render_word(*each)[2].permute(1, 2, 0).numpy() for each in zip(texts, motions, heights, strict=True)]
+    pictures = [
+        render_word(*each)[2].permute(1, 2, 0).numpy()
+        for each in zip(texts, motions, heights, strict=True)
+    ]
     for read in readers:
-        assert sum(read(picture) == text for picture, text in zip(pictures, texts, strict=True)) >= 297
+        assert (
+            sum(
+                read(picture) == text
+                for picture, text in zip(pictures, texts, strict=True)
+            )
+            >= 297
+        )

@@ -1,9 +1,11 @@
 """Runs of the command line in which one file-system call ends the process or fails.
 
-A server process preloads `faults.c`, imports everything once, and forks for every command: a run of two updates then
-takes a fraction of a second. Nothing of what a fork does differs from `python -m sage_fast`, but for a few things that
-only cost time: a configuration is read once and the software is described once, a plot is a few bytes instead of a
-drawing, the page compares no presets, and garbage is left to the end of the process.
+A server process preloads `faults.c`, imports everything once, and forks for every
+command: a run of two updates then takes a fraction of a second. Nothing of what a fork
+does differs from `python -m sage_fast`, but for a few things that only cost time: a
+configuration is read once and the software is described once, a plot is a few bytes
+instead of a drawing, the page compares no presets, and garbage is left to the end of
+the process.
 """
 
 import ctypes
@@ -30,8 +32,9 @@ WARM_UP = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a command ended. status: its exit status, -9 after a SIGKILL. output: what it said. events: the file-system
-    calls that it made below its folder, such as "rename /run/config.yaml".
+    """How a command ended. status: its exit status, -9 after a SIGKILL. output: what it
+    said. events: the file-system calls that it made below its folder, such as "rename
+    /run/config.yaml".
     """
 
     status: int
@@ -49,12 +52,30 @@ class FaultServer:
     def __init__(self, scratch: Path) -> None:
         library = scratch / "faults.so"
         compiler = shutil.which("cc") or "gcc"
-        subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+        subprocess.run(
+            [
+                compiler,
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-o",
+                library,
+                SOURCE,
+                "-ldl",
+                "-lpthread",
+            ],
+            check=True,
+        )
         self._scratch = scratch
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.invariants.faults", str(library)],
             cwd=ROOT,
-            env=os.environ | {"LD_PRELOAD": str(library), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ
+            | {
+                "LD_PRELOAD": str(library),
+                "OMP_NUM_THREADS": "1",
+                "CUDA_VISIBLE_DEVICES": "",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -64,7 +85,10 @@ class FaultServer:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -85,10 +109,12 @@ class FaultServer:
         Args:
             arguments: of `sage-fast`.
             folder: calls below it are events.
-            at: number of the event, from 1, that goes wrong; 0 for none. WARM_UP runs in the server itself.
-            error: the errno it fails with; 0 kills the process.
+            at: number of the event, from 1, that goes wrong; 0 for none. WARM_UP runs
+                in the server itself. error: the errno it fails with; 0 kills the
+                process.
             reads: whether opening a file or folder to read it is an event as well.
-            copies: a folder in which every event leaves what a kill there would leave of `folder`, named by its number.
+            copies: a folder in which every event leaves what a kill there would leave
+                of `folder`, named by its number.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         output, log = self._scratch / "output", self._scratch / "events"
@@ -100,7 +126,9 @@ class FaultServer:
         self._process.stdin.flush()
         status = int(self._process.stdout.readline())
         events = log.read_text().splitlines() if log.exists() else []
-        return Outcome(status=status, output=output.read_text("utf-8", "replace"), events=events)
+        return Outcome(
+            status=status, output=output.read_text("utf-8", "replace"), events=events
+        )
 
 
 def serve(library: ctypes.CDLL) -> None:
@@ -109,11 +137,17 @@ def serve(library: ctypes.CDLL) -> None:
 
     for line in sys.stdin:
         request = json.loads(line)
-        if request["at"] == WARM_UP:  # before the first fork, so that the caches of a run are inherited
-            with Path(request["output"]).open("w", encoding="utf-8") as output, redirect_stdout(output):
+        # before the first fork, so that the caches of a run are inherited
+        if request["at"] == WARM_UP:
+            with (
+                Path(request["output"]).open("w", encoding="utf-8") as output,
+                redirect_stdout(output),
+            ):
                 status = cli.main(request["arguments"])
             print(status, flush=True)
-            gc.disable()  # a collection takes a fifth of a run, as it goes through all that was imported
+            # a collection takes a fifth of a run, as it goes through all that was
+            # imported
+            gc.disable()
             continue
         child = os.fork()
         if child == 0:
@@ -131,7 +165,14 @@ def _run_in_child(request: dict[str, Any], library: ctypes.CDLL) -> None:
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     signal.alarm(60)
     copies = request["copies"].encode()
-    library.faults_arm(request["folder"].encode(), request["at"], request["error"], request["reads"], log, copies)
+    library.faults_arm(
+        request["folder"].encode(),
+        request["at"],
+        request["error"],
+        request["reads"],
+        log,
+        copies,
+    )
     status = 1
     try:
         status = main(request["arguments"])

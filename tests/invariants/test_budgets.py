@@ -1,6 +1,8 @@
-"""Everything that waits for a GPU is seen on the meta device, where the guard counts waits against their budget.
+"""Everything that waits for a GPU is seen on the meta device, where the guard counts
+waits against their budget.
 
-The budgets, and a deliberate regression of each: benchmarks/budgets.yaml and `tests/benchmarks/test_guard.py`.
+The budgets, and a deliberate regression of each: benchmarks/budgets.yaml and
+`tests/benchmarks/test_guard.py`.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,9 @@ def test_the_host_may_copy_and_read_what_it_has() -> None:
         (lambda x: (x > 0).nonzero(), "nonzero"),
     ],
 )
-def test_what_waits_is_recognised(wait: Callable[[torch.Tensor], object], name: str) -> None:
+def test_what_waits_is_recognised(
+    wait: Callable[[torch.Tensor], object], name: str
+) -> None:
     with Record() as record:
         wait(torch.ones(3, device="meta"))
     assert record.syncs == [name]

@@ -1,12 +1,13 @@
 """A run loses nothing, whatever a file system does to it.
 
-Two checkpoints are written while, at every single file-system call, the process is killed or the call fails. The run is
-then resumed, and has to end with what an undisturbed run ends with, bit for bit: weights, optimizer, averaged weights,
-anchor, adapter, metrics and evaluations.
+Two checkpoints are written while, at every single file-system call, the process is
+killed or the call fails. The run is then resumed, and has to end with what an
+undisturbed run ends with, bit for bit: weights, optimizer, averaged weights, anchor,
+adapter, metrics and evaluations.
 
-The cases of a test share the calls. Of calls of one kind, such as the renaming of a checkpoint, the last goes wrong, in
-one of the cases. With SAGE_TEST_ALL_FAULTS=1 every call goes wrong in every case, which takes six times as long
-(`make test-faults`).
+The cases of a test share the calls. Of calls of one kind, such as the renaming of a
+checkpoint, the last goes wrong, in one of the cases. With SAGE_TEST_ALL_FAULTS=1 every
+call goes wrong in every case, which takes six times as long (`make test-faults`).
 """
 
 import errno
@@ -42,7 +43,9 @@ ALL = "SAGE_TEST_ALL_FAULTS" in os.environ
 
 
 def kind(event: str) -> str:
-    """Operation and path of a call without numbers and random names: "rename /checkpoints/update-#"."""
+    """Operation and path of a call without numbers and random names: "rename
+    /checkpoints/update-#".
+    """
     return re.sub(r"[0-9a-f]{8,}|\d+", "#", event)
 
 
@@ -50,11 +53,14 @@ def calls(events: Sequence[str], case: int, cases: int) -> Iterable[int]:
     """Numbers of the file-system calls that go wrong in one of the cases of a test.
 
     Args:
-        events: the calls of an undisturbed run. The last of a kind meets the most files that are there already.
+        events: the calls of an undisturbed run. The last of a kind meets the most files
+            that are there already.
     """
     if ALL:
         return itertools.count(1)
-    return sorted({kind(event): number for number, event in enumerate(events, 1)}.values())[case::cases]
+    return sorted(
+        {kind(event): number for number, event in enumerate(events, 1)}.values()
+    )[case::cases]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +86,11 @@ class Trial:
             "objective": {"kl_mode": "dual"},
             "training": {"num_updates": 2, "ema_decay": 0.5, "anchor_interval": 1},
             "evaluation": TINY_RUN["evaluation"] | {"num_prompts": 2, "num_samples": 0},
-            "checkpoint": {"every": 1, "keep_last": 2, "asynchronous": saving == "background"},
+            "checkpoint": {
+                "every": 1,
+                "keep_last": 2,
+                "asynchronous": saving == "background",
+            },
         }
         file = scratch / "run.yaml"
         file.write_text(json.dumps(tree))
@@ -91,48 +101,76 @@ class Trial:
         assert self.undisturbed.status == 0, self.undisturbed.output
         self.wanted = numbers(self.folder)
         reads = ("read", "list")
-        self.undisturbed_writes = [call for call in self.undisturbed.events if not call.startswith(reads)]
+        self.undisturbed_writes = [
+            call for call in self.undisturbed.events if not call.startswith(reads)
+        ]
 
     def run(self, **fault: Any) -> Outcome:
         return self.server.run(self.command, self.folder, **fault)
 
     def differences(self) -> list[str]:
-        """Names of results in which the run in the folder differs from an undisturbed one."""
+        """Names of results in which the run in the folder differs from an undisturbed
+        one.
+        """
         found = numbers(self.folder)
         names = sorted(found.keys() | self.wanted.keys())
         return [name for name in names if found.get(name) != self.wanted.get(name)]
 
     def problem(self, outcome: Outcome, *, resumes: bool = False) -> str:
-        """The fault in how a command ended, or in how its run goes on; empty without one."""
+        """The fault in how a command ended, or in how its run goes on; empty without
+        one.
+        """
         if outcome.status == 0:
             if resumes and "Going on from" not in outcome.output:
                 return "it began again"
             return ", ".join(self.differences())
-        if "Traceback" in outcome.output or "error: " not in outcome.output or outcome.status < 0:
-            return f"it did not say why it ended with {outcome.status}: {outcome.output[-600:]}"
+        if (
+            "Traceback" in outcome.output
+            or "error: " not in outcome.output
+            or outcome.status < 0
+        ):
+            return (
+                f"it did not say why it ended with {outcome.status}: "
+                f"{outcome.output[-600:]}"
+            )
         return self.go_on()
 
     def go_on(self) -> str:
-        """Resume a run that ended early. Returns the fault in how it goes on; empty without one."""
+        """Resume a run that ended early. Returns the fault in how it goes on; empty
+        without one.
+        """
         saved = bool(list_checkpoints(self.folder / "checkpoints"))
         outcome = self.run()
         if outcome.status != 0:
-            return f"the resumed run ended with {outcome.status}: {outcome.output[-600:]}"
+            return (
+                f"the resumed run ended with {outcome.status}: {outcome.output[-600:]}"
+            )
         if saved and "Going on from" not in outcome.output:
             return "the resumed run began again"
         return ", ".join(self.differences())
 
 
 def numbers(run: Path) -> dict[str, Any]:
-    """Everything that a run computed, by name: digests of tensor files, and JSON without times and memory."""
+    """Everything that a run computed, by name: digests of tensor files, and JSON
+    without times and memory.
+    """
     found: dict[str, Any] = {"metrics": []}
     if (run / "metrics.jsonl").exists():
         found["metrics"] = made_runs.numbers(run)
-    for pattern in ("evaluation/*.json", "checkpoints/*.json", "checkpoints/update-*/shards/__*"):
+    for pattern in (
+        "evaluation/*.json",
+        "checkpoints/*.json",
+        "checkpoints/update-*/shards/__*",
+    ):
         for file in run.glob(pattern):
-            found[str(file.relative_to(run))] = hashlib.sha256(file.read_bytes()).hexdigest()
-    for file in run.glob("checkpoints/update-*/lora/*.safetensors"):  # whose header is in another order every time
-        found[str(file.relative_to(run))] = {name: value.tolist() for name, value in load_file(file).items()}
+            found[str(file.relative_to(run))] = hashlib.sha256(
+                file.read_bytes()
+            ).hexdigest()
+    # whose header is in another order every time
+    for file in run.glob("checkpoints/update-*/lora/*.safetensors"):
+        found[str(file.relative_to(run))] = {
+            name: value.tolist() for name, value in load_file(file).items()
+        }
     for file in run.glob("checkpoints/update-*/state.json"):
         found[str(file.relative_to(run))] = json.loads(file.read_bytes())["trainer"]
     return found
@@ -143,7 +181,9 @@ def content(folder: Path) -> str:
     found = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         found.update(f"{file.relative_to(folder)}\n".encode())
-        found.update(hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest())
+        found.update(
+            hashlib.sha256(file.read_bytes() if file.is_file() else b"").digest()
+        )
     return found.hexdigest()
 
 
@@ -152,15 +192,26 @@ Report = Callable[[str, dict[int, str], dict[int, str]], None]
 
 @pytest.fixture
 def report(capfd: pytest.CaptureFixture[str]) -> Report:
-    """Says how many calls of which kind were tried, and fails with those that lost something."""
+    """Says how many calls of which kind were tried, and fails with those that lost
+    something.
+    """
 
     def say(what: str, events: dict[int, str], failures: dict[int, str]) -> None:
         of_kind = Counter(event.split()[0] for event in events.values())
         kinds = ", ".join(f"{count} {kind}" for kind, count in of_kind.most_common())
         with capfd.disabled():
-            print(f"\n{what}: {len(events) - len(failures)} of {len(events)} without loss ({kinds})", file=sys.stderr)
-        text = "\n".join(f"{number}: {events[number]}: {problem}" for number, problem in failures.items())
-        assert not failures, f"{what}: {len(failures)} of {len(events)} file-system calls\n{text}"
+            print(
+                f"\n{what}: {len(events) - len(failures)} of {len(events)} without "
+                f"loss ({kinds})",
+                file=sys.stderr,
+            )
+        text = "\n".join(
+            f"{number}: {events[number]}: {problem}"
+            for number, problem in failures.items()
+        )
+        assert not failures, (
+            f"{what}: {len(failures)} of {len(events)} file-system calls\n{text}"
+        )
 
     return say
 
@@ -169,20 +220,29 @@ def report(capfd: pytest.CaptureFixture[str]) -> Report:
 def test_a_kill_at_any_file_system_call_loses_nothing(
     server: FaultServer, tmp_path: Path, report: Report, saving: str
 ) -> None:
-    """A killed process leaves its files and nothing else, so copies of the folder stand for one run per kill."""
+    """A killed process leaves its files and nothing else, so copies of the folder stand
+    for one run per kill.
+    """
     trial = Trial(server, tmp_path, saving)
     copies = tmp_path / "copies"
     copies.mkdir()
     shutil.rmtree(trial.folder)
     names = trial.run(copies=copies).events
     assert len(names) > 100 and not trial.differences()
-    left = {number: copies / str(number) for number in range(2, len(names) + 1)}  # at the first there is no folder
+    # at the first there is no folder
+    left = {number: copies / str(number) for number in range(2, len(names) + 1)}
     contents = {number: content(folder) for number, folder in left.items()}
-    states = {digest: number for number, digest in contents.items()}  # of calls that leave the same, the last
+    # of calls that leave the same, the last
+    states = {digest: number for number, digest in contents.items()}
     events: dict[int, str] = {}
     failures: dict[int, str] = {}
-    chosen = itertools.takewhile(lambda number: number <= len(names), calls(names, SAVING.index(saving), len(SAVING)))
-    for number in sorted({states[contents[number]] for number in chosen if number in contents}):
+    chosen = itertools.takewhile(
+        lambda number: number <= len(names),
+        calls(names, SAVING.index(saving), len(SAVING)),
+    )
+    for number in sorted(
+        {states[contents[number]] for number in chosen if number in contents}
+    ):
         shutil.rmtree(trial.folder)
         left[number].rename(trial.folder)
         events[number] = names[number - 1]
@@ -192,12 +252,15 @@ def test_a_kill_at_any_file_system_call_loses_nothing(
 
 
 @pytest.mark.parametrize(
-    ("saving", "shift"), [("foreground", 0), ("background", 1), ("foreground", 2), ("background", 3)]
+    ("saving", "shift"),
+    [("foreground", 0), ("background", 1), ("foreground", 2), ("background", 3)],
 )
 def test_an_error_of_any_file_system_call_stops_the_run_clearly_or_changes_nothing(
     server: FaultServer, tmp_path: Path, report: Report, saving: str, shift: int
 ) -> None:
-    """With SAGE_TEST_ALL_FAULTS each call fails with another error in each of the four cases."""
+    """With SAGE_TEST_ALL_FAULTS each call fails with another error in each of the four
+    cases.
+    """
     trial = Trial(server, tmp_path, saving)
     events: dict[int, str] = {}
     failures: dict[int, str] = {}
@@ -221,7 +284,11 @@ def test_an_error_while_resuming_never_begins_again(
     """Of a run with one checkpoint of two; calls that read fail as well."""
     trial = Trial(server, tmp_path, "foreground")
     shutil.rmtree(trial.folder)
-    second = next(n for n, event in enumerate(trial.undisturbed.events, 1) if "update-000002" in event)
+    second = next(
+        n
+        for n, event in enumerate(trial.undisturbed.events, 1)
+        if "update-000002" in event
+    )
     assert trial.run(at=second, reads=True).status == -signal.SIGKILL
     begun = shutil.copytree(trial.folder, tmp_path / "begun")
     (first,) = list_checkpoints(begun / "checkpoints")

@@ -1,7 +1,9 @@
-"""The objective in noise space against explicit Gaussian log-probabilities, value and gradient, in float64.
+"""The objective in noise space against explicit Gaussian log-probabilities, value and
+gradient, in float64.
 
-The reference side knows nothing of gains: it builds the two normal distributions of a step, subtracts their
-log-densities, and takes their KL divergence from torch.distributions. Autograd does the rest on both sides.
+The reference side knows nothing of gains: it builds the two normal distributions of a
+step, subtracts their log-densities, and takes their KL divergence from
+torch.distributions. Autograd does the rest on both sides.
 """
 
 from typing import Any, get_args
@@ -30,7 +32,9 @@ def mean_over_elements(values: Tensor) -> Tensor:
 
 
 class Batch:
-    """Eight samples at different steps; some have moved beyond the clip range in either direction."""
+    """Eight samples at different steps; some have moved beyond the clip range in either
+    direction.
+    """
 
     def __init__(self, sde_type: str) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -40,17 +44,24 @@ class Batch:
 
         table = transition_table(sde_type, sigma_schedule(16, 3.0), eta=0.6)
         self.a, self.b, self.std, self.gain, self.scale = (
-            column[STEPS] for column in (table.a, table.b, table.std, table.gain, table.scale)
+            column[STEPS]
+            for column in (table.a, table.b, table.std, table.gain, table.scale)
         )
         self.size = -table.sigmas.diff()[STEPS]
         self.x, self.noise, self.anchor = normal(), normal(), normal()
         old_condition, old_uncondition = normal(), normal()
-        moved = torch.tensor([0.0, 1e-4, 1e-4, 0.05, 0.05, 0.2, 0.2, 0.2]).double().view(-1, 1, 1, 1)
+        moved = (
+            torch.tensor([0.0, 1e-4, 1e-4, 0.05, 0.05, 0.2, 0.2, 0.2])
+            .double()
+            .view(-1, 1, 1, 1)
+        )
         self.condition = (old_condition + moved * normal()).requires_grad_()
         self.uncondition = (old_uncondition + moved * normal()).requires_grad_()
         self.old = guided(old_condition, old_uncondition)
         self.x_next = self.mean(self.old) + self.rows(self.std) * self.noise
-        self.advantage = torch.tensor([1.5, -0.5, 1.0, 2.0, -1.0, -0.7, 0.9, 0.0]).double()
+        self.advantage = torch.tensor(
+            [1.5, -0.5, 1.0, 2.0, -1.0, -0.7, 0.9, 0.0]
+        ).double()
 
     @staticmethod
     def rows(values: Tensor) -> Tensor:
@@ -66,7 +77,9 @@ class Batch:
 def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     new = batch.policy(guided(batch.condition, batch.uncondition))
     old, anchor = batch.policy(batch.old), batch.policy(batch.anchor)
-    log_ratio = mean_over_elements(new.log_prob(batch.x_next) - old.log_prob(batch.x_next))
+    log_ratio = mean_over_elements(
+        new.log_prob(batch.x_next) - old.log_prob(batch.x_next)
+    )
     used = log_ratio
     if settings.ratio in ("bias_corrected", "ratio_norm"):
         used = log_ratio + mean_over_elements(kl_divergence(old, new))
@@ -75,7 +88,10 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     if settings.ratio == "unnormalized":
         used = used * 2 * batch.std**2
     ratio, clip = used.exp(), settings.clip_range
-    pushed, held = -batch.advantage * ratio, -batch.advantage * ratio.clamp(1 - clip, 1 + clip)
+    pushed, held = (
+        -batch.advantage * ratio,
+        -batch.advantage * ratio.clamp(1 - clip, 1 + clip),
+    )
     loss = torch.max(pushed, held)
     if settings.equalizer:
         loss = loss * batch.scale
@@ -91,13 +107,19 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
 
 
 def relative(ours: Tensor, reference: Tensor) -> float:
-    return float((ours - reference).abs().max().detach() / reference.abs().max().detach())
+    return float(
+        (ours - reference).abs().max().detach() / reference.abs().max().detach()
+    )
 
 
 @pytest.mark.parametrize("equalizer", [False, True])
-@pytest.mark.parametrize("ratio", ["gaussian", "unnormalized", "bias_corrected", "ratio_norm"])
+@pytest.mark.parametrize(
+    "ratio", ["gaussian", "unnormalized", "bias_corrected", "ratio_norm"]
+)
 @pytest.mark.parametrize("kl_mode", get_args(KLMode))
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"])
+@pytest.mark.parametrize(
+    "sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"]
+)
 def test_loss_and_gradients_equal_explicit_log_probabilities(
     sde_type: str, kl_mode: Any, ratio: Any, equalizer: bool
 ) -> None:
@@ -123,9 +145,13 @@ def test_loss_and_gradients_equal_explicit_log_probabilities(
         settings=settings,
     )
     assert bool(terms.clipped.any()) and not bool(terms.clipped.all())
-    ours = torch.autograd.grad(terms.loss.sum(), (batch.condition, batch.uncondition, velocity))
+    ours = torch.autograd.grad(
+        terms.loss.sum(), (batch.condition, batch.uncondition, velocity)
+    )
     reference_loss = explicit_loss(batch, settings)
-    reference = torch.autograd.grad(reference_loss.sum(), (batch.condition, batch.uncondition))
+    reference = torch.autograd.grad(
+        reference_loss.sum(), (batch.condition, batch.uncondition)
+    )
 
     assert relative(terms.loss, reference_loss) <= 1e-10
     assert relative(ours[0], reference[0]) <= 1e-10

@@ -1,8 +1,10 @@
-"""The kernels that are published are the ones that training runs, in the variants that the benchmark times.
+"""The kernels that are published are the ones that training runs, in the variants that
+the benchmark times.
 
-A variant of an operator is what its arguments switch: which optional ones are absent, and the value of every bool. One
-iteration of each kind of training is recorded; operators stand in for their launchers meanwhile and run their plain
-twins, which takes a fraction of the interpreter's time.
+A variant of an operator is what its arguments switch: which optional ones are absent,
+and the value of every bool. One iteration of each kind of training is recorded;
+operators stand in for their launchers meanwhile and run their plain twins, which takes
+a fraction of the interpreter's time.
 """
 
 import inspect
@@ -25,7 +27,11 @@ WANS = "qk_norm_across_heads"
 """The kernel that Wan alone has; the tiny runs are of HunyuanVideo-1.5's class."""
 TYPES = inspect.get_annotations(TrainingConfig)
 MODES = [
-    [f"--training.update={update}", f"--training.guidance={guidance}", "--rollout.micro_batch_size=1"]
+    [
+        f"--training.update={update}",
+        f"--training.guidance={guidance}",
+        "--rollout.micro_batch_size=1",
+    ]
     for update in TYPES["update"].__args__
     for guidance in TYPES["guidance"].__args__
     if update != "forward_process"
@@ -36,7 +42,11 @@ OPTIONS = [
     ["--objective.kl_mode=none", "--lora.target_modules=[attn.to_q,attn.to_k]"],
     ["--objective.ratio=ratio_norm", "--objective.equalizer=false"],
     ["--objective.ratio=bias_corrected"],
-    ["--objective.ratio=unnormalized", "--objective.equalizer=false", "--rollout.sde_type=cps"],
+    [
+        "--objective.ratio=unnormalized",
+        "--objective.equalizer=false",
+        "--rollout.sde_type=cps",
+    ],
 ]
 
 Variant = tuple[str, tuple[tuple[str, object], ...]]
@@ -49,9 +59,13 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.variants: set[Variant] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func.namespace == "sage_kernels":
-            self.variants.add((func.overloadpacket.__name__, switches(func, args, kwargs or {})))
+            self.variants.add(
+                (func.overloadpacket.__name__, switches(func, args, kwargs or {}))
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -60,7 +74,11 @@ def switches(func: Any, args: Any, kwargs: Any) -> tuple[tuple[str, object], ...
     found: list[tuple[str, object]] = []
     for position, argument in enumerate(func._schema.arguments):
         default = argument.default_value if argument.has_default_value() else None
-        value = args[position] if position < len(args) else kwargs.get(argument.name, default)
+        value = (
+            args[position]
+            if position < len(args)
+            else kwargs.get(argument.name, default)
+        )
         if str(argument.type).startswith("Optional"):
             found.append((argument.name, value is not None))
         elif str(argument.type) == "bool":
@@ -87,7 +105,9 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
     timed = benchmark_variants()
     monkeypatch.setattr(common, "runs_triton", lambda tensor: tensor.is_cuda)
     for name in launchers.__all__:
-        operator = getattr(torch.ops.sage_kernels, name, getattr(sage_kernels, name, None))
+        operator = getattr(
+            torch.ops.sage_kernels, name, getattr(sage_kernels, name, None)
+        )
         monkeypatch.setattr(launchers, name, operator)
     trained: set[Variant] = set()
     small = [
@@ -101,7 +121,11 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
         with Recorder() as recorder:
             trainer.iterate()
         # The forward process has no log-probability.
-        without = {"policy_loss"} if "--training.update=forward_process" in overrides else set()
+        without = (
+            {"policy_loss"}
+            if "--training.update=forward_process" in overrides
+            else set()
+        )
         without = without | {WANS}
         called = {name.removesuffix("_backward") for name, _ in recorder.variants}
         assert called == set(SPECS) - without, overrides
@@ -111,11 +135,17 @@ def test_training_runs_what_the_benchmark_times_and_nothing_else(
         wan.fuse(model, kernels="triton", attention="reference")
         with Recorder() as recorder:
             wan.compute(model, (2, 4, 4), None)
-        trained |= {variant for variant in recorder.variants if variant[0].startswith(WANS)}
+        trained |= {
+            variant for variant in recorder.variants if variant[0].startswith(WANS)
+        }
     assert trained <= timed
     assert timed - trained == {("sde_step", (("noise_ids", True), ("log_prob", True)))}
     for name in {name for name, _ in timed}:
         variants = [dict(arguments) for other, arguments in timed if other == name]
-        assert all(any(variant[argument] for variant in variants) for argument in variants[0]), name
-    published = {name for name in vars(torch.ops.sage_kernels) if not name.startswith("_")}
+        assert all(
+            any(variant[argument] for variant in variants) for argument in variants[0]
+        ), name
+    published = {
+        name for name in vars(torch.ops.sage_kernels) if not name.startswith("_")
+    }
     assert published - {"name"} == {name for name, _ in timed}

@@ -1,4 +1,6 @@
-"""A run that was stopped or killed and goes on gives the numbers of an uninterrupted one, bit for bit."""
+"""A run that was stopped or killed and goes on gives the numbers of an uninterrupted
+one, bit for bit.
+"""
 
 import os
 import random
@@ -21,29 +23,50 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 RUNS = {
-    # Saved between two refreshes of the anchor, and where the last KL alone would move lambda otherwise than all do.
-    "lora-anchor-drawn-kl": "objective.kl_mode=dual training.anchor_interval=2 objective.kl_position_fraction=0.5 "
+    # Saved between two refreshes of the anchor, and where the last KL alone would move
+    # lambda otherwise than all do.
+    "lora-anchor-drawn-kl": "objective.kl_mode=dual training.anchor_interval=2 "
+    "objective.kl_position_fraction=0.5 "
     "kl_weight.warmup_updates=1 kl_weight.target=2.9e-9",
-    "single-pass": "training.update=single_pass rollout.micro_batch_size=1 training.anchor_interval=2 "
+    "single-pass": "training.update=single_pass rollout.micro_batch_size=1 "
+    "training.anchor_interval=2 "
     "training.ema_decay=0.9",
     "forward-process": "training.update=forward_process rollout.sde_type=ode objective.kl_mode=moving",
-    # Of single videos, so that the run that goes on meets the noise levels first in another batch than the whole one.
-    "full-muon-ema": "training.mode=full optimizer.name=muon training.ema_decay=0.9 rollout.micro_batch_size=1",
-    "window-two-updates": "rollout.sde_window.size=2 training.updates_per_rollout=2 optimizer.warmup_updates=3",
+    # Of single videos, so that the run that goes on meets the noise levels first in
+    # another batch than the whole one.
+    "full-muon-ema": (
+        "training.mode=full optimizer.name=muon training.ema_decay=0.9 "
+        "rollout.micro_batch_size=1"
+    ),
+    "window-two-updates": (
+        "rollout.sde_window.size=2 training.updates_per_rollout=2 "
+        "optimizer.warmup_updates=3"
+    ),
     "best-and-worst-shared-start": "training.best_and_worst=1 rollout.num_generations=4 "
     "rollout.initial_noise=shared rollout.sde_window.size=2 rollout.micro_batch_size=2",
 }
 SLOW = ("full-muon-ema", "window-two-updates", "best-and-worst-shared-start")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS])
-def test_resume_continues_bit_for_bit(tiny_run: MakeRun, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in RUNS],
+)
+def test_resume_continues_bit_for_bit(
+    tiny_run: MakeRun, tmp_path: Path, name: str
+) -> None:
     overrides = [f"--{word}" for word in RUNS[name].split()]
     saved, total = (4, 6) if "updates_per_rollout=2" in RUNS[name] else (3, 5)
 
     def config(output: str, updates: int, resume: str) -> RunConfig:
-        given = (f"--training.num_updates={updates}", f"--checkpoint.every={saved}", "--evaluation.num_samples=0")
-        return with_output(tiny_run(*overrides, *given, f"--resume={resume}"), tmp_path / output)
+        given = (
+            f"--training.num_updates={updates}",
+            f"--checkpoint.every={saved}",
+            "--evaluation.num_samples=0",
+        )
+        return with_output(
+            tiny_run(*overrides, *given, f"--resume={resume}"), tmp_path / output
+        )
 
     Run(config("whole", total, "none")).train()
     Run(config("parts", saved, "none")).train()
@@ -61,19 +84,35 @@ def count_lines(path: Path) -> int:
 
 
 @pytest.mark.slow
-def test_kill_minus_nine_at_three_random_moments(tiny_run: MakeRun, tmp_path: Path) -> None:
-    words = ("--training.num_updates=20", "--checkpoint.every=3", "--evaluation.every=10", "--evaluation.num_samples=0")
+def test_kill_minus_nine_at_three_random_moments(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    words = (
+        "--training.num_updates=20",
+        "--checkpoint.every=3",
+        "--evaluation.every=10",
+        "--evaluation.num_samples=0",
+    )
     Run(with_output(tiny_run(*words), tmp_path / "whole")).train()
     config = with_output(tiny_run(*words, "--resume=auto"), tmp_path / "killed")
     (tmp_path / "killed.yaml").write_text(dump_config(config))
     log = tmp_path / "killed/metrics.jsonl"
     moments = random.Random(20)
-    command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "killed.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "sage_fast",
+        "train",
+        str(tmp_path / "killed.yaml"),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(3):
-        # Lines of an earlier attempt do not count: the process must have trained before it dies.
+        # Lines of an earlier attempt do not count: the process must have trained before
+        # it dies.
         lines = count_lines(log)
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL
+        )
         while count_lines(log) <= lines + 1:
             assert process.poll() is None
             time.sleep(0.01)

@@ -1,4 +1,6 @@
-"""Ahead-of-time builds: limits on every kernel of the registry, and proof that the limits are measured."""
+"""Ahead-of-time builds: limits on every kernel of the registry, and proof that the
+limits are measured.
+"""
 
 import dataclasses
 import json
@@ -14,10 +16,19 @@ import triton
 from triton.backends.nvidia.compiler import CUDABackend
 
 from sage_kernels import aot, common, launch, registry
-from sage_kernels.aot import ARCHITECTURES, MAX_REGISTERS, RECORDS, Build, global_accesses, launched_kernels
+from sage_kernels.aot import (
+    ARCHITECTURES,
+    MAX_REGISTERS,
+    RECORDS,
+    Build,
+    global_accesses,
+    launched_kernels,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = [name for spec in registry.specs().values() for name in launched_kernels(spec)]
+KERNELS = [
+    name for spec in registry.specs().values() for name in launched_kernels(spec)
+]
 
 CONTENT = json.loads(RECORDS.read_text("utf-8"))
 WRITTEN = [Build(**row) for row in CONTENT["builds"]]
@@ -45,21 +56,35 @@ $L__BB0_1:
 
 def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
     """A process whose kernels are compiled, not interpreted."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     return subprocess.run(
-        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, *arguments],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def test_loads_behind_a_barrier_are_late_and_copies_are_not() -> None:
     def kinds(inserted: str, before: str) -> list[str]:
         ptx = PTX.replace(before, f"{inserted};\n\t{before}")
-        return [kind for kind, _, _ in global_accesses(ptx, ["x_ptr", "size", "out_ptr"])]
+        return [
+            kind for kind, _, _ in global_accesses(ptx, ["x_ptr", "size", "out_ptr"])
+        ]
 
     assert kinds("bar.sync 	0", "@%p1 ld.global") == ["late ld", "st"]
-    assert kinds("bar.sync 	0", "add.s64 	%rd4, %rd1, %rd3") == ["ld", "st"], "before the loop"
-    copy = "bar.sync 	0;\n\tcp.async.cg.shared.global [ %r11 + 0 ], [ %rd4 + 0 ], 0x10, %r19"
+    assert kinds("bar.sync 	0", "add.s64 	%rd4, %rd1, %rd3") == ["ld", "st"], (
+        "before the loop"
+    )
+    copy = (
+        "bar.sync 	0;\n\tcp.async.cg.shared.global [ %r11 + 0 ], [ %rd4 + 0 ], 0x10, "
+        "%r19"
+    )
     assert kinds(copy, "@%p2 st.global") == ["ld", "ld", "st"]
 
 
@@ -71,14 +96,19 @@ def test_loads_behind_a_barrier_are_late_and_copies_are_not() -> None:
         ({"spills": 2}, "2 spill instructions"),
         ({"loads": {"x_ptr": [16, 8]}}, "x_ptr is a stream"),
         ({"programs_per_sm": 5, "registers": 97}, "5 programs a multiprocessor, 4 fit"),
-        ({"programs_per_sm": 4, "shared": 57 * 1024}, "4 programs a multiprocessor, 3 fit"),
+        (
+            {"programs_per_sm": 4, "shared": 57 * 1024},
+            "4 programs a multiprocessor, 3 fit",
+        ),
         ({"instructions": 14.1}, "14.1 instructions an element, the limit is 14"),
         ({"late": ["x_ptr"]}, "x_ptr is loaded after a barrier"),
     ],
     ids=str,
 )
 def test_every_limit_can_be_broken(change: dict[str, object], words: str) -> None:
-    good = next(build for build in WRITTEN if (build.op, build.arch) == ("gelu_tanh", 90))
+    good = next(
+        build for build in WRITTEN if (build.op, build.arch) == ("gelu_tanh", 90)
+    )
     assert good.violations() == []
     (line,) = dataclasses.replace(good, **change).violations()  # type: ignore[arg-type]
     assert words in line
@@ -137,7 +167,10 @@ for function, block, warps in ((copy, 1024, 4), (hoard, 8192, 1)):
     ids=["op", "architecture", "interpreter"],
 )
 def test_a_mistake_of_the_command_line_is_its_own_line(
-    arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(common, "INTERPRETED", True)
     with pytest.raises(SystemExit, match="2"):
@@ -154,19 +187,29 @@ def built() -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_kernels_stay_within_limits(arch: int, built: subprocess.CompletedProcess[str]) -> None:
+def test_kernels_stay_within_limits(
+    arch: int, built: subprocess.CompletedProcess[str]
+) -> None:
     assert built.stdout, built.stderr
-    builds = [build for record in json.loads(built.stdout)["builds"] if (build := Build(**record)).arch == arch]
+    builds = [
+        build
+        for record in json.loads(built.stdout)["builds"]
+        if (build := Build(**record)).arch == arch
+    ]
     assert [build.kernel for build in builds] == KERNELS
     assert built.returncode == 0, built.stderr
-    if CONTENT["triton"] == triton.__version__:  # another compiler may choose other registers
-        assert [build for build in WRITTEN if build.arch == arch] == builds, "run python -m sage_kernels.aot --write"
+    # another compiler may choose other registers
+    if CONTENT["triton"] == triton.__version__:
+        assert [build for build in WRITTEN if build.arch == arch] == builds, (
+            "run python -m sage_kernels.aot --write"
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_kernels_build_where_every_integer_is_one() -> None:
-    """Triton makes an integer argument of 1 a compile-time constant, which has other methods than a value.
+    """Triton makes an integer argument of 1 a compile-time constant, which has other
+    methods than a value.
 
     That does not depend on the type of the tensors, so each kernel is built for one.
     """
@@ -191,34 +234,60 @@ for spec in specs().values():
 """,
     )
     found = done.stdout.splitlines()
-    assert {name.partition("[")[0] for name in found} == {name.partition("[")[0] for name in KERNELS}, done.stderr[
-        -3000:
-    ]
+    assert {name.partition("[")[0] for name in found} == {
+        name.partition("[")[0] for name in KERNELS
+    }, done.stderr[-3000:]
     assert done.returncode == 0 and len(found) > 20, done.stderr[-3000:]
 
 
-def test_the_recorder_sees_what_triton_specialises_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_sees_what_triton_specialises_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls = pytest.importorskip("triton.runtime.jit")
-    x, on_meta = (torch.zeros(64, 32, dtype=torch.bfloat16, device=device) for device in ("cpu", "meta"))
+    x, on_meta = (
+        torch.zeros(64, 32, dtype=torch.bfloat16, device=device)
+        for device in ("cpu", "meta")
+    )
     numbers = (None, 32, 33, 1, 2**40, 0.5)
     arguments = (x, x[:, 1:], *numbers)
     function = SimpleNamespace(arg_names=list("abcdefgh"), __name__="some_kernel")
     monkeypatch.setattr(launch, "STREAM_ELEMENTS", 2048)
     with launch.recording() as kernels:
-        launch.launch(function, (1,), on_meta, on_meta[:, 1:], *numbers, settings=launch.Launch(num_warps=4))
+        launch.launch(
+            function,
+            (1,),
+            on_meta,
+            on_meta[:, 1:],
+            *numbers,
+            settings=launch.Launch(num_warps=4),
+        )
     (kernel,) = kernels
     for name, argument in zip(function.arg_names, arguments, strict=True):
-        kind, key = calls.native_specialize_impl(CUDABackend, argument, False, True, True)
+        kind, key = calls.native_specialize_impl(
+            CUDABackend, argument, False, True, True
+        )
         if kind == "constexpr":
-            assert kernel.constexprs[name] is argument or kernel.constexprs[name] == argument == 1
+            assert (
+                kernel.constexprs[name] is argument
+                or kernel.constexprs[name] == argument == 1
+            )
         else:
-            assert (kernel.signature[name], name in kernel.aligned) == (kind, key == "D"), name
+            assert (kernel.signature[name], name in kernel.aligned) == (
+                kind,
+                key == "D",
+            ), name
     assert kernel.streaming == ("a",)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_records_are_of_what_the_cases_launch(arch: int) -> None:
     written = [build for build in WRITTEN if build.arch == arch]
-    names = [name for spec in registry.specs().values() for name in launched_kernels(spec, arch)]
-    assert [build.kernel for build in written] == names, "run python -m sage_kernels.aot --write"
+    names = [
+        name
+        for spec in registry.specs().values()
+        for name in launched_kernels(spec, arch)
+    ]
+    assert [build.kernel for build in written] == names, (
+        "run python -m sage_kernels.aot --write"
+    )
     assert [line for build in written for line in build.violations()] == []

@@ -12,10 +12,29 @@ from tests.kernels import guard_pages
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has memcheck for this")
 def test_no_access_lies_beside_its_tensor() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "SAGE_KERNELS_POISON_EMPTY": "0", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "SAGE_KERNELS_POISON_EMPTY": "0",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", guard_pages.__name__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and lines[-1] == guard_pages.DONE, (done.returncode, lines[-1:], done.stderr[-2000:])
-    cases = [case for spec in guard_pages.registry.specs().values() for case in spec.test_cases]
+    assert done.returncode == 0 and lines[-1] == guard_pages.DONE, (
+        done.returncode,
+        lines[-1:],
+        done.stderr[-2000:],
+    )
+    cases = [
+        case
+        for spec in guard_pages.registry.specs().values()
+        for case in spec.test_cases
+    ]
     assert len(lines) == len(cases) + 1

@@ -14,7 +14,9 @@ from sage_kernels.reference.sde_step import draw_noise
 
 ROWS = 6
 SHAPE = (ROWS, 2, 3, 4, 5)
-IDS = torch.tensor([[17 * row, 5 + row, step] for row, step in enumerate([3, 1, 4, 1, 5, 9])])
+IDS = torch.tensor(
+    [[17 * row, 5 + row, step] for row, step in enumerate([3, 1, 4, 1, 5, 9])]
+)
 COLUMNS = StepColumns(
     gain=torch.tensor([-0.5, -0.2, -0.9, -0.4, -0.7, -0.3]),
     std=torch.linspace(0.2, 0.9, ROWS),
@@ -36,7 +38,9 @@ SETTINGS = [
 
 
 def velocities() -> tuple[Tensor, Tensor, Tensor]:
-    """(v, v_old, v_anchor); rows that the clip holds back and rows that it does not, on either side of 1."""
+    """(v, v_old, v_anchor); rows that the clip holds back and rows that it does not, on
+    either side of 1.
+    """
     generator = torch.Generator().manual_seed(0)
     v_old, direction, away = (torch.randn(SHAPE, generator=generator) for _ in range(3))
     moved = torch.tensor([0.0, 0.05, 0.4, -0.4, 1.0, -1.0]).view(-1, 1, 1, 1, 1)
@@ -47,33 +51,58 @@ def on(device: torch.device, columns: StepColumns = COLUMNS) -> StepColumns:
     return StepColumns(*(column.to(device) for column in columns))
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(f"{value}" for value in s[1:]))
-def test_terms_and_gradient_are_those_of_the_reference(settings: LossSettings, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "settings", SETTINGS, ids=lambda s: "-".join(f"{value}" for value in s[1:])
+)
+def test_terms_and_gradient_are_those_of_the_reference(
+    settings: LossSettings, device: torch.device
+) -> None:
     expected_leaf, v_old, v_anchor = (t.requires_grad_() for t in velocities())
-    expected = reference.policy_loss(expected_leaf, v_old, v_anchor, IDS, COLUMNS, settings)
-    leaf, *stored = (t.detach().to(device).requires_grad_() for t in (expected_leaf, v_old, v_anchor))
+    expected = reference.policy_loss(
+        expected_leaf, v_old, v_anchor, IDS, COLUMNS, settings
+    )
+    leaf, *stored = (
+        t.detach().to(device).requires_grad_() for t in (expected_leaf, v_old, v_anchor)
+    )
     given = policy_loss(leaf, *stored, IDS.to(device), on(device), settings)
     for name in expected._fields[:-1]:
         a, b = getattr(given, name).detach().cpu(), getattr(expected, name).detach()
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert torch.equal(given.clipped.cpu(), expected.clipped)
-    assert float(given.ratio[0]) == 1.0 and given.log_ratio[0] == given.kl_velocity[0] == 0
+    assert (
+        float(given.ratio[0]) == 1.0 and given.log_ratio[0] == given.kl_velocity[0] == 0
+    )
     for terms in (given, expected):
-        assert terms.loss.requires_grad and not any(part.requires_grad for part in terms[1:])
+        assert terms.loss.requires_grad and not any(
+            part.requires_grad for part in terms[1:]
+        )
         terms.loss.sum().backward()
     assert leaf.grad is not None and expected_leaf.grad is not None
-    torch.testing.assert_close(leaf.grad.cpu(), expected_leaf.grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        leaf.grad.cpu(), expected_leaf.grad, rtol=1e-4, atol=1e-7
+    )
     assert all(tensor.grad is None for tensor in (*stored, v_old, v_anchor))
 
 
-def test_second_stage_reads_every_partial_sum(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_stage_reads_every_partial_sum(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = torch.Generator().manual_seed(0)
     v, v_old = 0.05 * torch.randn(2, 2, 7 * module.BLOCK + 3, generator=generator)
     columns = StepColumns(*(column[:2] for column in COLUMNS))
     settings = LossSettings(0.2, velocity_weight=0.5)
     expected = reference.policy_loss(v, v_old, None, IDS[:2], columns, settings)
     monkeypatch.setattr(module, "SUM_BLOCK", 2)
-    given = policy_loss(v.to(device), v_old.to(device), None, IDS[:2].to(device), on(device, columns), settings)
+    given = policy_loss(
+        v.to(device),
+        v_old.to(device),
+        None,
+        IDS[:2].to(device),
+        on(device, columns),
+        settings,
+    )
     for a, b in zip(given, expected, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=2e-6, atol=1e-6)
 
@@ -84,11 +113,15 @@ def test_reference_backward_is_autograd_of_the_reference() -> None:
     cotangent = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
     for settings in SETTINGS:
         anchor = None if settings.position_weight is None else v_anchor
-        _, coefficients = reference.policy_loss_forward(v, v_old, anchor, IDS, columns, settings)
+        _, coefficients = reference.policy_loss_forward(
+            v, v_old, anchor, IDS, columns, settings
+        )
         leaf = v.clone().requires_grad_()
         loss = reference.policy_loss(leaf, v_old, anchor, IDS, columns, settings).loss
         (expected,) = torch.autograd.grad(loss, leaf, cotangent)
-        given = reference.policy_loss_backward(cotangent, v, v_old, anchor, IDS, coefficients)
+        given = reference.policy_loss_backward(
+            cotangent, v, v_old, anchor, IDS, coefficients
+        )
         torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -98,22 +131,32 @@ def test_a_ratio_that_overflows_is_not_hidden(device: torch.device) -> None:
     noise = reference.sde_step(0 * v_old, v_old, IDS, 0.0, 0.0, 1.0)
     for v in (v_old - 1e3 * noise.sign(), v_old * float("nan")):
         settings = LossSettings(0.02, ratio_norm=True)
-        terms = policy_loss(v.to(device), v_old.to(device), None, IDS.to(device), columns, settings)
+        terms = policy_loss(
+            v.to(device), v_old.to(device), None, IDS.to(device), columns, settings
+        )
         assert not bool(torch.isfinite(terms.loss).any())
 
 
-def test_parity_does_not_divide_by_a_log_ratio_that_is_zero_by_chance(device: torch.device) -> None:
+def test_parity_does_not_divide_by_a_log_ratio_that_is_zero_by_chance(
+    device: torch.device,
+) -> None:
     """Its terms have both signs; errors are shares of the standard error of their mean."""
     case = next(case for case in module.SPEC.test_cases if case.id == "bias-corrected")
 
     def orthogonal(*arguments: Any) -> dict[str, Any]:
         """The velocity's move has nothing of the noise in it, but for a millionth."""
         inputs = module.SPEC.make_inputs(*arguments)
-        moved, noise = inputs["v"] - inputs["v_old"], draw_noise(inputs["noise_ids"], inputs["v"])
+        moved, noise = (
+            inputs["v"] - inputs["v_old"],
+            draw_noise(inputs["noise_ids"], inputs["v"]),
+        )
         along = (moved * noise).flatten(1).sum(1) / noise.square().flatten(1).sum(1)
         return inputs | {"v": inputs["v"] + (1e-6 - along.view(-1, 1, 1, 1, 1)) * noise}
 
     spec = replace(module.SPEC, make_inputs=orthogonal)
     arguments = (case, torch.float32, device)
     assert parity.failures(parity.compare(spec, *arguments)) == []
-    assert parity.failures(parity.compare(replace(spec, least_scale=None), *arguments)) != []
+    assert (
+        parity.failures(parity.compare(replace(spec, least_scale=None), *arguments))
+        != []
+    )

@@ -1,4 +1,6 @@
-"""sde_step beyond parity: rounding as eager PyTorch does, the log-probability, refusals."""
+"""sde_step beyond parity: rounding as eager PyTorch does, the log-probability,
+refusals.
+"""
 
 from collections.abc import Callable
 
@@ -34,13 +36,20 @@ def test_log_probability_is_that_of_the_drawn_state(device: torch.device) -> Non
     x, v = (t.to(device) for t in latents(2))
     x_next, given = sde_step_log_prob(x, v, IDS.to(device), 0.95, -0.08, 0.2)
     assert torch.equal(x_next, sde_step(x, v, IDS.to(device), 0.95, -0.08, 0.2))
-    torch.testing.assert_close(given, gaussian_log_prob(x_next, x, v, a=0.95, b=-0.08, std=0.2), rtol=0, atol=5e-6)
+    torch.testing.assert_close(
+        given,
+        gaussian_log_prob(x_next, x, v, a=0.95, b=-0.08, std=0.2),
+        rtol=0,
+        atol=5e-6,
+    )
     normal = torch.distributions.Normal((0.95 * x - 0.08 * v).double(), 0.2)
     expected = normal.log_prob(x_next.double()).flatten(1).mean(1)
     torch.testing.assert_close(given.double(), expected, rtol=0, atol=5e-6)
 
 
-def test_log_probability_counts_every_tile(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probability_counts_every_tile(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     numel = 5 * 128 + 3
     for name, value in (("BLOCK", 128), ("INTERPRETED_BLOCK", 128), ("SUM_BLOCK", 2)):
         monkeypatch.setattr(module, name, value)
@@ -54,10 +63,19 @@ def test_log_probability_counts_every_tile(device: torch.device, monkeypatch: py
 def test_explicit_log_probability_has_the_gradient_of_its_density() -> None:
     x, v, x_next = (t.double().requires_grad_() for t in latents(3))
     std = torch.tensor([0.2, 0.5, 0.9], dtype=torch.float64)
-    given = torch.autograd.grad(gaussian_log_prob(x_next, x, v, a=0.9, b=-0.1, std=std).sum(), (x_next, x, v))
+    given = torch.autograd.grad(
+        gaussian_log_prob(x_next, x, v, a=0.9, b=-0.1, std=std).sum(), (x_next, x, v)
+    )
     rows = std.view(-1, 1, 1, 1, 1)
-    density = torch.distributions.Normal(0.9 * x - 0.1 * v, rows).log_prob(x_next).flatten(1).mean(1)
-    for a, b in zip(given, torch.autograd.grad(density.sum(), (x_next, x, v)), strict=True):
+    density = (
+        torch.distributions.Normal(0.9 * x - 0.1 * v, rows)
+        .log_prob(x_next)
+        .flatten(1)
+        .mean(1)
+    )
+    for a, b in zip(
+        given, torch.autograd.grad(density.sum(), (x_next, x, v)), strict=True
+    ):
         torch.testing.assert_close(a, b)
 
 

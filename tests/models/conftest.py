@@ -1,4 +1,6 @@
-"""Tiny checkpoints that the tests of the loading code share; copy one before changing it."""
+"""Tiny checkpoints that the tests of the loading code share; copy one before changing
+it.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ def pipeline() -> HunyuanVideo15Pipeline:
 
 
 @pytest.fixture(scope="session")
-def diffusers_checkpoint(pipeline: HunyuanVideo15Pipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def diffusers_checkpoint(
+    pipeline: HunyuanVideo15Pipeline, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     folder = tmp_path_factory.mktemp("diffusers")
     pipeline.save_pretrained(folder)
     return folder

@@ -20,7 +20,10 @@ class Recorded(CountingMode):
 
 def operators(device: str) -> list[Any]:
     """Results of operators of every kind, some in two forms that are alike."""
-    x, y = torch.zeros(4, 6, device=device), torch.zeros(4, 6, device=device, dtype=torch.bfloat16)
+    x, y = (
+        torch.zeros(4, 6, device=device),
+        torch.zeros(4, 6, device=device, dtype=torch.bfloat16),
+    )
     grown = torch.zeros(2, device=device)
     return [
         x @ x.t(), x.t() @ x, x + x, x + torch.zeros_like(x), x + y, x * 2, x.t().contiguous().t() * 2, x[1:] + x[:-1],
@@ -31,13 +34,19 @@ def operators(device: str) -> list[Any]:
 
 
 def described(results: list[Any]) -> list[Any]:
-    parts = [part for result in results for part in (result if isinstance(result, tuple | list) else [result])]
+    parts = [
+        part
+        for result in results
+        for part in (result if isinstance(result, tuple | list) else [result])
+    ]
     storages: dict[int, int] = {}
     found = []
     for t in parts:
         memory = t.untyped_storage()
         shared = storages.setdefault(memory._cdata, len(storages))
-        found.append((t.dtype, t.shape, t.stride(), t.storage_offset(), memory.nbytes(), shared))
+        found.append(
+            (t.dtype, t.shape, t.stride(), t.storage_offset(), memory.nbytes(), shared)
+        )
     return found
 
 
@@ -49,7 +58,10 @@ def test_what_is_known_is_what_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with Recorded() as counted:
             assert described(operators("meta")) == expected
-        assert (counted.flops.total(), counted.moved) == (flops.get_total_flops(), traffic)
+        assert (counted.flops.total(), counted.moved) == (
+            flops.get_total_flops(),
+            traffic,
+        )
 
 
 def test_an_operator_runs_once_for_a_form(monkeypatch: pytest.MonkeyPatch) -> None:

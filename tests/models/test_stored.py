@@ -1,4 +1,6 @@
-"""Weights that are read after the transformer has been sharded: the same numbers, in memory once per node."""
+"""Weights that are read after the transformer has been sharded: the same numbers, in
+memory once per node.
+"""
 
 import hashlib
 import json
@@ -26,8 +28,15 @@ from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, peak_bytes, run_ranks, try_ranks
 from tests.tiny.checkpoints import copy_tree
 
-WIDE = {"num_attention_heads": 8, "attention_head_dim": 128, "rope_axes_dim": [16, 56, 56], "num_layers": 3}
-"""Entries of a tiny transformer's configuration with which its float32 weights take half a GB."""
+WIDE = {
+    "num_attention_heads": 8,
+    "attention_head_dim": 128,
+    "rope_axes_dim": [16, 56, 56],
+    "num_layers": 3,
+}
+"""Entries of a tiny transformer's configuration with which its float32 weights take
+half a GB.
+"""
 
 
 def write_wide_model(tiny: Path, folder: Path) -> Path:
@@ -53,7 +62,10 @@ def write_run(model: Path, folder: Path) -> str:
         "data": {"prompts": str(folder / "prompts.txt")},
         "model": {"family": "hunyuan15", "path": str(model), "device": "cpu"},
         "video": {"num_frames": 5, "height": 16, "width": 32},
-        "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
+        "reward": {
+            "rewards": ["tests.rewards.support:brightness"],
+            "weights": {"brightness": 1.0},
+        },
         "evaluation": {"every": 0},
     }
     (folder / "run.yaml").write_text(json.dumps(tree))
@@ -63,13 +75,17 @@ def write_run(model: Path, folder: Path) -> str:
 def weights_digest(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name in sorted(weights):
-        digest.update(name.encode() + weights[name].detach().contiguous().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            name.encode()
+            + weights[name].detach().contiguous().view(torch.uint8).numpy().tobytes()
+        )
     return digest.hexdigest()
 
 
 def load(small: str, large: str, words: list[str]) -> tuple[int, str]:
-    """By how many bytes building the trainer of `large` raised this rank's resident memory at most, and a digest of the
-    base weights that it then has. A trainer of `small` has imported and joined everything before.
+    """By how many bytes building the trainer of `large` raised this rank's resident
+    memory at most, and a digest of the base weights that it then has. A trainer of
+    `small` has imported and joined everything before.
     """
     config = load_config(small, words)
     world = join(config)
@@ -77,28 +93,44 @@ def load(small: str, large: str, words: list[str]) -> tuple[int, str]:
     before = peak_bytes(anew=True)
     trainer = build_trainer(load_config(large, words), world)
     peak = peak_bytes() - before
-    named = [(n, p) for n, p in trainer.policy.transformer.named_parameters() if ".lora_" not in n]
+    named = [
+        (n, p)
+        for n, p in trainer.policy.transformer.named_parameters()
+        if ".lora_" not in n
+    ]
     whole = {
-        n.replace(".base_layer", ""): p.full_tensor() if isinstance(p, DTensor) else p  # collective
+        # collective
+        n.replace(".base_layer", ""): p.full_tensor() if isinstance(p, DTensor) else p
         for n, p in named
     }
     return peak, weights_digest(whole)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "keep"), [(4, "rollout"), (1, "auto")], ids=["shards", "whole"])
+@pytest.mark.parametrize(
+    ("ranks", "keep"), [(4, "rollout"), (1, "auto")], ids=["shards", "whole"]
+)
 def test_a_node_holds_the_weights_once_while_it_loads_them(
     ranks: int, keep: str, diffusers_checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The sum of what each rank's resident memory, mapped files included, rises by at its own peak."""
+    """The sum of what each rank's resident memory, mapped files included, rises by at
+    its own peak.
+    """
     small = write_run(diffusers_checkpoint, tmp_path / "small")
     model = write_wide_model(diffusers_checkpoint, tmp_path / "model")
     large = write_run(model, tmp_path / "large")
-    words = [f"--distributed.dp_shard={ranks}", f"--distributed.keep_gathered={keep}", "--rollout.micro_batch_size=2"]
+    words = [
+        f"--distributed.dp_shard={ranks}",
+        f"--distributed.keep_gathered={keep}",
+        "--rollout.micro_batch_size=2",
+    ]
     results = run_ranks(load, ranks, small, large, words)
     stored = StoredWeights(model / "transformer")
     size = sum(weight.nbytes for weight in stored.values())
-    assert 0.5e9 < size < 0.55e9 and len(list((model / "transformer").glob("*.safetensors"))) > 3
+    assert (
+        0.5e9 < size < 0.55e9
+        and len(list((model / "transformer").glob("*.safetensors"))) > 3
+    )
     assert {digest for _, digest in results} == {weights_digest(stored)}
     peaks = [peak for peak, _ in results]
     assert 0.9 * size < sum(peaks) < 1.65 * size, peaks
@@ -111,8 +143,22 @@ FROZEN_SHARDS = ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollou
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (3, ["--training.mode=full", "--distributed.dp_shard=3", "--rollout.batch_size=2"]),
-        (2, ["--training.mode=full", "--distributed.dp_shard=2", "--distributed.cpu_offload=true"]),
+        (
+            3,
+            [
+                "--training.mode=full",
+                "--distributed.dp_shard=3",
+                "--rollout.batch_size=2",
+            ],
+        ),
+        (
+            2,
+            [
+                "--training.mode=full",
+                "--distributed.dp_shard=2",
+                "--distributed.cpu_offload=true",
+            ],
+        ),
         (2, [*FROZEN_SHARDS, "--model.adaln=offload"]),
         (2, [*FROZEN_SHARDS, "--model.forward=stock"]),
         (2, ["--distributed.dp_replicate=2", "--model.adaln=offload"]),
@@ -129,15 +175,25 @@ def test_all_ranks_have_the_weights_of_the_files(
 
 
 @pytest.mark.slow
-def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+def test_every_rank_names_a_damaged_file(
+    diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
-    transformer = HunyuanVideo15Transformer3DModel.from_pretrained(model / "transformer")
+    transformer = HunyuanVideo15Transformer3DModel.from_pretrained(
+        model / "transformer"
+    )
     shutil.rmtree(model / "transformer")
     transformer.save_pretrained(model / "transformer", max_shard_size="90KB")
     *_, damaged = sorted((model / "transformer").glob("*-of-*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-10])
     run = write_run(model, tmp_path / "run")
-    for kind, text in try_ranks(load, 2, run, run, ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"]):
+    for kind, text in try_ranks(
+        load,
+        2,
+        run,
+        run,
+        ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+    ):
         assert kind == "error" and f"{damaged} is damaged" in text
 
 
@@ -145,10 +201,15 @@ def test_every_rank_names_a_damaged_file(diffusers_checkpoint: Path, tmp_path: P
 def test_weights_are_those_of_from_pretrained(
     diffusers_checkpoint: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under adapters too, which stay as they are; the digest of a model does not depend on whether it was read. In the
-    data type from the first byte: a float32 copy of 8.3 B parameters would be 33 GB.
+    """Under adapters too, which stay as they are; the digest of a model does not depend
+    on whether it was read. In the data type from the first byte: a float32 copy of 8.3
+    B parameters would be 33 GB.
     """
-    monkeypatch.setattr(HunyuanVideo15Transformer3DModel, "to", lambda self, *a, **k: pytest.fail("cast after loading"))
+    monkeypatch.setattr(
+        HunyuanVideo15Transformer3DModel,
+        "to",
+        lambda self, *a, **k: pytest.fail("cast after loading"),
+    )
     model = ModelConfig(family="hunyuan15", path=str(diffusers_checkpoint), dtype=dtype)
     components = open_components(model)
     transformer, weights = components.transformer, components.weights
@@ -164,28 +225,47 @@ def test_weights_are_those_of_from_pretrained(
     assert digest == base_digest(transformer) == base_digest(expected)
     add_lora(expected, **adapter)
     given, wanted = transformer.state_dict(), expected.state_dict()
-    assert given.keys() == wanted.keys() and all(torch.equal(given[n], wanted[n]) for n in wanted)
-    assert transformer.state_dict()["transformer_blocks.0.attn.to_q.lora_A.default.weight"].abs().sum() > 0
+    assert given.keys() == wanted.keys() and all(
+        torch.equal(given[n], wanted[n]) for n in wanted
+    )
+    assert (
+        transformer.state_dict()["transformer_blocks.0.attn.to_q.lora_A.default.weight"]
+        .abs()
+        .sum()
+        > 0
+    )
 
 
-def test_files_that_the_index_does_not_name_are_left_alone(diffusers_checkpoint: Path, tmp_path: Path) -> None:
+def test_files_that_the_index_does_not_name_are_left_alone(
+    diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
     """A repository may hold the weights in several precisions."""
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
     file = model / "transformer" / "diffusion_pytorch_model.safetensors"
     with safe_open(file, framework="pt") as opened:
         name = opened.keys()[0]
-    (file.parent / "diffusion_pytorch_model.fp16.safetensors").write_bytes(file.read_bytes()[:100])
-    loaded = load_components(ModelConfig(family="hunyuan15", path=str(model))).transformer
+    (file.parent / "diffusion_pytorch_model.fp16.safetensors").write_bytes(
+        file.read_bytes()[:100]
+    )
+    loaded = load_components(
+        ModelConfig(family="hunyuan15", path=str(model))
+    ).transformer
     assert torch.equal(loaded.state_dict()[name], StoredWeights(file.parent)[name])
 
 
 def store(file: Path, dtype: torch.dtype) -> None:
     """Store the matrices of a file in another type, as programs do that quantise them."""
     weights = load_file(file)
-    save_file({n: v.to(dtype) if v.ndim == 2 else v for n, v in weights.items()}, file, metadata={"format": "pt"})
+    save_file(
+        {n: v.to(dtype) if v.ndim == 2 else v for n, v in weights.items()},
+        file,
+        metadata={"format": "pt"},
+    )
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize(
+    "part", ["transformer", "vae", "text_encoder", "text_encoder_2"]
+)
 @pytest.mark.parametrize(
     ("dtype", "name"),
     [
@@ -202,21 +282,35 @@ def test_quantised_weights_are_refused_before_anything_is_loaded(
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
     (file,) = (model / part).glob("*.safetensors")
     # The tiny autoencoder has no matrices.
-    save_file(load_file(file) | {"a.weight": torch.ones(2, 2)}, file, metadata={"format": "pt"})
+    save_file(
+        load_file(file) | {"a.weight": torch.ones(2, 2)},
+        file,
+        metadata={"format": "pt"},
+    )
     store(file, dtype)
     section = ModelConfig(family="hunyuan15", path=str(model))
     for use in (open_components, model_family("hunyuan15").inspect):
-        with pytest.raises(ValueError, match=rf"{file} is quantised: .* stored as {name}.*bfloat16.*hf download"):
+        with pytest.raises(
+            ValueError,
+            match=rf"{file} is quantised: .* stored as {name}.*bfloat16.*hf download",
+        ):
             use(section)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_types_of_numbers_are_read(dtype: torch.dtype, diffusers_checkpoint: Path, tmp_path: Path) -> None:
+def test_other_types_of_numbers_are_read(
+    dtype: torch.dtype, diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
     model = copy_tree(diffusers_checkpoint, tmp_path / "model")
     file = model / "transformer" / "diffusion_pytorch_model.safetensors"
     store(file, dtype)
-    loaded = load_components(ModelConfig(family="hunyuan15", path=str(model))).transformer.state_dict()
-    assert all(torch.equal(loaded[name], value.float()) for name, value in load_file(file).items())
+    loaded = load_components(
+        ModelConfig(family="hunyuan15", path=str(model))
+    ).transformer.state_dict()
+    assert all(
+        torch.equal(loaded[name], value.float())
+        for name, value in load_file(file).items()
+    )
 
 
 def test_a_folder_of_plain_files_is_no_exception(tmp_path: Path) -> None:

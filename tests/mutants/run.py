@@ -1,11 +1,13 @@
-"""Plant small defects in a copy of the tree, one at a time, and see that a test catches each.
+"""Plant small defects in a copy of the tree, one at a time, and see that a test catches
+each.
 
     python tests/mutants/run.py                   every mutant of mutants.yaml
     python tests/mutants/run.py sde.py clip-low   those of a file, or by name
     python tests/mutants/run.py --check           only that each text still stands in its file once
 
-A test may be deleted when every mutant that it catches is still caught. Not part of `make test`: about a minute for ten
-mutants. Exit status 1 if a mutant lives or no longer applies.
+A test may be deleted when every mutant that it catches is still caught. Not part of
+`make test`: about a minute for ten mutants. Exit status 1 if a mutant lives or no
+longer applies.
 """
 
 import os
@@ -36,10 +38,29 @@ def read_mutants(wanted: list[str]) -> list[Mutant]:
     ]
 
 
+def occurrences(before: str, text: str) -> list[re.Match[str]]:
+    """Where a mutant's text stands in a file, however the formatter breaks its lines:
+    spaces do not count, nor does a comma before a closing bracket.
+    """
+    parts = re.findall(r"\w+|\n|[^\w\s]", before)
+    pattern = re.escape(parts[0]) if parts[0] != "\n" else r"\n"
+    for part in parts[1:]:
+        if part == "\n":
+            pattern += r"[ ,]*\n"
+        elif part in ")]}":
+            pattern += r"\s*,?\s*" + re.escape(part)
+        else:
+            pattern += r"\s*" + re.escape(part)
+    if before.startswith("    "):
+        pattern = r"(?m:^) *" + pattern
+    return list(re.finditer(pattern, text))
+
+
 def first_failure(tree: Path, tests: list[str]) -> str | None:
     """The test that fails first in the tree; None if all pass.
 
-    In a fork of this process, which has imported the large libraries: that saves most of a short test's time.
+    In a fork of this process, which has imported the large libraries: that saves most
+    of a short test's time.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -51,7 +72,17 @@ def first_failure(tree: Path, tests: list[str]) -> str | None:
         os.environ["PYTHONPATH"] = f"{tree}:{tree / 'kernels'}"
         import pytest
 
-        options = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not slow"]
+        options = [
+            "-x",
+            "-q",
+            "--no-header",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            "-m",
+            "not slow",
+        ]
         os._exit(int(pytest.main([*options, f"--timeout={TIMEOUT_SECONDS}", *tests])))
     os.close(writing)
     with os.fdopen(reading, encoding="utf-8", errors="replace") as pipe:
@@ -68,12 +99,15 @@ def main(words: list[str]) -> int:
     """Report every mutant; 0 if all are caught."""
     mutants = read_mutants([word for word in words if word != "--check"])
     stale = [
-        f"{file} {name}" for name, file, before, *_ in mutants if (ROOT / file).read_text("utf-8").count(before) != 1
+        f"{file} {name}"
+        for name, file, before, *_ in mutants
+        if len(occurrences(before, (ROOT / file).read_text("utf-8"))) != 1
     ]
     print(f"{len(mutants)} mutants, {len(stale)} do not apply", *stale, sep="\n  ")
     if "--check" in words or not mutants:
         return int(bool(stale) or not mutants)
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/conftest.py does, which comes after the imports here
+    # as tests/conftest.py does, which comes after the imports here
+    os.environ.setdefault("TRITON_INTERPRET", "1")
     import diffusers  # noqa: F401
     import peft  # noqa: F401
     import pytest  # noqa: F401
@@ -84,7 +118,13 @@ def main(words: list[str]) -> int:
     alive = []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
-        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        tracked = subprocess.run(
+            ["git", "ls-files", "-z"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         for name in filter(None, tracked.split("\0")):
             if (ROOT / name).is_file():
                 (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -97,14 +137,20 @@ def main(words: list[str]) -> int:
             if failed := sound[tuple(tests)]:
                 alive.append(f"{file} {name}: {failed} fails without it")
                 continue
-            if text.count(before) != 1:
+            found = occurrences(before, text)
+            if len(found) != 1:
                 continue
-            (tree / file).write_text(text.replace(before, after), "utf-8")
+            mutated = text[: found[0].start()] + after + text[found[0].end() :]
+            (tree / file).write_text(mutated, "utf-8")
             caught = first_failure(tree, tests)
             (tree / file).write_text(text, "utf-8")
             alive += [] if caught else [f"{file} {name}"]
             print(f"{file} {name}: {caught or 'LIVES'}", flush=True)
-    print(f"{len(mutants) - len(alive) - len(stale)} caught, {len(alive)} live", *alive, sep="\n  ")
+    print(
+        f"{len(mutants) - len(alive) - len(stale)} caught, {len(alive)} live",
+        *alive,
+        sep="\n  ",
+    )
     return int(bool(alive or stale))
 
 

@@ -1,4 +1,6 @@
-"""The mutants still apply: a text that has moved in its file would otherwise be noticed by nobody."""
+"""The mutants still apply: a text that has moved in its file would otherwise be noticed
+by nobody.
+"""
 
 from tests.mutants.run import main
 

@@ -1,6 +1,8 @@
-"""One process plays a rank of many: the exchanges of tokens and heads of its iteration, against the plan of the run.
+"""One process plays a rank of many: the exchanges of tokens and heads of its iteration,
+against the plan of the run.
 
-torch's fake process group answers at once with what this rank has itself, so only shapes and order are those of a run.
+torch's fake process group answers at once with what this rank has itself, so only
+shapes and order are those of a run.
 """
 
 import json
@@ -33,13 +35,33 @@ pytestmark = pytest.mark.slow
 FULL = ["--training.mode=full", "--distributed.param_dtype=bfloat16"]
 CASES: dict[str, tuple[int, int, list[str]]] = {
     "full-8": (8, 5, [*FULL, "--distributed.dp_shard=4", "--distributed.sp=2"]),
-    "full-64": (64, 45, [*FULL, "--distributed.dp_replicate=8", "--distributed.dp_shard=4", "--distributed.sp=2"]),
-    "full-512": (512, 301, [*FULL, "--distributed.dp_replicate=64", "--distributed.dp_shard=4", "--distributed.sp=2"]),
+    "full-64": (
+        64,
+        45,
+        [
+            *FULL,
+            "--distributed.dp_replicate=8",
+            "--distributed.dp_shard=4",
+            "--distributed.sp=2",
+        ],
+    ),
+    "full-512": (
+        512,
+        301,
+        [
+            *FULL,
+            "--distributed.dp_replicate=64",
+            "--distributed.dp_shard=4",
+            "--distributed.sp=2",
+        ],
+    ),
     "lora-8": (8, 5, ["--distributed.sp=2"]),
     "lora-64": (64, 45, ["--distributed.sp=2"]),
     "lora-512": (512, 301, ["--distributed.sp=2"]),
 }
-"""Ranks, the one that is played, and settings: the degrees of the presets for 64 GPUs, there and at other sizes."""
+"""Ranks, the one that is played, and settings: the degrees of the presets for 64 GPUs,
+there and at other sizes.
+"""
 
 Found = dict[tuple[str, str], tuple[int, float]]
 """(phase, kind) -> calls and bytes that a rank sends on a ring."""
@@ -54,22 +76,37 @@ class Recorder(TorchDispatchMode):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.bytes: Counter[tuple[str, str]] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its own collectives are seen then
         if func.namespace in ("c10d", "_c10d_functional") and (kind := KINDS.get(name)):
             if func.namespace == "c10d":
-                boxed = next(a for a in args if isinstance(a, torch.ScriptObject) and "ProcessGroup" in str(a._type()))
+                boxed = next(
+                    a
+                    for a in args
+                    if isinstance(a, torch.ScriptObject)
+                    and "ProcessGroup" in str(a._type())
+                )
                 size = dist.ProcessGroup.unbox(boxed).size()
             else:
                 size = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            given = args[0] if func.namespace != "c10d" or name == "allreduce_" else args[1]
-            nbytes = sum(t.nbytes for t in given) if isinstance(given, list | tuple) else given.nbytes
+            given = (
+                args[0] if func.namespace != "c10d" or name == "allreduce_" else args[1]
+            )
+            nbytes = (
+                sum(t.nbytes for t in given)
+                if isinstance(given, list | tuple)
+                else given.nbytes
+            )
             if name == "_reduce_scatter_base_":
                 nbytes = args[1].nbytes
             self.calls[self.phase, kind] += size > 1
-            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(kind, (size - 1) / size)
+            share = {"all_gather": size - 1, "all_reduce": 2 * (size - 1) / size}.get(
+                kind, (size - 1) / size
+            )
             self.bytes[self.phase, kind] += share * nbytes
         if name == "alltoall_base_":  # the fake group copies by shape
             args = (args[0].view(-1), args[1].view(-1), *args[2:])
@@ -92,17 +129,26 @@ KINDS = {
 
 def simulate(file: str, words: list[str], rank: int, size: int) -> Found:
     """The collectives of the second iteration."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "8",
+    }
     start = dist.init_process_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dist,
             "init_process_group",
-            lambda *_, **__: start("fake", store=FakeStore(), rank=rank, world_size=size),
+            lambda *_, **__: start(
+                "fake", store=FakeStore(), rank=rank, world_size=size
+            ),
         )
         patch.setattr(failure, "check_same_everywhere", lambda *_: None)
         # What others would say: the same. The scores are made up, and differ.
-        patch.setattr(World, "gather", lambda self, value, group=None: [value] * self.size)
+        patch.setattr(
+            World, "gather", lambda self, value, group=None: [value] * self.size
+        )
         patch.setattr(World, "broadcast", lambda self, value: value)
         patch.setattr(World, "any", lambda self, flag: flag)
         scores = torch.arange(4.0 * size).double()
@@ -133,16 +179,38 @@ def simulate(file: str, words: list[str], rank: int, size: int) -> Found:
             recorder.calls.clear()
             recorder.bytes.clear()
             trainer.iterate()
-    return {key: (calls, recorder.bytes[key]) for key, calls in recorder.calls.items() if calls}
+    return {
+        key: (calls, recorder.bytes[key])
+        for key, calls in recorder.calls.items()
+        if calls
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_heads: Path, tmp_path: Path) -> None:
+def test_a_rank_of_many_exchanges_what_the_plan_counts(
+    case: str, tiny_model_4_heads: Path, tmp_path: Path
+) -> None:
     size, rank, words = CASES[case]
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {"output_dir": str(tmp_path / "run")}
-    tree["rollout"] |= {"num_generations": 2, "batch_size": 2, "micro_batch_size": 1, "num_steps": 2}
-    model = {"path": str(tiny_model_4_heads), "device": "cpu", "adaln": "weights", "kernels": "reference"}
-    tree |= {"model": model, "objective": {"kl_mode": "fixed"}, "evaluation": {"every": 0}}
+    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN)) | {
+        "output_dir": str(tmp_path / "run")
+    }
+    tree["rollout"] |= {
+        "num_generations": 2,
+        "batch_size": 2,
+        "micro_batch_size": 1,
+        "num_steps": 2,
+    }
+    model = {
+        "path": str(tiny_model_4_heads),
+        "device": "cpu",
+        "adaln": "weights",
+        "kernels": "reference",
+    }
+    tree |= {
+        "model": model,
+        "objective": {"kl_mode": "fixed"},
+        "evaluation": {"every": 0},
+    }
     # With the empty prompt's one token they are 5 on average, which the plan counts.
     tree["data"] = {"prompts": ["a red circle moving left a red circle moving"] * 64}
     file = tmp_path / "run.yaml"
@@ -151,8 +219,14 @@ def test_a_rank_of_many_exchanges_what_the_plan_counts(case: str, tiny_model_4_h
     config = load_config(file, words)
     plan = make_plan(config, DEVICES["h100"], gpus=size, runtime=0.0, sizes={})
     # The anchor is measured at every other update, as at the second.
-    times = {"anchor": 1 / (anchor_share(config.training, config.objective.kl_mode) or 1)}
-    exchanged = {phase: sent for (phase, kind), (_, sent) in found.items() if kind == "all_to_all"}
+    times = {
+        "anchor": 1 / (anchor_share(config.training, config.objective.kl_mode) or 1)
+    }
+    exchanged = {
+        phase: sent
+        for (phase, kind), (_, sent) in found.items()
+        if kind == "all_to_all"
+    }
     assert exchanged.keys() == {"rollout", "anchor", "update"}
     for phase, sent in exchanged.items():
         planned = times.get(phase, 1) * plan.waits[phase] * plan.device.link * 1e9

@@ -1,4 +1,6 @@
-"""Adapters of others: every layout that people have is the model that was trained, or an error of one line."""
+"""Adapters of others: every layout that people have is the model that was trained, or
+an error of one line.
+"""
 
 import json
 import re
@@ -16,7 +18,12 @@ from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig as LoraSection
 from sage_fast.models.hunyuan15.backbone import NAMES, HunyuanTransformer, velocity
-from sage_fast.policy.adapters import adapter_files, load_adapter, read_adapter, use_adapter
+from sage_fast.policy.adapters import (
+    adapter_files,
+    load_adapter,
+    read_adapter,
+    use_adapter,
+)
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora
 from sage_fast.policy.trained import weights_digest
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
@@ -30,12 +37,18 @@ def probe(transformer: Any) -> Tensor:
 
 
 class Trained:
-    """A model with adapters of rank 2 and alpha 4 on every kind of layer; all of them matter."""
+    """A model with adapters of rank 2 and alpha 4 on every kind of layer; all of them
+    matter.
+    """
 
     def __init__(self, **fields: Any) -> None:
         self.transformer = tiny_transformer(layers=2)
-        targets = [f"transformer_blocks.{i}.{layer}" for i in range(2) for layer in NAMES]
-        self.config = LoraConfig(**{"r": 2, "lora_alpha": 4, "target_modules": targets} | fields)
+        targets = [
+            f"transformer_blocks.{i}.{layer}" for i in range(2) for layer in NAMES
+        ]
+        self.config = LoraConfig(
+            **{"r": 2, "lora_alpha": 4, "target_modules": targets} | fields
+        )
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             self.transformer.add_adapter(self.config)
@@ -53,7 +66,10 @@ def plain() -> Trained:
 
 
 def described(trained: Trained, prefix: str = "") -> dict[str, str]:
-    fields = {prefix + key: sorted(v) if isinstance(v, set) else v for key, v in trained.config.to_dict().items()}
+    fields = {
+        prefix + key: sorted(v) if isinstance(v, set) else v
+        for key, v in trained.config.to_dict().items()
+    }
     return {LORA_ADAPTER_METADATA_KEY: json.dumps(fields)}
 
 
@@ -63,19 +79,30 @@ def save_by_diffusers(trained: Trained, folder: Path) -> None:
 
 def save_by_a_pipeline(trained: Trained, folder: Path) -> None:
     HunyuanVideoLoraLoaderMixin.save_lora_weights(
-        folder, trained.weights, transformer_lora_adapter_metadata=trained.config.to_dict()
+        folder,
+        trained.weights,
+        transformer_lora_adapter_metadata=trained.config.to_dict(),
     )
 
 
 def save_by_peft(trained: Trained, folder: Path) -> None:
     model = PeftModel(tiny_transformer(layers=2), trained.config)
-    model.load_state_dict({f"base_model.model.{k}".replace(".weight", ".default.weight"): v
-                           for k, v in trained.weights.items()}, strict=False)  # fmt: skip
+    model.load_state_dict(
+        {
+            f"base_model.model.{k}".replace(".weight", ".default.weight"): v
+            for k, v in trained.weights.items()
+        },
+        strict=False,
+    )
     model.save_pretrained(folder)
 
 
-def renamed(trained: Trained, rename: Callable[[str, str], str], alpha: float | None) -> Tensors:
-    """Tensors by other names, of (block's number, layer in diffusers); with or without a key for alpha."""
+def renamed(
+    trained: Trained, rename: Callable[[str, str], str], alpha: float | None
+) -> Tensors:
+    """Tensors by other names, of (block's number, layer in diffusers); with or without
+    a key for alpha.
+    """
     scale = 1.0 if alpha else 2.0
     found: Tensors = {}
     for key, value in trained.weights.items():
@@ -90,12 +117,21 @@ def renamed(trained: Trained, rename: Callable[[str, str], str], alpha: float | 
 
 
 def joined(tensors: Tensors) -> Tensors:
-    """q, k and v in one layer, as musubi-tuner's script and ComfyUI's trainers have them."""
-    down, up = ("lora_down", "lora_up") if any("lora_down" in key for key in tensors) else ("lora_A", "lora_B")
+    """q, k and v in one layer, as musubi-tuner's script and ComfyUI's trainers have
+    them.
+    """
+    down, up = (
+        ("lora_down", "lora_up")
+        if any("lora_down" in key for key in tensors)
+        else ("lora_A", "lora_B")
+    )
     found = dict(tensors)
     for key in tensors:
         if match := re.fullmatch(rf"(.+(?:img|txt)_attn[_.])q\.{down}\.weight", key):
-            downs, ups = ([found.pop(f"{match[1]}{p}.{half}.weight") for p in "qkv"] for half in (down, up))
+            downs, ups = (
+                [found.pop(f"{match[1]}{p}.{half}.weight") for p in "qkv"]
+                for half in (down, up)
+            )
             found |= {
                 f"{match[1]}qkv.{down}.weight": torch.cat(downs),
                 f"{match[1]}qkv.{up}.weight": torch.block_diag(*ups),
@@ -112,8 +148,14 @@ def official(number: str, layer: str) -> str:
 
 
 def comfyui(number: str, layer: str) -> str:
-    name = official(number, layer).replace("attn_", "attn.").replace("mod.linear", "mod.lin")
-    return "diffusion_model." + name.replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.2")
+    name = (
+        official(number, layer)
+        .replace("attn_", "attn.")
+        .replace("mod.linear", "mod.lin")
+    )
+    return "diffusion_model." + name.replace("mlp.fc1", "mlp.0").replace(
+        "mlp.fc2", "mlp.2"
+    )
 
 
 def musubi(number: str, layer: str) -> str:
@@ -121,7 +163,9 @@ def musubi(number: str, layer: str) -> str:
 
 
 def musubi_to_comfyui(number: str, layer: str) -> str:
-    return "lora_unet_" + comfyui(number, layer).removeprefix("diffusion_model.").replace(".", "_")
+    return "lora_unet_" + comfyui(number, layer).removeprefix(
+        "diffusion_model."
+    ).replace(".", "_")
 
 
 def diffusers(number: str, layer: str) -> str:
@@ -134,20 +178,31 @@ SAVED: dict[str, Callable[[Trained, Path], object]] = {
     "peft": save_by_peft,
     "official": lambda t, f: save_file(renamed(t, official, None), f / "a.safetensors"),
     "official-prefix": lambda t, f: save_file(
-        {f"diffusion_model.{k}": v for k, v in renamed(t, official, None).items()}, f / "a.safetensors"
+        {f"diffusion_model.{k}": v for k, v in renamed(t, official, None).items()},
+        f / "a.safetensors",
     ),
-    "comfyui": lambda t, f: save_file(joined(renamed(t, comfyui, None)), f / "a.safetensors"),
+    "comfyui": lambda t, f: save_file(
+        joined(renamed(t, comfyui, None)), f / "a.safetensors"
+    ),
     "musubi": lambda t, f: save_file(renamed(t, musubi, 4.0), f / "a.safetensors"),
-    "musubi-comfyui": lambda t, f: save_file(joined(renamed(t, musubi_to_comfyui, 4.0)), f / "a.safetensors"),
-    "alpha-keys": lambda t, f: save_file(renamed(t, diffusers, 4.0), f / "a.safetensors"),
+    "musubi-comfyui": lambda t, f: save_file(
+        joined(renamed(t, musubi_to_comfyui, 4.0)), f / "a.safetensors"
+    ),
+    "alpha-keys": lambda t, f: save_file(
+        renamed(t, diffusers, 4.0), f / "a.safetensors"
+    ),
     "peft-file": lambda t, f: save_file(
-        {f"base_model.model.{k}": v for k, v in t.weights.items()}, f / "a.safetensors", metadata=described(t)
+        {f"base_model.model.{k}": v for k, v in t.weights.items()},
+        f / "a.safetensors",
+        metadata=described(t),
     ),
 }
 
 
 @pytest.mark.parametrize("layout", SAVED)
-def test_every_layout_is_the_model_that_was_trained(plain: Trained, tmp_path: Path, layout: str) -> None:
+def test_every_layout_is_the_model_that_was_trained(
+    plain: Trained, tmp_path: Path, layout: str
+) -> None:
     SAVED[layout](plain, tmp_path)
     used, started = tiny_transformer(layers=2), tiny_transformer(layers=2)
     assert (probe(used) - plain.expected).abs().max() > 0.1, "the adapter does nothing"
@@ -163,26 +218,39 @@ def test_every_layout_is_the_model_that_was_trained(plain: Trained, tmp_path: Pa
     [
         {"use_rslora": True},
         {"alpha_pattern": {"attn.to_q": 7, "^transformer_blocks.1.ff.net.2": 1}},
-        {"rank_pattern": {"to_k": 3}, "alpha_pattern": {"add_v_proj": 9}, "use_rslora": True},
+        {
+            "rank_pattern": {"to_k": 3},
+            "alpha_pattern": {"add_v_proj": 9},
+            "use_rslora": True,
+        },
         {"init_lora_weights": "gaussian", "lora_dropout": 0.1},
     ],
 )
 @pytest.mark.parametrize("save", [save_by_diffusers, save_by_a_pipeline, save_by_peft])
-def test_every_layer_has_its_own_scale(tmp_path: Path, fields: dict[str, Any], save: Callable[..., object]) -> None:
+def test_every_layer_has_its_own_scale(
+    tmp_path: Path, fields: dict[str, Any], save: Callable[..., object]
+) -> None:
     trained, used = Trained(**fields), tiny_transformer(layers=2)
     save(trained, tmp_path)
     use_adapter(used, tmp_path)
     torch.testing.assert_close(probe(used), trained.expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_joined_layer_of_one_rank_is_split_by_rows(plain: Trained, tmp_path: Path) -> None:
+def test_a_joined_layer_of_one_rank_is_split_by_rows(
+    plain: Trained, tmp_path: Path
+) -> None:
     """As ComfyUI's own trainers write it: q, k and v share lora_A."""
     a, b = torch.randn(2, 32), torch.randn(96, 2)
     name = "diffusion_model.double_blocks.0.img_attn.qkv"
-    save_file({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, tmp_path / "a.safetensors")
+    save_file(
+        {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b},
+        tmp_path / "a.safetensors",
+    )
     pairs = read_adapter(tmp_path, HunyuanTransformer)
     assert [*pairs] == [f"transformer_blocks.0.attn.to_{part}" for part in "qkv"]
-    torch.testing.assert_close(torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a)
+    torch.testing.assert_close(
+        torch.cat([pair.b @ pair.a for pair in pairs.values()]), b @ a
+    )
 
 
 FIRST = "transformer_blocks.0.attn.to_q"
@@ -198,13 +266,17 @@ def extra(name: str, *shape: int) -> Callable[[Tensors, dict[str, Any]], None]:
 
 def filled(name: str, value: float) -> Callable[[Tensors, dict[str, Any]], None]:
     """One number of a tensor that is there."""
-    return lambda tensors, config: tensors.update({name: tensors[name].clone().index_fill_(0, torch.tensor(1), value)})
+    return lambda tensors, config: tensors.update(
+        {name: tensors[name].clone().index_fill_(0, torch.tensor(1), value)}
+    )
 
 
 def alpha(*values: float) -> Callable[[Tensors, dict[str, Any]], None]:
     """A key of one layer beside a file without a description."""
     number = torch.tensor(values if len(values) > 1 else values[0])
-    return lambda tensors, config: tensors.update({f"{FIRST}.alpha": number}) or config.clear()
+    return lambda tensors, config: (
+        tensors.update({f"{FIRST}.alpha": number}) or config.clear()
+    )
 
 
 REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
@@ -262,31 +334,52 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("fault", REFUSED)
-def test_what_is_not_understood_is_one_line(plain: Trained, tmp_path: Path, fault: str) -> None:
+def test_what_is_not_understood_is_one_line(
+    plain: Trained, tmp_path: Path, fault: str
+) -> None:
     change, message = REFUSED[fault]
-    tensors, config = dict(plain.weights), json.loads(described(plain)[LORA_ADAPTER_METADATA_KEY])
+    tensors, config = (
+        dict(plain.weights),
+        json.loads(described(plain)[LORA_ADAPTER_METADATA_KEY]),
+    )
     change(tensors, config)
-    save_file(tensors, tmp_path / "a.safetensors", metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    save_file(
+        tensors,
+        tmp_path / "a.safetensors",
+        metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(config)},
+    )
     with pytest.raises(ValueError, match=message) as error:
         read_adapter(tmp_path, HunyuanTransformer)
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
     assert not tensors or "(layout: " in str(error.value)
 
 
-def test_a_scale_may_be_negative_and_alpha_a_whole_number(plain: Trained, tmp_path: Path) -> None:
-    for number, scale in ((torch.tensor(4), 2.0), (torch.tensor(-1.0), -0.5), (torch.tensor([4.0]).half(), 2.0)):
-        save_file({**plain.weights, f"{FIRST}.alpha": number}, tmp_path / "a.safetensors")
+def test_a_scale_may_be_negative_and_alpha_a_whole_number(
+    plain: Trained, tmp_path: Path
+) -> None:
+    for number, scale in (
+        (torch.tensor(4), 2.0),
+        (torch.tensor(-1.0), -0.5),
+        (torch.tensor([4.0]).half(), 2.0),
+    ):
+        save_file(
+            {**plain.weights, f"{FIRST}.alpha": number}, tmp_path / "a.safetensors"
+        )
         assert read_adapter(tmp_path)[FIRST].scale == scale
 
 
-def test_what_is_beside_the_matrices_and_zero_changes_nothing(plain: Trained, tmp_path: Path) -> None:
+def test_what_is_beside_the_matrices_and_zero_changes_nothing(
+    plain: Trained, tmp_path: Path
+) -> None:
     zeros = {
         "img_attn_q.diff_b": (32,),
         "img_attn_q_norm.diff": (8,),
         "diff_m": (1, 6, 2),
         "img_attn_q.lora_B.bias": (32,),
     }
-    tensors = {f"double_blocks.0.{name}": torch.zeros(shape) for name, shape in zeros.items()}
+    tensors = {
+        f"double_blocks.0.{name}": torch.zeros(shape) for name, shape in zeros.items()
+    }
     save_file(renamed(plain, official, None) | tensors, tmp_path / "a.safetensors")
     used = tiny_transformer(layers=2)
     use_adapter(used, tmp_path)
@@ -294,20 +387,39 @@ def test_what_is_beside_the_matrices_and_zero_changes_nothing(plain: Trained, tm
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
-def test_quantised_matrices_are_refused(plain: Trained, tmp_path: Path, dtype: torch.dtype) -> None:
-    save_file({name: value.to(dtype) for name, value in plain.weights.items()}, tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match=r"a.safetensors is quantised: .*lora_A.weight is stored as"):
+def test_quantised_matrices_are_refused(
+    plain: Trained, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    save_file(
+        {name: value.to(dtype) for name, value in plain.weights.items()},
+        tmp_path / "a.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"a.safetensors is quantised: .*lora_A.weight is stored as"
+    ):
         use_adapter(tiny_transformer(layers=2), tmp_path)
 
 
 @pytest.mark.parametrize(
     ("metadata", "refused"),
     [
-        ({"modelspec.architecture": "hunyuan-video-1.5/lora", "ss_base_model_version": "hunyuan_video_1_5"}, False),
+        (
+            {
+                "modelspec.architecture": "hunyuan-video-1.5/lora",
+                "ss_base_model_version": "hunyuan_video_1_5",
+            },
+            False,
+        ),
         ({"ss_base_model_version": "hv15"}, False),
         ({"ss_base_model_version": "", "ss_sd_model_name": "wan.safetensors"}, False),
         ({"modelspec.architecture": "hunyuan-video/lora"}, True),
-        ({"modelspec.architecture": "hunyuan-video-1.5/lora", "ss_base_model_version": "hunyuan_video"}, True),
+        (
+            {
+                "modelspec.architecture": "hunyuan-video-1.5/lora",
+                "ss_base_model_version": "hunyuan_video",
+            },
+            True,
+        ),
         ({"ss_base_model_version": "wan"}, True),
         ({"modelspec.architecture": "stable-diffusion-xl-v1-base/lora"}, True),
     ],
@@ -315,18 +427,24 @@ def test_quantised_matrices_are_refused(plain: Trained, tmp_path: Path, dtype: t
 def test_the_model_that_metadata_names_is_this_one(
     plain: Trained, tmp_path: Path, metadata: dict[str, str], refused: bool
 ) -> None:
-    save_file(renamed(plain, official, 4.0), tmp_path / "a.safetensors", metadata=metadata)
+    save_file(
+        renamed(plain, official, 4.0), tmp_path / "a.safetensors", metadata=metadata
+    )
     transformer = tiny_transformer(layers=2)
     if not refused:
         use_adapter(transformer, tmp_path)
         return
     add_lora(transformer, rank=2, alpha=None, target_modules=list(NAMES), seed=0)
     for use in (use_adapter, load_adapter):
-        with pytest.raises(ValueError, match=r"its metadata has .*, which is another model"):
+        with pytest.raises(
+            ValueError, match=r"its metadata has .*, which is another model"
+        ):
             use(transformer, tmp_path)
 
 
-def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: Path) -> None:
+def test_files_that_are_no_adapter_say_what_they_are(
+    plain: Trained, tmp_path: Path
+) -> None:
     file = tmp_path / "a.safetensors"
     for name in ("a.pt", "a.bin", "a.ckpt"):
         torch.save(plain.weights, tmp_path / name)
@@ -335,31 +453,60 @@ def test_files_that_are_no_adapter_say_what_they_are(plain: Trained, tmp_path: P
     with pytest.raises(ValueError, match=r"a\.bin is in the format '\.bin'"):
         adapter_files(tmp_path)
     file.write_bytes(b"no header")
-    with pytest.raises(ValueError, match=r"a\.safetensors is damaged or was not downloaded to its end"):
+    with pytest.raises(
+        ValueError, match=r"a\.safetensors is damaged or was not downloaded to its end"
+    ):
         read_adapter(file)
     save_file(plain.weights, file, metadata={"alpha": "4", "rank": "2"})
-    with pytest.raises(ValueError, match=r"alpha = 4 for rank 2.*Give each layer a key"):
+    with pytest.raises(
+        ValueError, match=r"alpha = 4 for rank 2.*Give each layer a key"
+    ):
         read_adapter(file)
-    save_file({f"base_model.model.{key}": value for key, value in plain.weights.items()}, file)
-    with pytest.raises(ValueError, match=r"layout: peft.*adapter_config\.json, which is not beside it"):
+    save_file(
+        {f"base_model.model.{key}": value for key, value in plain.weights.items()}, file
+    )
+    with pytest.raises(
+        ValueError, match=r"layout: peft.*adapter_config\.json, which is not beside it"
+    ):
         read_adapter(file)
     save_file(plain.weights, tmp_path / "b.safetensors")
-    with pytest.raises(ValueError, match=r"holds 2 \.safetensors files \(a\.safetensors, b\.safetensors\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"holds 2 \.safetensors files \(a\.safetensors, b\.safetensors\)",
+    ):
         adapter_files(tmp_path)
 
 
-def test_a_scale_beside_the_weights_is_part_of_the_digest(plain: Trained, tmp_path: Path) -> None:
+def test_a_scale_beside_the_weights_is_part_of_the_digest(
+    plain: Trained, tmp_path: Path
+) -> None:
     save_by_peft(plain, tmp_path)
     before, config = weights_digest(tmp_path), tmp_path / "adapter_config.json"
     assert weights_digest(adapter_files(tmp_path)[0]) == before
     config.write_text(config.read_text().replace('"lora_alpha": 4', '"lora_alpha": 8'))
-    assert weights_digest(tmp_path) != before and read_adapter(tmp_path)[FIRST].scale == 4.0
+    assert (
+        weights_digest(tmp_path) != before
+        and read_adapter(tmp_path)[FIRST].scale == 4.0
+    )
 
 
-def test_an_adapter_of_other_layers_or_ranks_says_which_keys_to_set(plain: Trained, tmp_path: Path) -> None:
+def test_an_adapter_of_other_layers_or_ranks_says_which_keys_to_set(
+    plain: Trained, tmp_path: Path
+) -> None:
     save_by_peft(plain, tmp_path)
-    for options in ({"rank": 4, "targets": list(NAMES)}, {"rank": 2, "targets": LoraSection().target_modules}):
+    for options in (
+        {"rank": 4, "targets": list(NAMES)},
+        {"rank": 2, "targets": LoraSection().target_modules},
+    ):
         transformer = tiny_transformer(layers=2)
-        add_lora(transformer, rank=options["rank"], alpha=None, target_modules=options["targets"], seed=0)
-        with pytest.raises(ValueError, match=r"model\.adapter.*Set lora\.rank and lora\.target_modules"):
+        add_lora(
+            transformer,
+            rank=options["rank"],
+            alpha=None,
+            target_modules=options["targets"],
+            seed=0,
+        )
+        with pytest.raises(
+            ValueError, match=r"model\.adapter.*Set lora\.rank and lora\.target_modules"
+        ):
             load_adapter(transformer, tmp_path)

@@ -1,4 +1,6 @@
-"""Guidance and its gradient: both branches at once or one after the other, the same numbers."""
+"""Guidance and its gradient: both branches at once or one after the other, the same
+numbers.
+"""
 
 import itertools
 import weakref
@@ -35,9 +37,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     made: list[tuple[str, bool]] = []
     velocity = guidance.model_velocity
 
-    def counted(transformer: Any, latents: Tensor, sigma: Tensor, prompts: list[PromptEmbeds], *rest: Any) -> Tensor:
+    def counted(
+        transformer: Any,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: list[PromptEmbeds],
+        *rest: Any,
+    ) -> Tensor:
         # The empty prompt is one token long.
-        made.append(("free" if len(prompts[0].text) == 1 else "prompt", torch.is_grad_enabled()))
+        made.append(
+            ("free" if len(prompts[0].text) == 1 else "prompt", torch.is_grad_enabled())
+        )
         return velocity(transformer, latents, sigma, prompts, *rest)
 
     monkeypatch.setattr(guidance, "model_velocity", counted)
@@ -47,12 +57,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 def batch(trainer: Trainer) -> tuple[Tensor, Tensor, list[PromptEmbeds]]:
     generator = torch.Generator().manual_seed(3)
     latents = torch.randn(2, *trainer.latent_shape, generator=generator)
-    return latents, torch.tensor([0.9, 0.4]), [trainer.embed(p.text) for p in trainer.eval_prompts[:2]]
+    return (
+        latents,
+        torch.tensor([0.9, 0.4]),
+        [trainer.embed(p.text) for p in trainer.eval_prompts[:2]],
+    )
 
 
 def gradients(trainer: Trainer) -> Tensor:
     """All gradients as one vector, which are then forgotten."""
-    result = torch.cat([p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None])
+    result = torch.cat(
+        [p.grad.flatten() for p in trainer.parameters.values() if p.grad is not None]
+    )
     trainer.engine.zero_grad()
     return result
 
@@ -61,17 +77,27 @@ def test_the_formula_of_guidance(trainer: Trainer) -> None:
     latents, sigma, prompts = batch(trainer)
     policy = trainer.policy
     with torch.no_grad():
-        conditional = guidance.model_velocity(policy.transformer, latents, sigma, prompts)
-        free = guidance.model_velocity(policy.transformer, latents, sigma, [policy.uncond] * 2)
+        conditional = guidance.model_velocity(
+            policy.transformer, latents, sigma, prompts
+        )
+        free = guidance.model_velocity(
+            policy.transformer, latents, sigma, [policy.uncond] * 2
+        )
         assert not torch.allclose(conditional, free, atol=1e-3)
-        torch.testing.assert_close(policy.velocity(latents, sigma, prompts), 6 * conditional - 5 * free)
+        torch.testing.assert_close(
+            policy.velocity(latents, sigma, prompts), 6 * conditional - 5 * free
+        )
         policy.guidance_scale = 1.0
         assert torch.equal(policy.velocity(latents, sigma, prompts), conditional)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 2.5, 6.0])
-@pytest.mark.parametrize("known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"])
-def test_split_and_paired_give_one_velocity_and_one_gradient(trainer: Trainer, scale: float, known: bool) -> None:
+@pytest.mark.parametrize(
+    "known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"]
+)
+def test_split_and_paired_give_one_velocity_and_one_gradient(
+    trainer: Trainer, scale: float, known: bool
+) -> None:
     policy = trainer.policy
     policy.guidance_scale = scale
     arguments = batch(trainer)
@@ -88,7 +114,9 @@ def test_split_and_paired_give_one_velocity_and_one_gradient(trainer: Trainer, s
     assert relative(found[0], gradients(trainer)) < 1e-6
 
 
-def test_forwards_of_a_gradient(trainer: Trainer, calls: list[tuple[str, bool]]) -> None:
+def test_forwards_of_a_gradient(
+    trainer: Trainer, calls: list[tuple[str, bool]]
+) -> None:
     latents, sigma, prompts = batch(trainer)
     known = [torch.ones_like(latents)]
 
@@ -96,11 +124,15 @@ def test_forwards_of_a_gradient(trainer: Trainer, calls: list[tuple[str, bool]])
         calls.clear()
         trainer.policy.guidance_scale = scale
         with torch.no_grad():  # the caller's mode does not matter
-            trainer.policy.velocity_and_gradient(latents, sigma, prompts, cotangents, split=split)
+            trainer.policy.velocity_and_gradient(
+                latents, sigma, prompts, cotangents, split=split
+            )
         return list(calls)
 
     prompt, free, free_first = ("prompt", True), ("free", True), ("free", False)
-    assert made(6.0, known, False) == made(6.0, lambda v: known, False) == [prompt, free]
+    assert (
+        made(6.0, known, False) == made(6.0, lambda v: known, False) == [prompt, free]
+    )
     assert made(6.0, known, True) == [prompt, free]
     assert made(6.0, lambda v: known, True) == [prompt, free_first, free]
     for split, cotangents in itertools.product((False, True), (known, lambda v: known)):
@@ -120,24 +152,39 @@ def test_split_halves_what_is_kept_for_the_backward_pass(trainer: Trainer) -> No
     def peak(split: bool) -> int:
         sums.clear()
         with torch.autograd.graph.saved_tensors_hooks(Held, lambda held: held.tensor):
-            trainer.policy.velocity_and_gradient(latents, sigma, prompts, [torch.ones_like(latents)], split=split)
+            trainer.policy.velocity_and_gradient(
+                latents, sigma, prompts, [torch.ones_like(latents)], split=split
+            )
         assert not alive
         return max(sums)
 
     assert peak(True) < 0.6 * peak(False)
 
 
-# ------------------------------------------------------------------------------------------ training
+# ------------------------------------------------------------------------------------------
+# training
 
 
 @pytest.mark.parametrize(("kl_mode", "updates"), [("dual", 1), ("moving", 2)])
 def test_in_float64_every_gradient_agrees(
     tiny_run: MakeRun, kl_mode: str, updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [f"--objective.kl_mode={kl_mode}", f"--training.updates_per_rollout={updates}"]
-    given += ["--training.num_updates=4", "--optimizer.eps=1e-3", "--objective.clip_range=0.01"]
+    given = [
+        f"--objective.kl_mode={kl_mode}",
+        f"--training.updates_per_rollout={updates}",
+    ]
+    given += [
+        "--training.num_updates=4",
+        "--optimizer.eps=1e-3",
+        "--objective.clip_range=0.01",
+    ]
     paired, split = (
-        train(tiny_run(*given, f"--training.guidance={guidance}"), monkeypatch, iterations=2, smooth=True)[1]
+        train(
+            tiny_run(*given, f"--training.guidance={guidance}"),
+            monkeypatch,
+            iterations=2,
+            smooth=True,
+        )[1]
         for guidance in ("paired", "split")
     )
     assert len(paired) == 2 * updates
@@ -149,8 +196,12 @@ def test_in_float64_every_gradient_agrees(
 def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ratio is measured on the velocity that was differentiated, though its cotangent came from the rollout's."""
-    trainer = build_trainer(tiny_run("--training.guidance=split", "--rollout.num_steps=2"))
+    """The ratio is measured on the velocity that was differentiated, though its
+    cotangent came from the rollout's.
+    """
+    trainer = build_trainer(
+        tiny_run("--training.guidance=split", "--rollout.num_steps=2")
+    )
     velocity = guidance.model_velocity
 
     def shaky(*arguments: Any) -> Tensor:
@@ -158,10 +209,18 @@ def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
         return v * 1.001 if torch.is_grad_enabled() else v
 
     monkeypatch.setattr(guidance, "model_velocity", shaky)
-    with pytest.raises(TrainingError, match="the policy that is trained is not the one that made the rollout"):
+    with pytest.raises(
+        TrainingError,
+        match="the policy that is trained is not the one that made the rollout",
+    ):
         trainer.iterate()
 
 
 def test_the_policy_stays_in_eval_mode(trainer: Trainer) -> None:
-    assert isinstance(trainer.policy, GuidedPolicy) and not trainer.policy.transformer.training
-    assert not GuidedPolicy(trainer.policy.transformer.train(), trainer.policy.uncond, 1.0).transformer.training
+    assert (
+        isinstance(trainer.policy, GuidedPolicy)
+        and not trainer.policy.transformer.training
+    )
+    assert not GuidedPolicy(
+        trainer.policy.transformer.train(), trainer.policy.uncond, 1.0
+    ).transformer.training

@@ -14,23 +14,38 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
-VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+VIDEOS = torch.randint(
+    0,
+    256,
+    (3, 4, 3, 8, 8),
+    generator=torch.Generator().manual_seed(0),
+    dtype=torch.uint8,
+)
 
 
 def samples(*texts: str) -> list[Sample]:
     """Records of videos of prompt 7, in that order."""
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    return [Sample(prompt=Prompt(text=text, index=7), embeds=embeds, member=m) for m, text in enumerate(texts)]
+    return [
+        Sample(prompt=Prompt(text=text, index=7), embeds=embeds, member=m)
+        for m, text in enumerate(texts)
+    ]
 
 
 def here(name: str) -> str:
-    """The entry of `reward.rewards` for a name of this file; one of another file is left as it is."""
+    """The entry of `reward.rewards` for a name of this file; one of another file is
+    left as it is.
+    """
     return name if ":" in name else f"{__name__}:{name}"
 
 
 def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
-    """A function as a reward; its sum over many pixels would show another order of summation."""
-    return videos.float().mean((1, 2, 3, 4)) / 255 + torch.tensor([0.01 * len(p) for p in prompts])
+    """A function as a reward; its sum over many pixels would show another order of
+    summation.
+    """
+    return videos.float().mean((1, 2, 3, 4)) / 255 + torch.tensor(
+        [0.01 * len(p) for p in prompts]
+    )
 
 
 def darkens(videos: Tensor, prompts: list[str]) -> Tensor:
@@ -39,9 +54,14 @@ def darkens(videos: Tensor, prompts: list[str]) -> Tensor:
     return videos.zero_().float().mean((1, 2, 3, 4))
 
 
-def both(videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0) -> Mapping[str, Any]:
+def both(
+    videos: Tensor, prompts: Sequence[str], *, scale: float = 1.0
+) -> Mapping[str, Any]:
     """A function that names its scores, one of them a plain list."""
-    return {"first": scale * brightness(videos, prompts), "length": [float(len(p)) for p in prompts]}
+    return {
+        "first": scale * brightness(videos, prompts),
+        "length": [float(len(p)) for p in prompts],
+    }
 
 
 def timed(videos: Tensor, prompts: Sequence[str], fps: float = 24.0) -> list[float]:
@@ -85,7 +105,9 @@ OBJECT = Bright(3.0)
 NEITHER = 5
 
 
-def trl(prompts: Sequence[str], completions: Sequence[str], **kwargs: Any) -> list[float]:
+def trl(
+    prompts: Sequence[str], completions: Sequence[str], **kwargs: Any
+) -> list[float]:
     """TRL's signature: it would take the videos for prompts, and score them all alike."""
     return [float(len(text)) for text in completions]
 
@@ -109,7 +131,9 @@ def _threads() -> float:
 class Faulty:
     """As `brightness`, until a prompt has a bad word in it, or from the start."""
 
-    def __init__(self, fault: str = "crash", when: str = "score", word: str = "bad") -> None:
+    def __init__(
+        self, fault: str = "crash", when: str = "score", word: str = "bad"
+    ) -> None:
         self.fault, self.word = fault, word
         if when == "build":
             self._fail()

@@ -16,7 +16,10 @@ from sage_fast.rewards.clip import CLIPScore, PickScore
 from tests.tiny.clip import MEAN, STD, build_tiny_clip
 
 # "a red dog" and "dog" in the tiny tokenizer, spelled out: start, words, end.
-VOCABULARY_IDS = {"a red dog": ["a</w>", "red</w>", "d", "o", "g</w>"], "dog": ["d", "o", "g</w>"]}
+VOCABULARY_IDS = {
+    "a red dog": ["a</w>", "red</w>", "d", "o", "g</w>"],
+    "dog": ["d", "o", "g</w>"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +27,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_clip(tmp_path_factory.mktemp("clip"))
 
 
-def soft_videos(batch: int, frames: int, height: int, width: int, seed: int = 0) -> Tensor:
-    noise = torch.rand(batch * frames, 3, 20, 20, generator=torch.Generator().manual_seed(seed))
+def soft_videos(
+    batch: int, frames: int, height: int, width: int, seed: int = 0
+) -> Tensor:
+    noise = torch.rand(
+        batch * frames, 3, 20, 20, generator=torch.Generator().manual_seed(seed)
+    )
     pixels = torch.nn.functional.interpolate(noise, (height, width), mode="bilinear")
     return (pixels * 255).to(torch.uint8).view(batch, frames, 3, height, width)
 
 
 def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> float:
-    """Mean cosine of the frames `rows`: PIL resizes, numpy crops, CLIPModel.forward compares."""
+    """Mean cosine of the frames `rows`: PIL resizes, numpy crops, CLIPModel.forward
+    compares.
+    """
     from transformers import CLIPModel
 
     vocabulary = json.loads((checkpoint / "vocab.json").read_text(encoding="utf-8"))
@@ -41,9 +50,15 @@ def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> fl
     for row in rows:
         image = Image.fromarray(video[row].permute(1, 2, 0).numpy())
         scale = 24 / min(image.size)
-        image = image.resize((int(image.width * scale), int(image.height * scale)), Image.Resampling.BICUBIC)
+        image = image.resize(
+            (int(image.width * scale), int(image.height * scale)),
+            Image.Resampling.BICUBIC,
+        )
         left, top = (image.width - 24) // 2, (image.height - 24) // 2
-        pixels = np.asarray(image.crop((left, top, left + 24, top + 24)), dtype=np.float64) / 255
+        pixels = (
+            np.asarray(image.crop((left, top, left + 24, top + 24)), dtype=np.float64)
+            / 255
+        )
         images.append(((pixels - MEAN) / STD).transpose(2, 0, 1))
     with torch.no_grad():
         output = model(
@@ -57,10 +72,16 @@ def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> fl
 def test_against_pil_and_clip(checkpoint: Path, size: tuple[int, int]) -> None:
     videos = soft_videos(3, 5, *size)
     prompts = ["a red dog", "dog", "a red dog"]
-    scores = CLIPScore(str(checkpoint), num_frames=2, device="cpu", batch_size=4).score(videos, prompts)
+    scores = CLIPScore(str(checkpoint), num_frames=2, device="cpu", batch_size=4).score(
+        videos, prompts
+    )
     assert list(scores) == ["CLIPScore"] and scores["CLIPScore"].dtype == torch.float32
-    expected = [100 * by_hand(checkpoint, v, p, [1, 3]) for v, p in zip(videos, prompts, strict=True)]
-    assert max(expected) - min(expected) > 1  # a wrong filter or a missing crop costs 0.1 and more
+    expected = [
+        100 * by_hand(checkpoint, v, p, [1, 3])
+        for v, p in zip(videos, prompts, strict=True)
+    ]
+    # a wrong filter or a missing crop costs 0.1 and more
+    assert max(expected) - min(expected) > 1
     assert scores["CLIPScore"].tolist() == pytest.approx(expected, abs=1e-3)
 
 
@@ -70,45 +91,71 @@ def test_a_long_prompt_is_truncated_and_that_is_said_at_the_start(
     videos = soft_videos(1, 2, 24, 24)
     reward = CLIPScore(str(checkpoint), device="cpu")
     exact = "x " * 75  # with start and end, 77 tokens
-    short, long = (reward.score(videos, [text])["CLIPScore"] for text in (exact, exact + "y y"))
+    short, long = (
+        reward.score(videos, [text])["CLIPScore"] for text in (exact, exact + "y y")
+    )
     assert torch.equal(short, long)
     with caplog.at_level(logging.WARNING, logger="sage_fast"):
         reward.check_prompts([exact, "dog"])
         assert not caplog.records
         reward.check_prompts([exact, exact + "y y", exact + "z"])
-    assert "reads the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
+    assert (
+        "reads the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
+    )
 
 
-def test_weights_that_are_missing_are_not_made_up(checkpoint: Path, tmp_path: Path) -> None:
+def test_weights_that_are_missing_are_not_made_up(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
     weights = load_file(folder / "model.safetensors")
     del weights["visual_projection.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"1 missing keys.*visual_projection.*reward.options.clip_score.path"):
+    with pytest.raises(
+        ValueError,
+        match=r"1 missing keys.*visual_projection.*reward.options.clip_score.path",
+    ):
         CLIPScore(str(folder), device="cpu")
-    # Published files hold whole numbers beside the weights; weights of 8 bits are another model's.
-    weights = load_file(checkpoint / "model.safetensors") | {"text_model.embeddings.position_ids": torch.arange(77)}
+    # Published files hold whole numbers beside the weights; weights of 8 bits are
+    # another model's.
+    weights = load_file(checkpoint / "model.safetensors") | {
+        "text_model.embeddings.position_ids": torch.arange(77)
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     CLIPScore(str(folder), device="cpu")
-    weights["visual_projection.weight"] = weights["visual_projection.weight"].to(torch.float8_e5m2)
+    weights["visual_projection.weight"] = weights["visual_projection.weight"].to(
+        torch.float8_e5m2
+    )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"is quantised: visual_projection.weight is stored as F8_E5M2"):
+    with pytest.raises(
+        ValueError, match=r"is quantised: visual_projection.weight is stored as F8_E5M2"
+    ):
         CLIPScore(str(folder), device="cpu")
 
 
 def test_refusals(checkpoint: Path) -> None:
-    for option, value in (("num_frames", 0), ("batch_size", 0), ("dtype", "int8"), ("device", "nowhere")):
+    for option, value in (
+        ("num_frames", 0),
+        ("batch_size", 0),
+        ("dtype", "int8"),
+        ("device", "nowhere"),
+    ):
         with pytest.raises(ValueError, match=f"{option} is {value!r}"):
             CLIPScore(str(checkpoint), **{option: value})
 
 
-# ------------------------------------------------------------------------------------------------------------ PickScore
+# ------------------------------------------------------------------------------------------------------------
+# PickScore
 
 
-def test_pick_score_is_the_formula_of_the_model_card(checkpoint: Path, tmp_path: Path) -> None:
-    """exp(logit_scale) times the cosine, with the checkpoint's own temperature; the processor may lie elsewhere."""
+def test_pick_score_is_the_formula_of_the_model_card(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """exp(logit_scale) times the cosine, with the checkpoint's own temperature; the
+    processor may lie elsewhere.
+    """
     from transformers import CLIPModel
 
     model = CLIPModel.from_pretrained(checkpoint)
@@ -116,6 +163,11 @@ def test_pick_score_is_the_formula_of_the_model_card(checkpoint: Path, tmp_path:
         model.logit_scale.fill_(3.0)
     model.save_pretrained(tmp_path)
     videos, prompts = soft_videos(2, 3, 30, 40), ["a red dog", "dog"]
-    score = PickScore(str(tmp_path), str(checkpoint), device="cpu", num_frames=None).score(videos, prompts)
-    expected = [math.exp(3.0) * by_hand(checkpoint, v, p, [0, 1, 2]) for v, p in zip(videos, prompts, strict=True)]
+    score = PickScore(
+        str(tmp_path), str(checkpoint), device="cpu", num_frames=None
+    ).score(videos, prompts)
+    expected = [
+        math.exp(3.0) * by_hand(checkpoint, v, p, [0, 1, 2])
+        for v, p in zip(videos, prompts, strict=True)
+    ]
     assert score["PickScore"].tolist() == pytest.approx(expected, abs=1e-3)

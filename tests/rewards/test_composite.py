@@ -30,34 +30,66 @@ EXPECTED = support.brightness(VIDEOS, ["a", "bb", "c"]).double()
 
 def composite(name: str, weights: dict[str, float], **options: Any) -> CompositeReward:
     return CompositeReward.from_config(
-        RewardConfig(rewards=[here(name)], options={here(name): options} if options else {}, weights=weights)
+        RewardConfig(
+            rewards=[here(name)],
+            options={here(name): options} if options else {},
+            weights=weights,
+        )
     )
 
 
 def test_whatever_scores_or_returns_what_scores_is_a_reward() -> None:
     """Classes and functions with options, functions that return a reward, and objects."""
-    for name, options, scale in (("Bright", {"scale": 2.0}, 2.0), ("make", {}, 1.0), ("OBJECT", {}, 3.0)):
+    for name, options, scale in (
+        ("Bright", {"scale": 2.0}, 2.0),
+        ("make", {}, 1.0),
+        ("OBJECT", {}, 3.0),
+    ):
         scores = composite(name, {"bright": 1.0}, **options).score(VIDEOS, SAMPLES)
         torch.testing.assert_close(scores["bright"], scale * EXPECTED)
     function = composite("both", {"first": 1.0, "length": 10.0}, scale=3.0)
     scores = function.score(VIDEOS, SAMPLES)
-    torch.testing.assert_close(function.overall(scores), 3 * EXPECTED + 10 * scores["length"])
+    torch.testing.assert_close(
+        function.overall(scores), 3 * EXPECTED + 10 * scores["length"]
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("NEITHER", {}, r"'tests.rewards.support:NEITHER' is of type int. Name a class with score\(videos"),
+        (
+            "NEITHER",
+            {},
+            r"'tests.rewards.support:NEITHER' is of type int. Name a class with score\(videos",
+        ),
         ("_threads", {}, "gives a float, which has no method score"),
         ("Bright", {"size": 3}, r"= \{'size': 3\} does not fit"),
         ("OBJECT", {"scale": 3}, "is an object and takes no options"),
-        ("trl", {}, r"takes \(prompts, completions, kwargs\), but a reward is called as f\(videos, prompts\)"),
-        ("alone", {}, r"takes \(videos, scale\), but .* this order. If it makes a reward, .*alone\.videos=VALUE"),
-        ("alone", {"scale": 2.0}, r"takes \(videos, scale\), but a reward is called as f\(videos, prompts\)"),
-        ("Swapped", {}, r"takes \(prompts, videos\), but a reward is called as f\(videos, prompts\)"),
+        (
+            "trl",
+            {},
+            r"takes \(prompts, completions, kwargs\), but a reward is called as f\(videos, prompts\)",
+        ),
+        (
+            "alone",
+            {},
+            r"takes \(videos, scale\), but .* this order. If it makes a reward, .*alone\.videos=VALUE",
+        ),
+        (
+            "alone",
+            {"scale": 2.0},
+            r"takes \(videos, scale\), but a reward is called as f\(videos, prompts\)",
+        ),
+        (
+            "Swapped",
+            {},
+            r"takes \(prompts, videos\), but a reward is called as f\(videos, prompts\)",
+        ),
     ],
 )
-def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+def test_what_is_no_reward_is_refused(
+    name: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         composite(name, {"score": 1.0}, **options)
 
@@ -75,21 +107,48 @@ class Returns:
 @pytest.mark.parametrize(
     ("result", "message"),
     [
-        (torch.ones(3), r"Reward 'r' returned a Tensor, but it must be {name: scores} with 3 numbers a name"),
+        (
+            torch.ones(3),
+            r"Reward 'r' returned a Tensor, but it must be {name: scores} with 3 numbers a name",
+        ),
         ({"s": torch.ones(2)}, r"returned s of shape \(2,\) for 3 videos"),
         ({"s": ["a", "b", "c"]}, "returned s, which is not a tensor of numbers"),
-        ({"s": [1.0, float("inf"), 1.0]}, r"returned s = inf for prompt 7 \('bb'\), sample 1\."),
-        ({"s": [1.0, 1e300, 1.0]}, r"Reward 'r' returned s = 1e\+300 for prompt 7 \('bb'\), sample 1\."),
-        ({"s": torch.tensor([1.0, 1.0, -3e38])}, r"Reward 'r' returned s = -3\S+e\+38 for prompt 7 \('c'\)"),
-        ({"taken": [1.0, 2.0, 3.0]}, "Two rewards return a score named 'taken'; the second is 'r'"),
-        ({"s": [10**400, 1, 1]}, "returned s, which is not a tensor of numbers: int too large"),
+        (
+            {"s": [1.0, float("inf"), 1.0]},
+            r"returned s = inf for prompt 7 \('bb'\), sample 1\.",
+        ),
+        (
+            {"s": [1.0, 1e300, 1.0]},
+            r"Reward 'r' returned s = 1e\+300 for prompt 7 \('bb'\), sample 1\.",
+        ),
+        (
+            {"s": torch.tensor([1.0, 1.0, -3e38])},
+            r"Reward 'r' returned s = -3\S+e\+38 for prompt 7 \('c'\)",
+        ),
+        (
+            {"taken": [1.0, 2.0, 3.0]},
+            "Two rewards return a score named 'taken'; the second is 'r'",
+        ),
+        (
+            {"s": [10**400, 1, 1]},
+            "returned s, which is not a tensor of numbers: int too large",
+        ),
         (
             {"s": torch.ones(3, dtype=torch.complex64)},
             "not a tensor of numbers: it is torch.complex64",
         ),
-        ({"s": torch.ones(3).to_sparse()}, "returned s, which is not a tensor of numbers: .*torch.sparse_coo"),
+        (
+            {"s": torch.ones(3).to_sparse()},
+            "returned s, which is not a tensor of numbers: .*torch.sparse_coo",
+        ),
         ({0: torch.ones(3)}, "returned a score named 0. A name is a text"),
-        ({"reward": torch.ones(3)}, "returned a score named 'reward'. .* reward, overall, Reward stand for sums"),
+        (
+            {"reward": torch.ones(3)},
+            (
+                "returned a score named 'reward'. .* reward, overall, Reward stand "
+                "for sums"
+            ),
+        ),
     ],
 )
 def test_what_a_reward_may_not_return(result: Any, message: str) -> None:
@@ -104,21 +163,32 @@ def test_a_reward_declares_of_which_scores_less_is_better() -> None:
     rewards = {"a": falling, "b": Returns({"s": [1.0, 2.0, 3.0]})}
     declared = {"distance", "never returned"}
     assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == declared
-    assert CompositeReward(rewards, {"s": -1.0, "distance": -2.0}).lower_is_better == declared | {"s"}
-    with pytest.raises(ConfigError, match=r"reward\.weights\.distance is 0\.5, .* such as -0\.5"):
+    assert CompositeReward(
+        rewards, {"s": -1.0, "distance": -2.0}
+    ).lower_is_better == declared | {"s"}
+    with pytest.raises(
+        ConfigError, match=r"reward\.weights\.distance is 0\.5, .* such as -0\.5"
+    ):
         CompositeReward(rewards, {"distance": 0.5})
     falling.LOWER_IS_BETTER = "distance"
     assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == {"distance"}
     falling.LOWER_IS_BETTER = 1
-    with pytest.raises(ConfigError, match=r"LOWER_IS_BETTER of reward 'a' is .* a tuple of names"):
+    with pytest.raises(
+        ConfigError, match=r"LOWER_IS_BETTER of reward 'a' is .* a tuple of names"
+    ):
         CompositeReward(rewards, {"s": 1.0})
 
 
 def test_the_device_goes_to_rewards_that_take_one() -> None:
     names = [here("Bright"), here("brightness")]
-    for options, expected in (({}, "cuda:7"), ({here("Bright"): {"device": "cpu"}}, "cpu")):
+    for options, expected in (
+        ({}, "cuda:7"),
+        ({here("Bright"): {"device": "cpu"}}, "cpu"),
+    ):
         config = RewardConfig(rewards=names, weights={"bright": 1.0}, options=options)
-        bright = CompositeReward.from_config(config, device="cuda:7").rewards[here("Bright")]
+        bright = CompositeReward.from_config(config, device="cuda:7").rewards[
+            here("Bright")
+        ]
         assert isinstance(bright, support.Bright) and bright.device == expected
 
 
@@ -134,7 +204,9 @@ def test_a_reward_cannot_end_the_run(fault: str, message: str) -> None:
     with pytest.raises(RewardError, match=f"^{name} {message} while it was set up.$"):
         composite("Faulty", {"score": 1.0}, fault=fault, when="build")
     reward = composite("Faulty", {"score": 1.0}, fault=fault, word="bb")
-    with pytest.raises(RewardError, match=rf"^{name} {message} on prompt 7 \('a'\), sample 0 "):
+    with pytest.raises(
+        RewardError, match=rf"^{name} {message} on prompt 7 \('a'\), sample 0 "
+    ):
         reward.score(VIDEOS, SAMPLES)
     scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
     assert failed.tolist() == [False, True, False]
@@ -149,15 +221,25 @@ def test_no_number_replaces_a_score_that_one_video_lacks() -> None:
 
     reward = CompositeReward({"r": FunctionReward(named, "named", {})}, {"s": 1.0})
     scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
-    assert failed.tolist() == [False, True, False] and scores["extra"].tolist() == [2.0, 0.0, 2.0]
+    assert failed.tolist() == [False, True, False] and scores["extra"].tolist() == [
+        2.0,
+        0.0,
+        2.0,
+    ]
 
 
 def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> None:
-    """A batch that failed whole names no score; one that lacks a score of the others is refused."""
+    """A batch that failed whole names no score; one that lacks a score of the others is
+    refused.
+    """
     none, some = torch.zeros(2, dtype=torch.bool), torch.tensor([True, False])
     lost = ScoredBatch(numbers=[4, 1], scores={}, failed=~none)
-    half = ScoredBatch(numbers=[0, 5], scores={"s": torch.tensor([0.0, 6.0]).double()}, failed=some)
-    whole = ScoredBatch(numbers=[2, 3], scores={"s": torch.tensor([3.0, 4.0]).double()}, failed=none)
+    half = ScoredBatch(
+        numbers=[0, 5], scores={"s": torch.tensor([0.0, 6.0]).double()}, failed=some
+    )
+    whole = ScoredBatch(
+        numbers=[2, 3], scores={"s": torch.tensor([3.0, 4.0]).double()}, failed=none
+    )
     for batches in ([lost, half, whole], [whole, half, lost]):
         columns, failed = gather_scores(batches, None, 6, SINGLE_PROCESS)
         assert columns["s"].tolist() == [0, 0, 3, 4, 0, 6] and failed.tolist() == [
@@ -176,25 +258,33 @@ def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> No
 
 
 def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:
-    assert [function_score(f"m:{name}") for name in ("reward", "f.reward", "bright")] == ["reward_score"] * 2 + [
-        "bright"
-    ]
+    assert [
+        function_score(f"m:{name}") for name in ("reward", "f.reward", "bright")
+    ] == ["reward_score"] * 2 + ["bright"]
     assert {REWARD, "reward", "overall"} == {*TAKEN}
-    with pytest.raises(ConfigError, match=r"reward\.weights\.reward stands for a sum .* are called reward_score"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.weights\.reward stands for a sum .* are called reward_score",
+    ):
         CompositeReward({"r": Returns({})}, {"reward": 1.0})
 
 
 def test_an_interrupt_in_a_reward_stays_one() -> None:
     with pytest.raises(KeyboardInterrupt):
-        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").score_or_mark(VIDEOS, SAMPLES)
+        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").score_or_mark(
+            VIDEOS, SAMPLES
+        )
 
 
-# ------------------------------------------------------------------------------------------ scored again
+# ------------------------------------------------------------------------------------------
+# scored again
 
 
 def of_videos(score: Callable[[Tensor], Tensor]) -> CompositeReward:
     """A reward of the videos' brightness."""
-    reward = FunctionReward(lambda videos, prompts: score(videos.double().mean((1, 2, 3, 4))), "bright", {})
+    reward = FunctionReward(
+        lambda videos, prompts: score(videos.double().mean((1, 2, 3, 4))), "bright", {}
+    )
     return CompositeReward({"of": reward}, {"bright": 1.0})
 
 
@@ -224,20 +314,29 @@ def test_a_score_that_depends_on_the_others_is_told_with_two_numbers(
     reward.compare_next()
     torch.manual_seed(0)
     reward.score(VIDEOS, SAMPLES)
-    assert re.search(r"The same video has bright \S+ in its batch and \S+ alone\.", caplog.text)
+    assert re.search(
+        r"The same video has bright \S+ in its batch and \S+ alone\.", caplog.text
+    )
     caplog.clear()
     reward.score(VIDEOS, SAMPLES)
     assert not caplog.text, "once"
 
 
-def test_a_score_that_cannot_be_had_alone_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_score_that_cannot_be_had_alone_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     reward = of_videos(lambda values: (values - values.mean()) / values.std())
     reward.compare_next()
     assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
-    assert "cannot be scored again, alone: Reward 'of' returned bright = nan" in caplog.text
+    assert (
+        "cannot be scored again, alone: Reward 'of' returned bright = nan"
+        in caplog.text
+    )
 
 
-def test_a_server_that_is_gone_at_the_end_fails_no_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_is_gone_at_the_end_fails_no_run(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     reward = of_videos(lambda values: values)
     reward.compare_next()
     reward.score(VIDEOS, SAMPLES)
@@ -246,7 +345,9 @@ def test_a_server_that_is_gone_at_the_end_fails_no_run(caplog: pytest.LogCapture
     assert "cannot be scored again, alone: it is gone" in caplog.text
 
 
-def test_a_reward_that_drifts_is_told_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reward_that_drifts_is_told_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     reward = of_videos(Drifting())
     reward.compare_next()
     reward.score(VIDEOS, SAMPLES)
@@ -254,14 +355,22 @@ def test_a_reward_that_drifts_is_told_at_the_end(caplog: pytest.LogCaptureFixtur
     for _ in range(5):
         reward.score(VIDEOS, SAMPLES)
     reward.compare_last()
-    assert re.search(r"The same video has bright \S+ when the run began and \S+ now\.", caplog.text)
+    assert re.search(
+        r"The same video has bright \S+ when the run began and \S+ now\.", caplog.text
+    )
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.01], ids=["exact", "rounds"])
-def test_a_score_of_the_video_alone_is_passed_in_silence(rounding: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_score_of_the_video_alone_is_passed_in_silence(
+    rounding: float, caplog: pytest.LogCaptureFixture
+) -> None:
     reward = of_videos(lambda values: values * (1 + rounding * (len(values) == 1)))
     reward.compare_next()
-    for videos, samples in ((VIDEOS[:1], SAMPLES[:1]), (VIDEOS, SAMPLES), (VIDEOS, SAMPLES)):
+    for videos, samples in (
+        (VIDEOS[:1], SAMPLES[:1]),
+        (VIDEOS, SAMPLES),
+        (VIDEOS, SAMPLES),
+    ):
         reward.score(videos, samples)
     reward.compare_last()
     assert not caplog.text
@@ -296,8 +405,15 @@ def test_a_call_that_does_not_end_is_told_by_name(
     reward = of_videos(slow)
     reward.on_hang = told.append
     reward.score(VIDEOS, SAMPLES)
-    assert "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or one of the 2 videos" in caplog.text
-    assert len(told) > 2 and told[-1] is None and all(text and "Reward 'of'" in text for text in told[:-1])
+    assert (
+        "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or "
+        "one of the 2 videos"
+    ) in caplog.text
+    assert (
+        len(told) > 2
+        and told[-1] is None
+        and all(text and "Reward 'of'" in text for text in told[:-1])
+    )
     caplog.clear()
     of_videos(lambda values: values).score(VIDEOS, SAMPLES)
     assert not caplog.text

@@ -1,4 +1,6 @@
-"""docs/rewards.md does what it says: its example runs, its tables are those of the code."""
+"""docs/rewards.md does what it says: its example runs, its tables are those of the
+code.
+"""
 
 import inspect
 import re
@@ -30,14 +32,23 @@ def table_below(heading: str) -> list[list[str]]:
     """The cells of the first table after a line, without its head."""
     table = re.search(r"(^\|.*\n)+", TEXT.partition(heading)[2], re.MULTILINE)
     assert table is not None
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table[0].splitlines()[2:]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("module", "score", "text"), [("my_rewards", "steadiness", TEXT), ("brightness", "brightness", TUTORIAL)]
+    ("module", "score", "text"),
+    [("my_rewards", "steadiness", TEXT), ("brightness", "brightness", TUTORIAL)],
 )
 def test_the_example_trains(
-    module: str, score: str, text: str, tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str,
+    score: str,
+    text: str,
+    tiny_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / f"{module}.py").write_text(block("python", text))
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,26 +56,39 @@ def test_the_example_trains(
     (tmp_path / "own.yaml").write_text(block("yaml", text))
     trainer = build_trainer(load_config([tmp_path / "toy.yaml", tmp_path / "own.yaml"]))
     record = trainer.iterate()
-    parts = [weight * record[f"reward/{name}_mean"] for name, weight in trainer.reward.weights.items()]
+    parts = [
+        weight * record[f"reward/{name}_mean"]
+        for name, weight in trainer.reward.weights.items()
+    ]
     assert record["reward/mean"] == pytest.approx(sum(parts), abs=1e-9)
     assert score in trainer.reward.weights and 0 < record[f"reward/{score}_mean"] < 1
 
 
-def test_the_server_takes_the_overlay_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_takes_the_overlay_of_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_rewards.py").write_text(block("python", TEXT))
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my.yaml").write_text(block("yaml", TEXT))
     spec = _read_spec([str(tmp_path / "my.yaml")], ["--video.fps=16"])
     assert spec["fps"] == 16
     with RewardServer(spec) as server:
-        assert list(server.rewards) == ["toy", "my_rewards:steadiness", "my_rewards:NamedColours"]
+        assert list(server.rewards) == [
+            "toy",
+            "my_rewards:steadiness",
+            "my_rewards:NamedColours",
+        ]
         assert server.served["my_rewards:NamedColours"]["options"] == {"num_frames": 2}
 
 
 @pytest.mark.parametrize("name", ["videoalign", "clip_score", "pick_score"])
 def test_every_option_is_documented(name: str) -> None:
-    documented = {row[0].strip("`"): row[1].strip("`") for row in table_below(f"### {name}\n")}
-    parameters: dict[str, Any] = dict(inspect.signature(resolve(name, REWARDS, "")).parameters)
+    documented = {
+        row[0].strip("`"): row[1].strip("`") for row in table_below(f"### {name}\n")
+    }
+    parameters: dict[str, Any] = dict(
+        inspect.signature(resolve(name, REWARDS, "")).parameters
+    )
     assert list(documented) == list(parameters)
     for option, default in documented.items():
         expected = parameters[option].default
@@ -73,7 +97,9 @@ def test_every_option_is_documented(name: str) -> None:
         elif default == "video.fps":  # which a run fills in: tests/tools/test_paired.py
             assert option == "fps" and expected is None
         else:
-            assert default == {None: "null", False: "false", True: "true"}.get(expected, str(expected))
+            assert default == {None: "null", False: "false", True: "true"}.get(
+                expected, str(expected)
+            )
 
 
 def test_every_reward_is_listed() -> None:

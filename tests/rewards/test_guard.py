@@ -1,4 +1,6 @@
-"""A run does not notice what a reward changes of the process or of what it is given; a warning names the reward."""
+"""A run does not notice what a reward changes of the process or of what it is given; a
+warning names the reward.
+"""
 
 import os
 import random
@@ -45,22 +47,34 @@ CHANGES: dict[str, Callable[[], object]] = {
     "os.environ (HOME)": lambda: os.environ.pop("HOME"),
     "sys.stdin, stdout or stderr": lambda: setattr(sys, "stdout", None),
     "the handlers of signals": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    "torch's default dtype (torch.float32 -> torch.bfloat16)": lambda: torch.set_default_dtype(torch.bfloat16),
+    "torch's default dtype (torch.float32 -> torch.bfloat16)": lambda: (
+        torch.set_default_dtype(torch.bfloat16)
+    ),
     "torch's default device": lambda: torch.set_default_device("meta"),
     "torch's grad or inference mode": lambda: torch.set_grad_enabled(False),
     "torch's grad or inference mode ": _enter_inference,
     "torch's anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
-    "torch's deterministic algorithms": lambda: torch.use_deterministic_algorithms(True, warn_only=True),
+    "torch's deterministic algorithms": lambda: torch.use_deterministic_algorithms(
+        True, warn_only=True
+    ),
     "torch's number of threads": lambda: torch.set_num_threads(2),
     "torch's flushing of denormal numbers": lambda: torch.set_flush_denormal(True),
     "torch's autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
-    "torch's precision of float32": lambda: torch.set_float32_matmul_precision("medium"),
-    "torch's precision of float32 ": lambda: setattr(torch.backends, "fp32_precision", "tf32"),
-    "functions of torch.nn.functional (gelu)": lambda: setattr(torch.nn.functional, "gelu", torch.nn.functional.relu),
+    "torch's precision of float32": lambda: torch.set_float32_matmul_precision(
+        "medium"
+    ),
+    "torch's precision of float32 ": lambda: setattr(
+        torch.backends, "fp32_precision", "tf32"
+    ),
+    "functions of torch.nn.functional (gelu)": lambda: setattr(
+        torch.nn.functional, "gelu", torch.nn.functional.relu
+    ),
     "torch.backends.cudnn": lambda: setattr(torch.backends.cudnn, "benchmark", True),
     "torch.backends.mkldnn": lambda: setattr(torch.backends.mkldnn, "enabled", False),
     "torch's kernels of attention": lambda: torch.backends.cuda.enable_flash_sdp(False),
-    "torch.backends.cuda.matmul": lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+    "torch.backends.cuda.matmul": lambda: setattr(
+        torch.backends.cuda.matmul, "allow_fp16_accumulation", True
+    ),
     "the videos that it was given": lambda: GIVEN[-1][0].zero_(),
 }
 """Words of the warning -> a change."""
@@ -73,7 +87,9 @@ GIVEN: list[tuple[Tensor, list[str]]] = []
 
 
 class Leaves:
-    """Scores brightness; leaves something changed after its first call, or as it is built."""
+    """Scores brightness; leaves something changed after its first call, or as it is
+    built.
+    """
 
     def __init__(self, what: Sequence[str] = (), when: str = "score") -> None:
         self.what, self.seen = list(what), list[str]()
@@ -98,26 +114,40 @@ def state() -> dict[str, Any]:
 
 
 def composite(*what: str, when: str = "score") -> CompositeReward:
-    section = RewardConfig(rewards=[NAME], weights={"bright": 1.0}, options={NAME: {"what": list(what), "when": when}})
+    section = RewardConfig(
+        rewards=[NAME],
+        weights={"bright": 1.0},
+        options={NAME: {"what": list(what), "when": when}},
+    )
     return CompositeReward.from_config(section)
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_a_call_changes_is_put_back_and_told_once(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_call_changes_is_put_back_and_told_once(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
     before, reward, videos = state(), composite(what), VIDEOS.clone()
     for _ in range(2):
         scores = reward.score(videos, RECORDS)
         torch.testing.assert_close(scores["bright"], EXPECTED, rtol=0, atol=0)
         assert state() == before and torch.equal(videos, VIDEOS)
         (leaves,) = reward.rewards.values()
-        assert isinstance(leaves, Leaves) and leaves.seen[0] == os.getcwd()  # each call begins alike
+        # each call begins alike
+        assert isinstance(leaves, Leaves) and leaves.seen[0] == os.getcwd()
         leaves.what = [what]
     (told,) = caplog.messages
-    assert told.startswith(f"Reward '{NAME}' changed {what.strip()}") and "on prompt 7 ('a'), sample 0" in told
+    assert (
+        told.startswith(f"Reward '{NAME}' changed {what.strip()}")
+        and "on prompt 7 ('a'), sample 0" in told
+    )
 
 
-def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(tiny_run: MakeRun) -> None:
-    """Weights and metrics, with everything changed at once, as the reward is built and in its first call."""
+def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(
+    tiny_run: MakeRun,
+) -> None:
+    """Weights and metrics, with everything changed at once, as the reward is built and
+    in its first call.
+    """
 
     def numbers(**options: Any) -> tuple[dict[str, float], list[Tensor]]:
         words = [
@@ -127,11 +157,17 @@ def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(tiny_run: Mak
         ]
         trainer = build_trainer(tiny_run(*words))
         record = trainer.iterate()
-        return {key: value for key, value in record.items() if "time/" not in key}, list(trainer.parameters.values())
+        return {
+            key: value for key, value in record.items() if "time/" not in key
+        }, list(trainer.parameters.values())
 
     clean, clean_weights = numbers()
     for when in ("build", "score"):
-        harmless = [what for what in CHANGES | SEEDS if when == "score" or what != "the videos that it was given"]
+        harmless = [
+            what
+            for what in CHANGES | SEEDS
+            if when == "score" or what != "the videos that it was given"
+        ]
         record, weights = numbers(what=harmless, when=when)
         assert record == clean and all(map(torch.equal, weights, clean_weights))
 
@@ -170,7 +206,10 @@ def test_a_module_is_guarded_as_it_is_imported(
     find_reward("moves:near")
     assert state() == before
     (told,) = caplog.messages
-    assert told.startswith("Reward 'moves:near' changed the working directory (") and "while it was imported" in told
+    assert (
+        told.startswith("Reward 'moves:near' changed the working directory (")
+        and "while it was imported" in told
+    )
 
 
 def test_options_and_results_are_copies() -> None:
@@ -181,10 +220,15 @@ def test_options_and_results_are_copies() -> None:
         return kept.add_(len(table))
 
     options = {"table": [0]}
-    found = CompositeReward({"mine": build_reward("mine", grows, options)}, {"<locals>.grows": 0.0})
+    found = CompositeReward(
+        {"mine": build_reward("mine", grows, options)}, {"<locals>.grows": 0.0}
+    )
     first, second = (found.score(VIDEOS, RECORDS) for _ in range(2))
     assert options == {"table": [0]}
-    assert [scores.popitem()[1].tolist() for scores in (first, second)] == [[2.0] * 3, [5.0] * 3]
+    assert [scores.popitem()[1].tolist() for scores in (first, second)] == [
+        [2.0] * 3,
+        [5.0] * 3,
+    ]
 
 
 def test_shipped_rewards_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -194,7 +238,8 @@ def test_shipped_rewards_change_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.messages
 
 
-# ------------------------------------------------------------------------------------------ processes, threads
+# ------------------------------------------------------------------------------------------
+# processes, threads
 
 
 def test_processes_end_with_the_run(tmp_path: Path) -> None:
@@ -229,15 +274,28 @@ def stays(videos, prompts):
 
 
 @pytest.mark.slow
-def test_a_command_ends_without_the_threads_of_a_reward(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_command_ends_without_the_threads_of_a_reward(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(STAYS)
-    config = tiny_run("--reward.rewards=[own:stays]", "--reward.weights={stays: 1.0}", "--evaluation.every=0")
+    config = tiny_run(
+        "--reward.rewards=[own:stays]",
+        "--reward.weights={stays: 1.0}",
+        "--evaluation.every=0",
+    )
     (tmp_path / "own.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "own.yaml")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])
+    }
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300
+    )
     assert ended.returncode == 0 and "Done: look at" in ended.stdout
-    assert "Reward 'own:stays' has started the thread 'poll', which is still running." in ended.stderr
+    assert (
+        "Reward 'own:stays' has started the thread 'poll', which is still running."
+        in ended.stderr
+    )
 
 
 def test_a_thread_that_stays_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -255,4 +313,6 @@ def test_a_thread_that_stays_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert running_threads() == {"poll": "mine"}
     reward.close()
     end.set()
-    assert caplog.messages[0].startswith("Reward 'mine' has started the thread 'poll', which is still running.")
+    assert caplog.messages[0].startswith(
+        "Reward 'mine' has started the thread 'poll', which is still running."
+    )

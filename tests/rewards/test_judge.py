@@ -24,15 +24,22 @@ from sage_fast.run.run import build_trainer
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "examples.vlm_judge:VLMJudge"
 GREYS = (0, 51, 204)
-VIDEOS = torch.stack([torch.full((6, 3, 16, 16), grey, dtype=torch.uint8) for grey in GREYS])
+VIDEOS = torch.stack(
+    [torch.full((6, 3, 16, 16), grey, dtype=torch.uint8) for grey in GREYS]
+)
 PROMPTS = ["a black square", "a dark square", "a light square"]
 Answer = Callable[[dict[str, Any], int], Any]
 
 
 def brightness(question: dict[str, Any]) -> float:
     """Mean brightness of the frames in a question, from 0 to 10."""
-    images = [part["image_url"]["url"] for part in question["messages"][0]["content"][1:]]
-    pixels = [np.asarray(Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2])))) for image in images]
+    images = [
+        part["image_url"]["url"] for part in question["messages"][0]["content"][1:]
+    ]
+    pixels = [
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))))
+        for image in images
+    ]
     return round(float(np.mean(pixels)) / 25.5, 3)
 
 
@@ -46,7 +53,9 @@ def honest(question: dict[str, Any], call: int) -> Any:
 
 @pytest.fixture
 def stub() -> Iterator[Callable[[Answer], str]]:
-    """Serve a chat API that answers the nth question by answer(question, n), and give its address."""
+    """Serve a chat API that answers the nth question by answer(question, n), and give
+    its address.
+    """
     running = []
 
     def start(answer: Answer) -> str:
@@ -55,11 +64,17 @@ def stub() -> Iterator[Callable[[Answer], str]]:
         class Chat(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 assert self.path == "/v1/chat/completions"
-                question = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                question = json.loads(
+                    self.rfile.read(int(self.headers["Content-Length"]))
+                )
                 found = answer(question, next(calls))
                 time.sleep(1.5 if found == "silence" else 0.0)
                 body = found if isinstance(found, bytes) else json.dumps(found).encode()
-                self.send_response(found["status"] if isinstance(found, dict) and "status" in found else 200)
+                self.send_response(
+                    found["status"]
+                    if isinstance(found, dict) and "status" in found
+                    else 200
+                )
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -67,7 +82,9 @@ def stub() -> Iterator[Callable[[Answer], str]]:
             def log_message(self, *args: Any) -> None: ...
 
         running.append(ThreadingHTTPServer(("127.0.0.1", 0), Chat))
-        threading.Thread(target=running[-1].serve_forever, args=[0.01], daemon=True).start()
+        threading.Thread(
+            target=running[-1].serve_forever, args=[0.01], daemon=True
+        ).start()
         return f"http://127.0.0.1:{running[-1].server_port}/v1"
 
     yield start
@@ -90,7 +107,10 @@ def test_an_honest_model_is_believed(stub: Callable[[Answer], str]) -> None:
         asked.append(question["messages"][0]["content"])
         return honest(question, call)
 
-    assert judge(stub(answer), num_frames=2).score(VIDEOS.numpy(), PROMPTS)["judge"] == EXPECTED
+    assert (
+        judge(stub(answer), num_frames=2).score(VIDEOS.numpy(), PROMPTS)["judge"]
+        == EXPECTED
+    )
     assert sorted(text["text"].split("\n")[2] for text, *_ in asked) == PROMPTS
     assert [len(frames) for _, *frames in asked] == [2] * 3
 
@@ -101,12 +121,23 @@ LIES: list[Any] = [
     "silence",
     {"status": 500},
     {"status": 429},
-    *map(says, ("I would say nine.", '{"score": "9"}', '{"score": true}', '{"score": 11}', '{"score": NaN}')),
+    *map(
+        says,
+        (
+            "I would say nine.",
+            '{"score": "9"}',
+            '{"score": true}',
+            '{"score": 11}',
+            '{"score": NaN}',
+        ),
+    ),
 ]
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
-def test_a_lie_is_asked_again_and_never_believed(lie: Any, stub: Callable[[Answer], str]) -> None:
+def test_a_lie_is_asked_again_and_never_believed(
+    lie: Any, stub: Callable[[Answer], str]
+) -> None:
     once = stub(lambda question, call: lie if call < 3 else honest(question, call))
     assert judge(once).score(VIDEOS, PROMPTS)["judge"] == EXPECTED
     with pytest.raises(RuntimeError, match="gives no score for 'a black square': "):
@@ -115,19 +146,32 @@ def test_a_lie_is_asked_again_and_never_believed(lie: Any, stub: Callable[[Answe
 
 def test_a_wrong_key_is_asked_once(stub: Callable[[Answer], str]) -> None:
     calls = []
-    url = stub(lambda question, call: calls.append(call) or {"status": 401, "error": "no such key"})
+    url = stub(
+        lambda question, call: (
+            calls.append(call) or {"status": 401, "error": "no such key"}
+        )
+    )
     with pytest.raises(RuntimeError, match="401.*no such key"):
         judge(url).score(VIDEOS[:1], PROMPTS[:1])
     assert calls == [0]
 
 
 def test_the_toy_model_trains_on_it(
-    stub: Callable[[Answer], str], tiny_run: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+    stub: Callable[[Answer], str],
+    tiny_run: Callable[..., RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In another interpreter, as its docstring says."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *sys.path]))
     options = json.dumps({NAME: {"url": stub(honest), "model": "stub"}})
-    words = [f"--reward.rewards=[{NAME}]", f"--reward.options={options}", "--reward.weights={judge: 1.0}"]
-    records = [build_trainer(tiny_run(*words, *more)).iterate() for more in ([f"--reward.python={sys.executable}"], [])]
+    words = [
+        f"--reward.rewards=[{NAME}]",
+        f"--reward.options={options}",
+        "--reward.weights={judge: 1.0}",
+    ]
+    records = [
+        build_trainer(tiny_run(*words, *more)).iterate()
+        for more in ([f"--reward.python={sys.executable}"], [])
+    ]
     assert 0 < records[0]["reward/judge_mean"] < 1
     assert records[0]["reward/judge_mean"] == records[1]["reward/judge_mean"]

@@ -1,4 +1,6 @@
-"""A reward that nobody else knows: what it says of itself is what `plan` and `doctor` say."""
+"""A reward that nobody else knows: what it says of itself is what `plan` and `doctor`
+say.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,26 +38,51 @@ class Judge:
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        return [require("the judge", options.get("path", "judges/strict"), ["judge.safetensors"], "judges/strict")]
+        return [
+            require(
+                "the judge",
+                options.get("path", "judges/strict"),
+                ["judge.safetensors"],
+                "judges/strict",
+            )
+        ]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
         tables = float(video.num_frames * video.height * video.width)
-        return RewardCosts(weights=3e9, folder=options.get("path"), tables=tables, working=2e9, seconds=7.0)
+        return RewardCosts(
+            weights=3e9,
+            folder=options.get("path"),
+            tables=tables,
+            working=2e9,
+            seconds=7.0,
+        )
 
 
 def config(tmp_path: Path, **options: object) -> RunConfig:
     """The toy run with this reward."""
-    reward = {"rewards": [NAME], "weights": {"verdict": 1.0}, "options": {NAME: options}}
-    return load_config("toy_cpu", {"reward": reward, "output_dir": str(tmp_path / "run")})
+    reward = {
+        "rewards": [NAME],
+        "weights": {"verdict": 1.0},
+        "options": {NAME: options},
+    }
+    return load_config(
+        "toy_cpu", {"reward": reward, "output_dir": str(tmp_path / "run")}
+    )
 
 
-def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(tmp_path: Path) -> None:
+def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(
+    tmp_path: Path,
+) -> None:
     def planned(**options: object) -> dict[str, Any]:
         return to_json(make_plan(config(tmp_path, **options), DEVICES["h100"]), [])
 
     def file(**options: object) -> Check:
-        (found,) = [check for check in examine(config(tmp_path, **options)) if check.name == "the judge"]
+        (found,) = [
+            check
+            for check in examine(config(tmp_path, **options))
+            if check.name == "the judge"
+        ]
         return found
 
     plan, folder = planned(), str(tmp_path)

@@ -20,11 +20,18 @@ from sage_fast.models.toy.renderer import (
 from sage_fast.rewards.toy import ToyReward
 
 MANIFOLD = manifold_for(8, 16, 16)
-ROWS = torch.randperm(len(MANIFOLD.scenes), generator=torch.Generator().manual_seed(0))[:60].tolist()
+ROWS = torch.randperm(len(MANIFOLD.scenes), generator=torch.Generator().manual_seed(0))[
+    :60
+].tolist()
 SCENES = [MANIFOLD.scenes[row] for row in ROWS]
 PROMPTS = [caption_of(scene).text for scene in SCENES]
 PERFECT = MANIFOLD.videos[ROWS]
-BLANK = to_uint8(torch.tensor(BACKGROUND)).view(1, 1, 3, 1, 1).expand_as(PERFECT).contiguous()
+BLANK = (
+    to_uint8(torch.tensor(BACKGROUND))
+    .view(1, 1, 3, 1, 1)
+    .expand_as(PERFECT)
+    .contiguous()
+)
 REWARD = ToyReward()
 
 
@@ -35,14 +42,23 @@ def as_bytes(videos):
 def changed(attribute, values):
     values = list(values)
     scenes = [
-        dataclasses.replace(scene, **{attribute: values[(values.index(getattr(scene, attribute)) + 1) % len(values)]})
+        dataclasses.replace(
+            scene,
+            **{
+                attribute: values[
+                    (values.index(getattr(scene, attribute)) + 1) % len(values)
+                ]
+            },
+        )
         for scene in SCENES
     ]
     return to_uint8(render_batch(scenes))
 
 
 def blurred(size):
-    frames = functional.pad(PERFECT.flatten(0, 1).float(), (size // 2,) * 4, mode="replicate")
+    frames = functional.pad(
+        PERFECT.flatten(0, 1).float(), (size // 2,) * 4, mode="replicate"
+    )
     return as_bytes(functional.avg_pool2d(frames, size, 1)).view(PERFECT.shape)
 
 
@@ -56,17 +72,28 @@ def dimmed(level):
 
 
 def pure_noise():
-    return torch.randint(0, 256, PERFECT.shape, generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    return torch.randint(
+        0,
+        256,
+        PERFECT.shape,
+        generator=torch.Generator().manual_seed(2),
+        dtype=torch.uint8,
+    )
 
 
 def mean(videos):
-    return {name: value.mean().item() for name, value in REWARD.score(videos, PROMPTS).items()}
+    return {
+        name: value.mean().item()
+        for name, value in REWARD.score(videos, PROMPTS).items()
+    }
 
 
 def test_every_legal_video_is_perfect():
     prompts = [caption_of(scene).text for scene in MANIFOLD.scenes]
     for start in range(0, 1800, 300):
-        scores = REWARD.score(MANIFOLD.videos[start : start + 300 : 5], prompts[start : start + 300 : 5])
+        scores = REWARD.score(
+            MANIFOLD.videos[start : start + 300 : 5], prompts[start : start + 300 : 5]
+        )
         for name in ("VQ", "MQ", "TA"):
             assert scores[name].dtype == torch.float32 and scores[name].shape == (60,)
             assert torch.allclose(scores[name], torch.ones(60), atol=1e-4), name
@@ -92,10 +119,15 @@ def test_more_damage_means_less_of_everything(damage):
     assert distances == sorted(distances)
 
 
-@pytest.mark.parametrize(("attribute", "values"), [("colour", COLOURS), ("shape", SHAPES), ("motion", MOTIONS)])
+@pytest.mark.parametrize(
+    ("attribute", "values"),
+    [("colour", COLOURS), ("shape", SHAPES), ("motion", MOTIONS)],
+)
 def test_a_wrong_attribute_costs_alignment_alone(attribute, values):
     wrong = mean(changed(attribute, values))
-    assert wrong["VQ"] == pytest.approx(1, abs=1e-4) and wrong["MQ"] == pytest.approx(1, abs=1e-4)
+    assert wrong["VQ"] == pytest.approx(1, abs=1e-4) and wrong["MQ"] == pytest.approx(
+        1, abs=1e-4
+    )
     assert 0.3 < wrong["TA"] < 0.45 < mean(blurred(3))["TA"]
     assert wrong["TA"] > mean(pure_noise())["TA"] + 1
     assert wrong["manifold_distance"] == wrong["aligned"] == 0
@@ -117,7 +149,10 @@ def test_errors():
 
 
 def test_a_second_object_costs_quality():
-    moved = [dataclasses.replace(scene, across=-2 if scene.across > 0 else 2) for scene in SCENES]
+    moved = [
+        dataclasses.replace(scene, across=-2 if scene.across > 0 else 2)
+        for scene in SCENES
+    ]
     scores = mean(torch.maximum(PERFECT, to_uint8(render_batch(moved))))
     assert scores["VQ"] < -0.2 and scores["MQ"] < 0.5 and scores["TA"] < 0.6
 

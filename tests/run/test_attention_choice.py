@@ -1,4 +1,6 @@
-"""`model.attention: auto` of a run: the fastest by measurement, the same on all ranks and after a resume."""
+"""`model.attention: auto` of a run: the fastest by measurement, the same on all ranks
+and after a resume.
+"""
 
 import logging
 from collections.abc import Callable
@@ -29,12 +31,17 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds: dict[str, float] = {}
         self.timed: list[tuple[str, tuple[int, ...]]] = []
-        monkeypatch.setattr(attention_choice, "rank_device", lambda name: torch.device("cuda:0"))
+        monkeypatch.setattr(
+            attention_choice, "rank_device", lambda name: torch.device("cuda:0")
+        )
         monkeypatch.setattr(attention_choice, "backend_report", self.report)
         monkeypatch.setattr(attention_choice, "time_backend", self.time)
 
     def report(self, *use: Any) -> dict[str, str | None]:
-        return {name: None if name in self.seconds else "its library is gone" for name in LIBRARIES}
+        return {
+            name: None if name in self.seconds else "its library is gone"
+            for name in LIBRARIES
+        }
 
     def time(self, name: str, size: tuple[int, ...], use: Use) -> float:
         self.timed.append((name, size))
@@ -47,7 +54,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def settle_attention(config: Any, world: World, kept: str = "auto") -> Any:
-    return attention_choice.settle_attention(config, describe_model(config.model), world, kept)
+    return attention_choice.settle_attention(
+        config, describe_model(config.model), world, kept
+    )
 
 
 class Ranks(World):
@@ -67,7 +76,10 @@ def test_the_faster_one_is_taken_at_the_size_of_the_videos(
     with caplog.at_level(logging.INFO, logger="sage_fast"):
         assert settle_attention(config, SINGLE_PROCESS).model.attention == "flash3"
     (said,) = caplog.messages
-    assert said.startswith("model.attention auto: flash3 (cudnn 58.0 ms, flash3 49.0 ms, sdpa 92.0 ms; forward and ")
+    assert said.startswith(
+        "model.attention auto: flash3 (cudnn 58.0 ms, flash3 49.0 ms, sdpa 92.0 ms; "
+        "forward and "
+    )
     (batch, tokens, heads, head_dim) = machine.timed[0][1]
     assert (batch, heads, head_dim) == (4, 2, 12) and f"of {tokens} tokens" in said
     machine.seconds["sdpa"] = 0.01
@@ -92,13 +104,17 @@ def test_where_nothing_is_to_be_chosen_nothing_changes(
     assert settle_attention(config, SINGLE_PROCESS) is config and not machine.timed
 
 
-def test_without_a_gpu_nothing_changes(tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_nothing_changes(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(attention_choice, "backend_report", None)
     config = tiny_run()
     assert settle_attention(config, SINGLE_PROCESS) is config
 
 
-def test_ranks_agree_on_the_one_whose_slowest_rank_is_fastest(machine: Machine, tiny_run: TinyRun) -> None:
+def test_ranks_agree_on_the_one_whose_slowest_rank_is_fastest(
+    machine: Machine, tiny_run: TinyRun
+) -> None:
     world = Ranks(size=2, dp_replicate=2)
     own = {"cudnn": 3.0, "sdpa": 2.0, "flash3": 1.0}
     other = {"cudnn": 1.0, "sdpa": 2.5}
@@ -106,13 +122,20 @@ def test_ranks_agree_on_the_one_whose_slowest_rank_is_fastest(machine: Machine, 
     for machine.seconds, others in ((own, other), (other, own)):
         object.__setattr__(world, "others", others)
         chosen.append(settle_attention(tiny_run(), world).model.attention)
-    assert chosen == ["sdpa", "sdpa"], "flash3 is on one rank alone, and cudnn takes 3 s on the slower one"
+    assert chosen == ["sdpa", "sdpa"], (
+        "flash3 is on one rank alone, and cudnn takes 3 s on the slower one"
+    )
     object.__setattr__(world, "others", {"cudnn": 1.0})
-    assert settle_attention(tiny_run(), world, kept="sdpa").model.attention == "auto", "one is left"
+    assert settle_attention(tiny_run(), world, kept="sdpa").model.attention == "auto", (
+        "one is left"
+    )
 
 
 def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
-    machine: Machine, tiny_run: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    machine: Machine,
+    tiny_run: TinyRun,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_run("--evaluation.every=0")
     # A second one that computes on this CPU.
@@ -120,7 +143,13 @@ def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
     monkeypatch.setattr(attention, "_require_runnable", lambda *use: None)
 
     def trained(updates: int) -> Run:
-        run = Run(replace(config, resume="auto", training=replace(config.training, num_updates=updates)))
+        run = Run(
+            replace(
+                config,
+                resume="auto",
+                training=replace(config.training, num_updates=updates),
+            )
+        )
         run.train()
         return run
 
@@ -136,16 +165,24 @@ def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
     machine.seconds = {"sdpa": 2.0}
     with caplog.at_level(logging.WARNING, logger="sage_fast"):
         assert trained(3).trainer.config.model.attention == "auto"
-    assert "The run's attention was computed by xformers, which cannot go on here: its library is gone." in caplog.text
+    assert (
+        "The run's attention was computed by xformers, which cannot go on here: "
+        "its library is gone."
+    ) in caplog.text
 
 
-# ------------------------------------------------------------------------------------------ the measurement
+# ------------------------------------------------------------------------------------------
+# the measurement
 
 
 class Timed:
-    """A library whose calls take so many seconds of a clock, the first one more, or fail."""
+    """A library whose calls take so many seconds of a clock, the first one more, or
+    fail.
+    """
 
-    def __init__(self, clock: list[float], seconds: float, error: type[Exception] | None = None) -> None:
+    def __init__(
+        self, clock: list[float], seconds: float, error: type[Exception] | None = None
+    ) -> None:
         self.clock = clock
         self.seconds = seconds
         self.error = error
@@ -161,7 +198,9 @@ class Timed:
         self.planning = 0.0
         return q.clone(), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
 
-    def backward(self, grad: Tensor, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, grad: Tensor, q: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
         self.clock[0] += 2 * self.seconds
         return q.clone(), q.clone(), q.clone()
 
@@ -170,7 +209,11 @@ def test_seconds_are_those_of_both_passes_and_a_library_that_fails_is_infinitely
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     clock = [0.0]
-    known = {"cudnn": Timed(clock, 2.0), "sdpa": Timed(clock, 1.0), "flash3": Timed(clock, 0.0, RuntimeError)}
+    known = {
+        "cudnn": Timed(clock, 2.0),
+        "sdpa": Timed(clock, 1.0),
+        "flash3": Timed(clock, 0.0, RuntimeError),
+    }
     monkeypatch.setattr(attention, "LIBRARIES", LIBRARIES | known)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(attention_choice, "time", Mock(perf_counter=lambda: clock[0]))
@@ -178,5 +221,10 @@ def test_seconds_are_those_of_both_passes_and_a_library_that_fails_is_infinitely
     state = torch.get_rng_state()
     found = {name: time_backend(name, (1, 8, 2, 16), use) for name in known}
     assert found == {"cudnn": 6.0, "sdpa": 3.0, "flash3": float("inf")}
-    assert "Attention by flash3 fails and is not taken: no kernel image is available" in caplog.text
-    assert torch.equal(state, torch.get_rng_state()), "the run draws the same noise as without it"
+    assert (
+        "Attention by flash3 fails and is not taken: no kernel image is available"
+        in caplog.text
+    )
+    assert torch.equal(state, torch.get_rng_state()), (
+        "the run draws the same noise as without it"
+    )

@@ -1,4 +1,6 @@
-"""Callbacks: their records, how one stops the run, and that one which fails costs nothing."""
+"""Callbacks: their records, how one stops the run, and that one which fails costs
+nothing.
+"""
 
 from collections.abc import Callable
 from functools import partialmethod
@@ -21,7 +23,9 @@ EVENTS = ("on_rollout", "on_update", "on_evaluation", "on_save")
 
 
 class Recorder(Callback):
-    """Keeps its records, and raises once, when `fault` has an error for the event at that update."""
+    """Keeps its records, and raises once, when `fault` has an error for the event at
+    that update.
+    """
 
     def __init__(self, fault: tuple[str, int, Exception] | None = None) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -43,52 +47,93 @@ for event in EVENTS:
 
 def test_callbacks_hear_of_every_step_in_order(tiny_run: MakeRun) -> None:
     recorder = Recorder()
-    result = Run(tiny_run("--checkpoint.asynchronous=false"), callbacks=[recorder]).train()
+    result = Run(
+        tiny_run("--checkpoint.asynchronous=false"), callbacks=[recorder]
+    ).train()
     assert recorder.heard() == [
         ("on_evaluation", 0),
         ("on_rollout", 0), ("on_update", 1), ("on_save", 1),
         ("on_rollout", 1), ("on_update", 2), ("on_evaluation", 2), ("on_save", 2),
     ]  # fmt: skip
-    records = dict(zip(recorder.heard(), (record for _, record in recorder.told), strict=True))
+    records = dict(
+        zip(recorder.heard(), (record for _, record in recorder.told), strict=True)
+    )
     rollout = records["on_rollout", 1]
-    assert rollout.reward.shape == rollout.advantages.shape == rollout.scores["VQ"].shape == (2, 2)
+    assert (
+        rollout.reward.shape
+        == rollout.advantages.shape
+        == rollout.scores["VQ"].shape
+        == (2, 2)
+    )
     assert len(rollout.prompts) == 2 and rollout.trained.tolist() == [True, True]
-    torch.testing.assert_close(rollout.reward, sum(rollout.scores[name] for name in ("VQ", "MQ", "TA")))
-    rows = {row["update"]: row for row in read_metrics(result.output_dir / "metrics.jsonl")}
+    torch.testing.assert_close(
+        rollout.reward, sum(rollout.scores[name] for name in ("VQ", "MQ", "TA"))
+    )
+    rows = {
+        row["update"]: row for row in read_metrics(result.output_dir / "metrics.jsonl")
+    }
     assert float(rollout.reward.mean()) == pytest.approx(rows[2]["reward/mean"])
-    assert dict(records["on_update", 2].metrics) == rows[2] and records["on_update", 2].total == 2
+    assert (
+        dict(records["on_update", 2].metrics) == rows[2]
+        and records["on_update", 2].total == 2
+    )
     evaluation = records["on_evaluation", 2]
-    gains = [a - b for a, b in zip(evaluation.evaluation.reward, evaluation.baseline.reward, strict=True)]
-    assert sum(gains) / len(gains) == pytest.approx(evaluation.metrics["eval/paired_gain"])
+    gains = [
+        a - b
+        for a, b in zip(
+            evaluation.evaluation.reward, evaluation.baseline.reward, strict=True
+        )
+    ]
+    assert sum(gains) / len(gains) == pytest.approx(
+        evaluation.metrics["eval/paired_gain"]
+    )
     assert result.finished and result.stop_reason is None
 
 
-def test_checkpoints_that_are_written_in_the_background_are_told_of_when_they_are_there(tiny_run: MakeRun) -> None:
+def test_checkpoints_that_are_written_in_the_background_are_told_of_when_they_are_there(
+    tiny_run: MakeRun,
+) -> None:
     recorder = Recorder()
     Run(tiny_run("--training.num_updates=3"), callbacks=[recorder]).train()
     saved = [record for event, record in recorder.told if event == "on_save"]
-    assert [record.folder.name for record in saved] == [f"update-{update:06d}" for update in (1, 2, 3)]
+    assert [record.folder.name for record in saved] == [
+        f"update-{update:06d}" for update in (1, 2, 3)
+    ]
 
 
 @pytest.mark.slow
-def test_a_callback_that_raises_ends_the_run_after_it_is_saved(tiny_run: MakeRun) -> None:
+def test_a_callback_that_raises_ends_the_run_after_it_is_saved(
+    tiny_run: MakeRun,
+) -> None:
     """And going on gives the numbers of a run that nothing has stopped."""
     words = ("--training.num_updates=3", "--checkpoint.asynchronous=false")
     expected = numbers(Run(tiny_run(*words)).train().output_dir)
     for event in EVENTS:
-        ends_after_it_is_saved(tiny_run(*words, "--resume=restart"), event, ZeroDivisionError("mine"))
-        assert numbers(Run(tiny_run(*words, "--resume=auto")).train().output_dir) == expected, event
+        ends_after_it_is_saved(
+            tiny_run(*words, "--resume=restart"), event, ZeroDivisionError("mine")
+        )
+        assert (
+            numbers(Run(tiny_run(*words, "--resume=auto")).train().output_dir)
+            == expected
+        ), event
 
 
-def test_a_callback_that_raises_before_the_first_update_leaves_nothing_to_continue(tiny_run: MakeRun) -> None:
+def test_a_callback_that_raises_before_the_first_update_leaves_nothing_to_continue(
+    tiny_run: MakeRun,
+) -> None:
     failing = Recorder(("on_evaluation", 0, ZeroDivisionError("mine")))
-    with pytest.raises(CallbackError, match="before its first update: .*start it again with resume set to auto"):
+    with pytest.raises(
+        CallbackError,
+        match="before its first update: .*start it again with resume set to auto",
+    ):
         Run(tiny_run(), callbacks=[failing]).train()
     assert failing.heard() == [("on_evaluation", 0)]
 
 
 def test_a_callback_stops_the_run(tiny_run: MakeRun) -> None:
-    ends_after_it_is_saved(tiny_run("--training.num_updates=3"), "on_update", StopRun("far enough"))
+    ends_after_it_is_saved(
+        tiny_run("--training.num_updates=3"), "on_update", StopRun("far enough")
+    )
 
 
 def ends_after_it_is_saved(config: RunConfig, event: str, error: Exception) -> None:
@@ -99,7 +144,9 @@ def ends_after_it_is_saved(config: RunConfig, event: str, error: Exception) -> N
         result = run.train()
         assert not result.finished and result.stop_reason == "far enough"
     else:
-        with pytest.raises(CallbackError, match=rf"Recorder\.{event} raised ZeroDivisionError: mine") as caught:
+        with pytest.raises(
+            CallbackError, match=rf"Recorder\.{event} raised ZeroDivisionError: mine"
+        ) as caught:
             run.train()
         assert caught.value.__cause__ is error and "after update" in str(caught.value)
         assert failing.heard()[-1] == (event, at), "it is not called again"

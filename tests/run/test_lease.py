@@ -1,4 +1,6 @@
-"""One writer per run directory: who holds it is named, who has died gives way, and what is deleted is called that."""
+"""One writer per run directory: who holds it is named, who has died gives way, and what
+is deleted is called that.
+"""
 
 import errno
 import fcntl
@@ -26,18 +28,25 @@ MakeRun = Callable[..., RunConfig]
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 
-def test_a_second_run_is_refused_before_the_model_is_loaded(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_second_run_is_refused_before_the_model_is_loaded(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     """By name, also where both have the same process number and host."""
     config = tiny_run("--model.path=nowhere")
     with (
         Lease(Path(config.output_dir)),
-        pytest.raises(RunDirectoryError, match=rf"written by another run: process {os.getpid()} on .*since 2.*STOP"),
+        pytest.raises(
+            RunDirectoryError,
+            match=rf"written by another run: process {os.getpid()} on .*since 2.*STOP",
+        ),
     ):
         Run(config)
 
 
 def test_a_run_that_was_loading_meanwhile_changes_nothing(tiny_run: MakeRun) -> None:
-    """Both found the directory free; the second starts while the first trains, and again after it has ended."""
+    """Both found the directory free; the second starts while the first trains, and
+    again after it has ended.
+    """
     first, second = Run(tiny_run()), Run(tiny_run())
     with first.lease, pytest.raises(RunDirectoryError, match="written by another run"):
         second.train()
@@ -62,7 +71,9 @@ with Lease(Path(sys.argv[1])):
 
 def test_a_holder_is_named_as_long_as_it_lives(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
         holder, alive = look_at(tmp_path)
         assert alive and holder.startswith(f"process {process.pid} on ")
@@ -70,7 +81,11 @@ def test_a_holder_is_named_as_long_as_it_lives(tmp_path: Path) -> None:
     assert look_at(tmp_path) == (holder, False)
     with Lease(tmp_path) as lease:
         lease.check()
-        assert (tmp_path / "lease.txt").read_text().startswith(f"process {os.getpid()} on ")
+        assert (
+            (tmp_path / "lease.txt")
+            .read_text()
+            .startswith(f"process {os.getpid()} on ")
+        )
         assert look_at(tmp_path)[1]
     assert not look_at(tmp_path)[1]
 
@@ -104,8 +119,12 @@ def test_a_file_system_without_locks_is_a_warning(
     assert "cannot be locked (No locks available): a second run" in caplog.text
 
 
-def test_locks_that_are_local_to_a_client_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS with nolock, Lustre with localflock: each client gets the lock, and sees nobody else's."""
+def test_locks_that_are_local_to_a_client_are_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS with nolock, Lustre with localflock: each client gets the lock, and sees
+    nobody else's.
+    """
     holds: set[str] = set()
 
     def local(file: object, kind: int) -> None:
@@ -119,7 +138,9 @@ def test_locks_that_are_local_to_a_client_are_not_trusted(tmp_path: Path, monkey
     monkeypatch.setattr(fcntl, "flock", local)
     on("node1")
     with Lease(tmp_path) as first:
-        (tmp_path / "status.json").write_text(json.dumps(asdict(Status(update=4, num_updates=60))))
+        (tmp_path / "status.json").write_text(
+            json.dumps(asdict(Status(update=4, num_updates=60)))
+        )
         on("node2")
         assert look_at_run(tmp_path).condition == "running"
         assert look_at_run(tmp_path, now=time.time() + 100).condition == "killed"
@@ -127,24 +148,36 @@ def test_locks_that_are_local_to_a_client_are_not_trusted(tmp_path: Path, monkey
         with Lease(tmp_path) as second:
             second.check()
             with pytest.raises(
-                RunDirectoryError, match=r"another run writes there \(.*names process \d+ on node2, since"
+                RunDirectoryError,
+                match=r"another run writes there \(.*names process \d+ on node2, since",
             ):
                 first.check()
 
 
-def test_a_directory_that_another_run_has_made_again_is_not_written(tmp_path: Path) -> None:
+def test_a_directory_that_another_run_has_made_again_is_not_written(
+    tmp_path: Path,
+) -> None:
     directory = tmp_path / "run"
     with Lease(directory) as lease:
         directory.rename(tmp_path / "moved")
-        with Lease(directory) as other, pytest.raises(RunDirectoryError, match="deleted or moved"):
+        with (
+            Lease(directory) as other,
+            pytest.raises(RunDirectoryError, match="deleted or moved"),
+        ):
             other.check()
             assert not lease.is_own()
             lease.check()
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
-def test_a_directory_that_is_deleted_is_named_as_that(tiny_run: MakeRun, asynchronous: str) -> None:
-    run = Run(tiny_run("--training.num_updates=4", f"--checkpoint.asynchronous={asynchronous}"))
+def test_a_directory_that_is_deleted_is_named_as_that(
+    tiny_run: MakeRun, asynchronous: str
+) -> None:
+    run = Run(
+        tiny_run(
+            "--training.num_updates=4", f"--checkpoint.asynchronous={asynchronous}"
+        )
+    )
     iterate = run.trainer.iterate
 
     def delete() -> dict[str, float]:
@@ -155,5 +188,7 @@ def test_a_directory_that_is_deleted_is_named_as_that(tiny_run: MakeRun, asynchr
         return record
 
     run.trainer.iterate = delete  # type: ignore[method-assign]
-    with pytest.raises(RunDirectoryError, match="was deleted or moved while the run was writing"):
+    with pytest.raises(
+        RunDirectoryError, match="was deleted or moved while the run was writing"
+    ):
         run.train()

@@ -17,10 +17,22 @@ from sage_fast.run.media import MARGIN, Cell, contact_sheet, write_picture
 
 
 def colour_blocks(num_frames: int, height: int, width: int) -> torch.Tensor:
-    """Four saturated quarters that trade places from frame to frame: (F, 3, H, W) uint8."""
-    colours = torch.tensor([[220, 30, 30], [30, 200, 40], [40, 50, 230], [240, 240, 240]], dtype=torch.uint8)
-    quarters = 2 * (torch.arange(height) >= height // 2)[:, None] + (torch.arange(width) >= width // 2)
-    return torch.stack([colours.roll(frame, 0)[quarters].permute(2, 0, 1) for frame in range(num_frames)])
+    """Four saturated quarters that trade places from frame to frame: (F, 3, H, W)
+    uint8.
+    """
+    colours = torch.tensor(
+        [[220, 30, 30], [30, 200, 40], [40, 50, 230], [240, 240, 240]],
+        dtype=torch.uint8,
+    )
+    quarters = 2 * (torch.arange(height) >= height // 2)[:, None] + (
+        torch.arange(width) >= width // 2
+    )
+    return torch.stack(
+        [
+            colours.roll(frame, 0)[quarters].permute(2, 0, 1)
+            for frame in range(num_frames)
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -34,10 +46,18 @@ def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor)
     write_video(path, video, fps=23.976)
     with av.open(str(path)) as container:
         stream = container.streams.video[0]
-        assert stream.codec_context.name == "h264" and stream.codec_context.pix_fmt == "yuv420p"
+        assert (
+            stream.codec_context.name == "h264"
+            and stream.codec_context.pix_fmt == "yuv420p"
+        )
         assert float(stream.average_rate) == pytest.approx(23.976, abs=1e-3)
         frames = container.decode(stream)
-        decoded = np.stack([f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray() for f in frames])
+        decoded = np.stack(
+            [
+                f.reformat(format="rgb24", src_colorspace="ITU709").to_ndarray()
+                for f in frames
+            ]
+        )
     tall, wide = height * factor, width * factor
     assert decoded.shape == (6, tall + tall % 2, wide + wide % 2, 3)
     assert np.array_equal(read_video(path).permute(0, 2, 3, 1), decoded)
@@ -45,7 +65,11 @@ def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor)
     error = np.abs(decoded[:, :tall, :wide].astype(int) - expected)
     # Chroma has half the resolution, so the error sits at the edges between colours.
     assert error.mean() < 4 and np.median(error) <= 2
-    padded = np.pad(decoded[:, :tall, :wide], ((0, 0), (0, tall % 2), (0, wide % 2), (0, 0)), mode="edge")
+    padded = np.pad(
+        decoded[:, :tall, :wide],
+        ((0, 0), (0, tall % 2), (0, wide % 2), (0, 0)),
+        mode="edge",
+    )
     assert np.abs(decoded.astype(int) - padded).max() <= 8
     assert [entry.name for entry in path.parent.iterdir()] == ["video.mp4"]
 
@@ -72,7 +96,13 @@ def test_file_names_keep_every_script_and_fit_on_a_disk(tmp_path, prompt, name):
 
 @pytest.mark.slow
 def test_the_same_video_is_the_same_file(tmp_path):
-    video = torch.randint(0, 256, (8, 3, 66, 98), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    video = torch.randint(
+        0,
+        256,
+        (8, 3, 66, 98),
+        dtype=torch.uint8,
+        generator=torch.Generator().manual_seed(0),
+    )
     files = set()
     for number in range(100):
         write_video(tmp_path / "a.mp4", video[:, :, : 66 - number % 2].contiguous(), 8)
@@ -80,29 +110,52 @@ def test_the_same_video_is_the_same_file(tmp_path):
     assert len(files) == 2
 
 
-def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(tmp_path):
+def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_script(
+    tmp_path,
+):
     before = torch.zeros(9, 3, 16, 16, dtype=torch.uint8)
     after = before.clone()
     after[-1, 1] = 200
-    captions = ["word " * 200, "x" * 500, "一只猫在雪地里奔跑" * 20, "two $lines$\nand \U0001f600 \ue000", ""]
-    contact_sheet(tmp_path / "s.png", [Cell(caption=caption, videos=[before, after]) for caption in captions], "title")
+    captions = [
+        "word " * 200,
+        "x" * 500,
+        "一只猫在雪地里奔跑" * 20,
+        "two $lines$\nand \U0001f600 \ue000",
+        "",
+    ]
+    contact_sheet(
+        tmp_path / "s.png",
+        [Cell(caption=caption, videos=[before, after]) for caption in captions],
+        "title",
+    )
     sheet = np.asarray(Image.open(tmp_path / "s.png").convert("RGB"))
     side = (1660 - 2 * MARGIN - 24) // 8 - 2
     assert sheet.shape[1] == 1660
     first, last = (sheet[:, MARGIN + place * (side + 2) + 5] for place in (0, 7))
     black, green = ((0, 0, 0), (0, 200, 0))
-    assert (first == black).all(1).sum() == 2 * len(captions) * side, "the first frames are black"
-    filled = [colour for colour in map(tuple, last.tolist()) if colour in (black, green)]
-    assert filled == ([black] * side + [green] * side) * len(captions), "after is below before"
+    assert (first == black).all(1).sum() == 2 * len(captions) * side, (
+        "the first frames are black"
+    )
+    filled = [
+        colour for colour in map(tuple, last.tolist()) if colour in (black, green)
+    ]
+    assert filled == ([black] * side + [green] * side) * len(captions), (
+        "after is below before"
+    )
 
 
 @pytest.mark.parametrize(("count", "columns"), [(1, 1), (4, 2), (60, 6)])
-def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, count, columns):
+def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(
+    tmp_path, count, columns
+):
     before = torch.zeros(5, 3, 16, 16, dtype=torch.uint8)
     after = before.clone()
     after[:, 2] = 200
     marks = [[], *([[False, True]] * (count - 1))]
-    cells = [Cell(caption=f"prompt {i}", videos=[before, after], marks=marks[i]) for i in range(count)]
+    cells = [
+        Cell(caption=f"prompt {i}", videos=[before, after], marks=marks[i])
+        for i in range(count)
+    ]
     contact_sheet(tmp_path / "g.png", cells, "title", grid=True)
     picture = np.asarray(Image.open(tmp_path / "g.png").convert("RGB")).astype(int)
     side = ((1660 - 2 * MARGIN + 24) // columns - 48) // 3 - 2
@@ -116,7 +169,9 @@ def test_a_grid_has_every_prompt_before_above_after_and_its_ticks(tmp_path, coun
 
 
 GREYS = np.linspace(0, 255, 40 * 60).reshape(40, 60)
-"""A ramp from black to white, as people see each of the pictures below; 60 wide and 40 high."""
+"""A ramp from black to white, as people see each of the pictures below; 60 wide and 40
+high.
+"""
 
 
 def ramp(folder: Path, kind: str) -> Path:
@@ -134,7 +189,16 @@ def ramp(folder: Path, kind: str) -> Path:
             Image.merge("LA", [clear, inverted]).save(file)
         case "palette":
             palette = Image.fromarray(np.asarray(grey), "P")
-            palette.putpalette(bytes([0, 0, 255, *(level for index in range(1, 256) for level in 3 * [index])]))
+            palette.putpalette(
+                bytes(
+                    [
+                        0,
+                        0,
+                        255,
+                        *(level for index in range(1, 256) for level in 3 * [index]),
+                    ]
+                )
+            )
             palette.save(file, transparency=bytes([0]) + bytes([255]) * 255)
         case "cmyk.jpg":
             Image.merge("CMYK", [clear, clear, clear, inverted]).save(file, quality=95)
@@ -147,7 +211,16 @@ def ramp(folder: Path, kind: str) -> Path:
     return file
 
 
-KINDS = ("grey16", "grey16.tif", "cut-out", "grey-cut-out", "palette", "cmyk.jpg", "turned.jpg", "camera.jpg")
+KINDS = (
+    "grey16",
+    "grey16.tif",
+    "cut-out",
+    "grey-cut-out",
+    "palette",
+    "cmyk.jpg",
+    "turned.jpg",
+    "camera.jpg",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,11 +228,18 @@ def test_a_picture_is_what_people_see(tmp_path, kind):
     file = str(ramp(tmp_path, kind))
     picture = read_picture(file)
     assert picture.mode == "RGB"
-    expected = np.where((kind == "palette") & (GREYS.round() == 0), 255, GREYS)[:, :, None]
-    assert abs(np.asarray(picture).astype(float) - expected).max() <= (6 if kind.endswith("jpg") else 1)
+    expected = np.where((kind == "palette") & (GREYS.round() == 0), 255, GREYS)[
+        :, :, None
+    ]
+    assert abs(np.asarray(picture).astype(float) - expected).max() <= (
+        6 if kind.endswith("jpg") else 1
+    )
     write_picture(tmp_path / "page.jpg", file, (30, 20))
     page = np.asarray(Image.open(tmp_path / "page.jpg")).astype(float)
-    assert page.shape == (20, 30, 3) and abs(page[2:, :, 0] - GREYS[::2, ::2][2:]).max() < 16
+    assert (
+        page.shape == (20, 30, 3)
+        and abs(page[2:, :, 0] - GREYS[::2, ::2][2:]).max() < 16
+    )
 
 
 def damaged(folder: Path, kind: str) -> Path:
@@ -176,7 +256,11 @@ def damaged(folder: Path, kind: str) -> Path:
         case "line.png":
             Image.new("RGB", (400, 15)).save(file)
         case "moving.gif" | "moving.png" | "pages.tif":
-            grey.save(file, save_all=True, append_images=[grey.transpose(Image.Transpose.ROTATE_180)])
+            grey.save(
+                file,
+                save_all=True,
+                append_images=[grey.transpose(Image.Transpose.ROTATE_180)],
+            )
         case "cut.jpg":
             grey.save(file)
             file.write_bytes(file.read_bytes()[:-300])
@@ -196,9 +280,21 @@ def damaged(folder: Path, kind: str) -> Path:
 
 
 def png_header(width: int, height: int) -> bytes:
-    size = b"IHDR" + width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes([8, 2, 0, 0, 0])
+    size = (
+        b"IHDR"
+        + width.to_bytes(4, "big")
+        + height.to_bytes(4, "big")
+        + bytes([8, 2, 0, 0, 0])
+    )
     start = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big")
-    return start + size + zlib.crc32(size).to_bytes(4, "big") + bytes([0, 0, 0, 0]) + b"IDAT" + bytes(4)
+    return (
+        start
+        + size
+        + zlib.crc32(size).to_bytes(4, "big")
+        + bytes([0, 0, 0, 0])
+        + b"IDAT"
+        + bytes(4)
+    )
 
 
 NO_PICTURES = {
@@ -222,16 +318,27 @@ NO_PICTURES = {
 @pytest.mark.parametrize("kind", NO_PICTURES)
 def test_what_is_no_picture_is_one_line_with_a_remedy(tmp_path, kind):
     file = damaged(tmp_path, kind)
-    for read in (read_picture, lambda file: write_picture(tmp_path / "page.jpg", file, (30, 20))):
+    for read in (
+        read_picture,
+        lambda file: write_picture(tmp_path / "page.jpg", file, (30, 20)),
+    ):
         with pytest.raises(ValueError) as error:
             read(str(file))
         said = str(error.value)
-        assert said.startswith(f"{file} cannot be read as a picture: ") and "\n" not in said
-        assert NO_PICTURES[kind] in said and said.endswith("Save it again as one PNG or JPEG of 8 bits a colour.")
+        assert (
+            said.startswith(f"{file} cannot be read as a picture: ")
+            and "\n" not in said
+        )
+        assert NO_PICTURES[kind] in said and said.endswith(
+            "Save it again as one PNG or JPEG of 8 bits a colour."
+        )
 
 
 def test_a_video_that_shows_little_of_a_picture_is_warned_of(tmp_path, caplog):
-    files = {size: tmp_path / f"{size[0]}.png" for size in [(480, 832), (500, 500), (640, 480), (850, 480)]}
+    files = {
+        size: tmp_path / f"{size[0]}.png"
+        for size in [(480, 832), (500, 500), (640, 480), (850, 480)]
+    }
     for size, file in files.items():
         Image.new("RGB", size).save(file)
     asked = {size: Pictured("a", str(file), 480, 832) for size, file in files.items()}
@@ -239,9 +346,14 @@ def test_a_video_that_shows_little_of_a_picture_is_warned_of(tmp_path, caplog):
     assert not caplog.text
     check_pictures(asked.values())
     (record,) = caplog.records
-    assert f"Of the picture {files[480, 832]} a video 832 wide and 480 high shows 33 %" in record.message
+    assert (
+        f"Of the picture {files[480, 832]} a video 832 wide and 480 high shows 33 %"
+        in record.message
+    )
     check_pictures([asked[500, 500], asked[850, 480]._replace(height=832, width=480)])
-    assert [record.message.partition(" shows ")[2][:2] for record in caplog.records] == ["33", "33"]
+    assert [
+        record.message.partition(" shows ")[2][:2] for record in caplog.records
+    ] == ["33", "33"]
     check_pictures([asked[500, 500]])
     assert "shows 58 %" in caplog.text
 
@@ -251,7 +363,10 @@ def test_an_unwritable_directory_and_a_file_that_is_no_video_are_named(tmp_path)
     with pytest.raises(OSError, match="choose another output directory"):
         write_video(tmp_path / "file.mp4" / "v.mp4", colour_blocks(2, 16, 16), fps=8)
     with pytest.raises(OSError, match="choose another output directory"):
-        contact_sheet(tmp_path / "file.mp4" / "s.png", [Cell(caption="a", videos=[colour_blocks(2, 16, 16)])])
+        contact_sheet(
+            tmp_path / "file.mp4" / "s.png",
+            [Cell(caption="a", videos=[colour_blocks(2, 16, 16)])],
+        )
     with pytest.raises(OSError, match="Delete it"):
         read_video(tmp_path / "file.mp4")
     assert [entry.name for entry in tmp_path.iterdir()] == ["file.mp4"]

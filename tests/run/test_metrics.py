@@ -1,4 +1,6 @@
-"""metrics.jsonl survives kills and resumes, keeps every digit, and refuses numbers that are none; so do trackers."""
+"""metrics.jsonl survives kills and resumes, keeps every digit, and refuses numbers that
+are none; so do trackers.
+"""
 
 import json
 import logging
@@ -28,7 +30,13 @@ def test_lines_hold_numbers_of_any_kind_in_full_precision_and_ordered_keys(tmp_p
     logger.log({"update": np.int64(2), "reward/mean": None, **numbers})
     logger.close()
     lines = (tmp_path / "run" / "metrics.jsonl").read_text("utf-8").splitlines()
-    assert list(json.loads(lines[0])) == ["update", "kl/position", "note", "reward/mean", "time/rollout"]
+    assert list(json.loads(lines[0])) == [
+        "update",
+        "kl/position",
+        "note",
+        "reward/mean",
+        "time/rollout",
+    ]
     first, second = read_metrics(logger.path)
     assert first == {"update": 1, "note": "第一", **values}
     assert second == {"update": 2, "a": 0.5, "b": 0.25, "c": True, "reward/mean": None}
@@ -46,12 +54,16 @@ def test_non_finite_values_are_refused_with_their_key(tmp_path, bad):
 def test_a_bad_line_before_the_last_is_an_error(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"update": 1}\nnot json\n{"update": 2}\n', "utf-8")
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"):
+    with pytest.raises(
+        RunDirectoryError, match=r"metrics\.jsonl:2: not a metrics record"
+    ):
         read_metrics(path)
 
 
 @pytest.mark.parametrize(
-    ("tail", "kept"), [('{"update": 2, "a"', [1]), ('{"update": 2}', [1, 2])], ids=["cut", "whole"]
+    ("tail", "kept"),
+    [('{"update": 2, "a"', [1]), ('{"update": 2}', [1, 2])],
+    ids=["cut", "whole"],
 )
 def test_logging_continues_after_a_line_without_its_end(tmp_path, caplog, tail, kept):
     (tmp_path / "metrics.jsonl").write_text('{"update": 1}\n' + tail, "utf-8")
@@ -64,7 +76,9 @@ def test_logging_continues_after_a_line_without_its_end(tmp_path, caplog, tail, 
 
 
 def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
-    """The size limit of the process stands in for a full disk: both fail in the middle of a line."""
+    """The size limit of the process stands in for a full disk: both fail in the middle
+    of a line.
+    """
     logger = MetricsLogger(tmp_path)
     logger.log({"update": 1})
     before = logger.path.read_bytes()
@@ -83,10 +97,14 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
     assert [row["update"] for row in read_metrics(logger.path)] == [1, 3]
 
 
-# ------------------------------------------------------------------------------------------ trackers
+# ------------------------------------------------------------------------------------------
+# trackers
 
 PROMPT = "一只红色的圆圈 | left"
-SETTINGS = {"config": {"seed": 3, "model": {"family": "toy"}}, "environment": {"commit": "3f2c-dirty"}}
+SETTINGS = {
+    "config": {"seed": 3, "model": {"family": "toy"}},
+    "environment": {"commit": "3f2c-dirty"},
+}
 
 
 @pytest.fixture
@@ -97,7 +115,9 @@ def sheet(tmp_path: Path) -> Path:
     return tmp_path / "sheet.png"
 
 
-def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_truncated(tmp_path, sheet, caplog):
+def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_truncated(
+    tmp_path, sheet, caplog
+):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     logger = MetricsLogger(tmp_path, report_to=["tensorboard"], settings=SETTINGS)
@@ -109,17 +129,29 @@ def test_tensorboard_has_numbers_frames_and_settings_and_forgets_what_was_trunca
     sheet.unlink()
     with caplog.at_level(logging.WARNING):
         logger.show(3, sheet, [])
-    assert "TensorBoard has no samples of update 3" in caplog.text, "a run does not end for a picture"
+    assert "TensorBoard has no samples of update 3" in caplog.text, (
+        "a run does not end for a picture"
+    )
     logger.close()
-    assert [(row["update"], row["reward/mean"]) for row in read_metrics(logger.path)] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [
+        (row["update"], row["reward/mean"]) for row in read_metrics(logger.path)
+    ] == [(0, 0.0), (1, 1.0), (2, 20.0)]
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["reward/mean"]
-    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [(0, 0.0), (1, 1.0), (2, 20.0)]
+    assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+        (0, 0.0),
+        (1, 1.0),
+        (2, 20.0),
+    ]
     (picture,) = events.Images("samples")
     assert (picture.step, picture.width, picture.height) == (2, 20, 10)
     for name, tree in SETTINGS.items():
-        text = events.Tensors(f"{name}/text_summary")[-1].tensor_proto.string_val[0].decode()
+        text = (
+            events.Tensors(f"{name}/text_summary")[-1]
+            .tensor_proto.string_val[0]
+            .decode()
+        )
         assert json.loads(text.removeprefix("```json\n").removesuffix("\n```")) == tree
 
 
@@ -138,15 +170,28 @@ def test_weights_and_biases_has_numbers_videos_and_settings_and_a_resumed_run_ke
     logger.show(2, sheet, [(PROMPT, tmp_path / "00.mp4")])
     first, second = (begun.kwargs for begun in wandb.init.call_args_list)
     assert (first["project"], first["id"], second["id"]) == ("videos", None, "abc")
-    assert run.config.update.call_args_list == [call(SETTINGS, allow_val_change=True)] * 2, "a resumed run's own"
-    assert run.define_metric.call_args_list[2:] == [call("update"), call("*", step_metric="update")]
-    rows = [call({"update": update, "a": 0.5}) for update in (1, 2)]  # without `step`, below which W&B drops rows
-    assert run.log.call_args_list == [*rows, call({"update": 2, "samples/00": wandb.Video.return_value})]
-    wandb.Video.assert_called_once_with(str(tmp_path / "00.mp4"), caption=PROMPT, format="mp4")
+    assert (
+        run.config.update.call_args_list == [call(SETTINGS, allow_val_change=True)] * 2
+    ), "a resumed run's own"
+    assert run.define_metric.call_args_list[2:] == [
+        call("update"),
+        call("*", step_metric="update"),
+    ]
+    # without `step`, below which W&B drops rows
+    rows = [call({"update": update, "a": 0.5}) for update in (1, 2)]
+    assert run.log.call_args_list == [
+        *rows,
+        call({"update": 2, "samples/00": wandb.Video.return_value}),
+    ]
+    wandb.Video.assert_called_once_with(
+        str(tmp_path / "00.mp4"), caption=PROMPT, format="mp4"
+    )
     assert run.finish.call_count == 2
 
 
-def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, sheet, monkeypatch, caplog):
+def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
+    tmp_path, sheet, monkeypatch, caplog
+):
     run = MagicMock(id="abc")
     run.log.side_effect = run.finish.side_effect = RuntimeError("the service is gone")
     monkeypatch.setitem(sys.modules, "wandb", MagicMock(**{"init.return_value": run}))
@@ -156,21 +201,35 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(tmp_path, shee
         logger.show(update, sheet, [])
     logger.truncate_after(1)
     logger.close()
-    said = [record.getMessage() for record in caplog.records if record.name == "sage_fast.run.metrics"]
+    said = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "sage_fast.run.metrics"
+    ]
     parts = ("numbers of update 1", "samples of update 1", "end of the run")
-    assert said == [f"WeightsAndBiases has no {part} (said once): the service is gone" for part in parts]
-    assert [row["update"] for row in read_metrics(logger.path)] == [1] and list((tmp_path / "tensorboard").iterdir())
+    assert said == [
+        f"WeightsAndBiases has no {part} (said once): the service is gone"
+        for part in parts
+    ]
+    assert [row["update"] for row in read_metrics(logger.path)] == [1] and list(
+        (tmp_path / "tensorboard").iterdir()
+    )
 
 
 def test_wandb_that_cannot_begin_is_an_error_with_its_fix(tmp_path, monkeypatch):
     wandb = MagicMock()
     wandb.init.side_effect = RuntimeError("api_key not configured (no-tty)")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(ConfigError, match=r"logging\.report_to has wandb.*no-tty.*wandb login.*WANDB_MODE=offline"):
+    with pytest.raises(
+        ConfigError,
+        match=r"logging\.report_to has wandb.*no-tty.*wandb login.*WANDB_MODE=offline",
+    ):
         MetricsLogger(tmp_path, report_to=["wandb"])
 
 
 def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r"logging\.report_to has wandb.*pip install wandb"):
+    with pytest.raises(
+        ConfigError, match=r"logging\.report_to has wandb.*pip install wandb"
+    ):
         MetricsLogger(tmp_path, report_to=["wandb"])

@@ -19,12 +19,22 @@ READ = {
     ),
     "csv-of-any-editor": (
         "p.CSV",
-        '\ufeffPrompt , source\r\n"a sign of ""STOP, now""",x\r\n"two\nlines",\r\n一只猫在雪地里奔跑,z\r\n,\r\n',
-        [('a sign of "STOP, now"', 0, None), ("two\nlines", 1, None), ("一只猫在雪地里奔跑", 2, None)],
+        (
+            '\ufeffPrompt , source\r\n"a sign of ""STOP, '
+            'now""",x\r\n"two\nlines",\r\n一只猫在雪地里奔跑,z\r\n,\r\n'
+        ),
+        [
+            ('a sign of "STOP, now"', 0, None),
+            ("two\nlines", 1, None),
+            ("一只猫在雪地里奔跑", 2, None),
+        ],
     ),
     "jsonl": (
         "p.jsonl",
-        '\ufeff{"prompt": "a", "index": 3, "seed": 0}\n\n"b\u2028c"\n{"prompt": "d", "style": 1}',
+        (
+            '\ufeff{"prompt": "a", "index": 3, "seed": 0}\n\n"b\u2028c"\n{"prompt": '
+            '"d", "style": 1}'
+        ),
         [("a", 3, 0), ("b\u2028c", 1, None), ("d", 2, None)],
     ),
     "csv-of-a-data-set": (
@@ -32,30 +42,65 @@ READ = {
         "prompt,index\na,vid_001\n  ,vid_002\n\u200b,vid_003\nb,7\n",
         [("a", 0, None), ("b", 1, None)],
     ),
-    "csv-with-pictures-inside": ("p.csv", f"prompt,pixels\na,{'f' * 200_000}\n", [("a", 0, None)]),
-    "csv-of-an-old-editor": ("p.csv", "prompt,seed\ra,1\rb,2\r", [("a", 0, 1), ("b", 1, 2)]),
+    "csv-with-pictures-inside": (
+        "p.csv",
+        f"prompt,pixels\na,{'f' * 200_000}\n",
+        [("a", 0, None)],
+    ),
+    "csv-of-an-old-editor": (
+        "p.csv",
+        "prompt,seed\ra,1\rb,2\r",
+        [("a", 0, 1), ("b", 1, 2)],
+    ),
     "json": (
         "p.json",
-        '[{"prompt": "a", "index": 3},\n {"prompt": null, "index": "x"}, {"prompt": "b", "index": null}, "c"]',
+        (
+            '[{"prompt": "a", "index": 3},\n {"prompt": null, "index": "x"}, '
+            '{"prompt": "b", "index": null}, "c"]'
+        ),
         [("a", 3, None), ("b", 1, None), ("c", 2, None)],
     ),
-    "json-lines-by-another-name": ("p.json", '{"prompt": "a"}\n{"prompt": "b"}\n', [("a", 0, None), ("b", 1, None)]),
-    "array-by-another-name": ("p.jsonl", '\n [\n"a",\n"b"]', [("a", 0, None), ("b", 1, None)]),
-    "txt-of-an-old-editor": ("p.txt", "a\rb\r\nc\n\rd", [(text, n, None) for n, text in enumerate("abcd")]),
-    "txt-with-a-title": ("p.txt", '\n"Prompt"\nprompt\na', [("prompt", 0, None), ("a", 1, None)]),
+    "json-lines-by-another-name": (
+        "p.json",
+        '{"prompt": "a"}\n{"prompt": "b"}\n',
+        [("a", 0, None), ("b", 1, None)],
+    ),
+    "array-by-another-name": (
+        "p.jsonl",
+        '\n [\n"a",\n"b"]',
+        [("a", 0, None), ("b", 1, None)],
+    ),
+    "txt-of-an-old-editor": (
+        "p.txt",
+        "a\rb\r\nc\n\rd",
+        [(text, n, None) for n, text in enumerate("abcd")],
+    ),
+    "txt-with-a-title": (
+        "p.txt",
+        '\n"Prompt"\nprompt\na',
+        [("prompt", 0, None), ("a", 1, None)],
+    ),
     "txt-with-unseen-marks": (
         "p.txt",
         "\u200ba\ufeff cat\n\u200b\u2060 \n\u200d\n👩\u200d🚒\nमैं क्\u200dष",
         [("a cat", 0, None), ("👩\u200d🚒", 1, None), ("मैं क्\u200dष", 2, None)],
     ),
-    "txt": ("p.txt", '\ufeffa "quoted", thing\r\n\r\n  猫 \n', [('a "quoted", thing', 0, None), ("猫", 1, None)]),
+    "txt": (
+        "p.txt",
+        '\ufeffa "quoted", thing\r\n\r\n  猫 \n',
+        [('a "quoted", thing', 0, None), ("猫", 1, None)],
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "content", "expected"), READ.values(), ids=READ.keys())
+@pytest.mark.parametrize(
+    ("name", "content", "expected"), READ.values(), ids=READ.keys()
+)
 def test_what_is_read(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content.encode())
-    assert [(p.text, p.index, p.seed) for p in read_prompts(tmp_path / name)] == expected
+    assert [
+        (p.text, p.index, p.seed) for p in read_prompts(tmp_path / name)
+    ] == expected
 
 
 def test_a_picture_lies_beside_the_prompt_file_and_counts_by_its_content(tmp_path):
@@ -68,10 +113,16 @@ def test_a_picture_lies_beside_the_prompt_file_and_counts_by_its_content(tmp_pat
     for name, content in texts.items():
         (tmp_path / name).write_text(content)
     first, second = (read_prompts(tmp_path / name) for name in texts)
-    assert first == second and [p.image for p in first] == [str(tmp_path / "a/fox.png"), None]
+    assert first == second and [p.image for p in first] == [
+        str(tmp_path / "a/fox.png"),
+        None,
+    ]
     before = prompts_digest(first, []), prompts_digest([], first[1:])
     (tmp_path / "a/fox.png").write_bytes(b"a wolf")
-    assert prompts_digest(first, []) != before[0] and prompts_digest([], first[1:]) == before[1]
+    assert (
+        prompts_digest(first, []) != before[0]
+        and prompts_digest([], first[1:]) == before[1]
+    )
 
 
 PICTURED = Prompt(text="a fox", index=3, seed=5, image="fox.png")
@@ -79,25 +130,47 @@ PICTURED = Prompt(text="a fox", index=3, seed=5, image="fox.png")
 
 @pytest.mark.parametrize(
     "change",
-    [{"text": "a wolf"}, {"index": 4}, {"seed": 6}, {"seed": None}, {"image": "wolf.png"}, {"image": None}],
+    [
+        {"text": "a wolf"},
+        {"index": 4},
+        {"seed": 6},
+        {"seed": None},
+        {"image": "wolf.png"},
+        {"image": None},
+    ],
     ids=str,
 )
 def test_the_digest_knows_every_field_of_a_prompt(
     change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {field.name for field in fields(Prompt)} == {"text", "index", "seed", "image"}
+    assert {field.name for field in fields(Prompt)} == {
+        "text",
+        "index",
+        "seed",
+        "image",
+    }
     monkeypatch.chdir(tmp_path)
     for name in ("fox", "wolf"):
         Path(f"{name}.png").write_text(name)
     other = replace(PICTURED, **change)  # type: ignore[arg-type]
-    groups = [([prompt], [last]) for prompt in (PICTURED, other) for last in (PICTURED, other)]
+    groups = [
+        ([prompt], [last]) for prompt in (PICTURED, other) for last in (PICTURED, other)
+    ]
     assert len({prompts_digest(*group) for group in groups}) == 4
 
 
 @pytest.mark.parametrize("changed", ["date", "size", "file"])
-def test_a_file_of_which_one_thing_has_changed_is_read_again(changed: str, tmp_path: Path) -> None:
-    """An editor may leave the date, as one that writes twice in a tick does, and `mv` may leave date and size."""
-    prompts, picture, others = tmp_path / "p.txt", tmp_path / "a.png", tmp_path / "others"
+def test_a_file_of_which_one_thing_has_changed_is_read_again(
+    changed: str, tmp_path: Path
+) -> None:
+    """An editor may leave the date, as one that writes twice in a tick does, and `mv`
+    may leave date and size.
+    """
+    prompts, picture, others = (
+        tmp_path / "p.txt",
+        tmp_path / "a.png",
+        tmp_path / "others",
+    )
     for file in (prompts, picture):
         file.write_text("a fox")
         os.utime(file, ns=(1, 1))
@@ -126,25 +199,69 @@ MISTAKES = {
         f'{{"prompt": "a", "image": "{"QUJD" * 999}"}}',
         r"p\.jsonl:1: there is no picture 'QUJD.*rename the column",
     ),
-    "no-prompt-column": ("p.csv", "text,id\na,1\n", r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key names"),
-    "two-prompt-columns": ("p.csv", "prompt,prompt\na,b\n", r"p\.csv:1: .*rename all but one"),
-    "other-separator": ("p.csv", "prompt;seed\na;1\n", r"p\.csv:1: .*separated by commas"),
-    "array-in-an-object": ("p.json", '{"prompts": ["a"]}', r"p\.json:1: .*if 'prompts' holds .* save that array alone"),
-    "no-text-in-any-cell": ("p.csv", "prompt,index\n,0\n  ,1\n", r"p\.csv: holds no prompts"),
-    "half-a-character": ("p.jsonl", '"a"\n"\\ud83d"', r"p\.jsonl:2: .*half a character"),
+    "no-prompt-column": (
+        "p.csv",
+        "text,id\na,1\n",
+        r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key names",
+    ),
+    "two-prompt-columns": (
+        "p.csv",
+        "prompt,prompt\na,b\n",
+        r"p\.csv:1: .*rename all but one",
+    ),
+    "other-separator": (
+        "p.csv",
+        "prompt;seed\na;1\n",
+        r"p\.csv:1: .*separated by commas",
+    ),
+    "array-in-an-object": (
+        "p.json",
+        '{"prompts": ["a"]}',
+        r"p\.json:1: .*if 'prompts' holds .* save that array alone",
+    ),
+    "no-text-in-any-cell": (
+        "p.csv",
+        "prompt,index\n,0\n  ,1\n",
+        r"p\.csv: holds no prompts",
+    ),
+    "half-a-character": (
+        "p.jsonl",
+        '"a"\n"\\ud83d"',
+        r"p\.jsonl:2: .*half a character",
+    ),
     "duplicate-in-an-array": (
         "p.json",
         '[{"prompt": "a", "index": 1}, {"prompt": "b", "index": 1}]',
         r"p\.json:entry 2: index 1 is taken by line entry 1",
     ),
-    "object-of-a-whole-file": ("p.json", '{\n"prompts": ["a"]}', r"p\.json:1: not valid JSON.*write one array, or"),
+    "object-of-a-whole-file": (
+        "p.json",
+        '{\n"prompts": ["a"]}',
+        r"p\.json:1: not valid JSON.*write one array, or",
+    ),
     "array-cut-off": ("p.json", '["a",\n"b"', r"p\.json:1: not valid JSON .*line 2"),
-    "array-in-an-array": ("p.json", '["a", ["b"]]', r"p\.json:entry 2: expected an object"),
-    "duplicate-index": ("p.csv", "prompt,index\na,5\nb,5\n", r"p\.csv:3: index 5 is taken by line 2"),
+    "array-in-an-array": (
+        "p.json",
+        '["a", ["b"]]',
+        r"p\.json:entry 2: expected an object",
+    ),
+    "duplicate-index": (
+        "p.csv",
+        "prompt,index\na,5\nb,5\n",
+        r"p\.csv:3: index 5 is taken by line 2",
+    ),
     "seed-too-large": ("p.csv", f"prompt,seed\na,{2**63}\n", r"p\.csv:2: seed"),
-    "unquoted-comma": ("p.csv", "prompt,seed\na cat, running, fast\n", r"p\.csv:2: 3 cells.*double quotes"),
+    "unquoted-comma": (
+        "p.csv",
+        "prompt,seed\na cat, running, fast\n",
+        r"p\.csv:2: 3 cells.*double quotes",
+    ),
     "stray-quote": ("p.csv", 'prompt\nok\n"a"b\n', r"p\.csv:3: not valid CSV"),
-    "row-after-a-long-cell": ("p.csv", 'prompt,seed\n"a\nb",0\nc,z\n', r"p\.csv:4: seed"),
+    "row-after-a-long-cell": (
+        "p.csv",
+        'prompt,seed\n"a\nb",0\nc,z\n',
+        r"p\.csv:4: seed",
+    ),
     "header-only": ("p.csv", "prompt\n", r"p\.csv: holds no prompts"),
     "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
     "json-too-deep": ("p.jsonl", "[" * 200_000 + "\n", r"p\.jsonl:1: nested too deep"),
@@ -153,13 +270,23 @@ MISTAKES = {
         '{"text": "a"}\n',
         r"p\.jsonl:1: .*'prompt'; found 'text'; data.prompt_key names",
     ),
-    "json-prompt-not-text": ("p.jsonl", '{"prompt": 3}\n', r"p\.jsonl:1: 'prompt' must be a string, not 3"),
+    "json-prompt-not-text": (
+        "p.jsonl",
+        '{"prompt": 3}\n',
+        r"p\.jsonl:1: 'prompt' must be a string, not 3",
+    ),
     "not-utf8": ("p.txt", b"ok\ncaf\xe9\n", r"p\.txt:2: not UTF-8 \(byte 0xe9\)"),
-    "unknown-extension": ("p.tsv", "prompt\na\n", r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'"),
+    "unknown-extension": (
+        "p.tsv",
+        "prompt\na\n",
+        r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'",
+    ),
 }
 
 
-@pytest.mark.parametrize(("name", "content", "message"), MISTAKES.values(), ids=MISTAKES.keys())
+@pytest.mark.parametrize(
+    ("name", "content", "message"), MISTAKES.values(), ids=MISTAKES.keys()
+)
 def test_mistakes_are_named_with_file_and_line(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -169,8 +296,16 @@ def test_mistakes_are_named_with_file_and_line(tmp_path, name, content, message)
 
 
 SAID = {
-    "empty": ("p.csv", "prompt,x\na,1\n,2\n ,3\n", r"2 empty prompts were skipped, the first at .*p\.csv:3\."),
-    "marks": ("p.txt", "a\nb\ufeffc", r"marks of no width were removed from 1 prompts, the first at .*p\.txt:2\."),
+    "empty": (
+        "p.csv",
+        "prompt,x\na,1\n,2\n ,3\n",
+        r"2 empty prompts were skipped, the first at .*p\.csv:3\.",
+    ),
+    "marks": (
+        "p.txt",
+        "a\nb\ufeffc",
+        r"marks of no width were removed from 1 prompts, the first at .*p\.txt:2\.",
+    ),
     "title": (
         "p.txt",
         "prompt\na",
@@ -181,13 +316,21 @@ SAID = {
         "prompt,index\na,0\nb,x\n",
         r"'index' is left alone .* 1 of its values .* such as 'x' at .*:3\.",
     ),
-    "doubles": ("p.json", '["a", "b", "a", "a"]', r"2 of 4 prompts repeat an earlier one"),
+    "doubles": (
+        "p.json",
+        '["a", "b", "a", "a"]',
+        r"2 of 4 prompts repeat an earlier one",
+    ),
 }
 
 
 @pytest.mark.parametrize(("name", "content", "message"), SAID.values(), ids=SAID.keys())
 def test_what_is_not_taken_as_it_stands_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, content: str, message: str
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    content: str,
+    message: str,
 ) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
     assert read_prompts(tmp_path / name) == read_prompts(tmp_path / name)
@@ -196,40 +339,67 @@ def test_what_is_not_taken_as_it_stands_is_said_once(
 
 
 def test_a_list_is_cleaned_as_a_file_is(caplog: pytest.LogCaptureFixture) -> None:
-    assert [p.text for p in read_prompts(["\ufeffa cat", "a dog ", "a cat"])] == ["a cat", "a dog", "a cat"]
+    assert [p.text for p in read_prompts(["\ufeffa cat", "a dog ", "a cat"])] == [
+        "a cat",
+        "a dog",
+        "a cat",
+    ]
     assert "marks of no width were removed from 1 prompts" in caplog.text
     with pytest.raises(ValueError, match="empty"):
         read_prompts(["\u200b"])
 
 
-def test_a_list_has_rows_as_a_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_has_rows_as_a_file_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "fox.png").touch()
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": "a fox", "image": "fox.png", "seed": 7}, "a cat"]
     first, second = read_prompts(rows)
-    assert first == Prompt(text="a fox", index=0, seed=7, image=str(tmp_path / "fox.png"))
+    assert first == Prompt(
+        text="a fox", index=0, seed=7, image=str(tmp_path / "fox.png")
+    )
     assert second == Prompt(text="a cat", index=1)
     for row, message in (
         ({"prompt": "a", "image": "b.png"}, "prompt 0: there is no picture"),
         ({"text": "a"}, "a row"),
-        ({"prompt": "a", "imgae": "fox.png"}, "a prompt has imgae; a row of a list has prompt, seed and image"),
+        (
+            {"prompt": "a", "imgae": "fox.png"},
+            "a prompt has imgae; a row of a list has prompt, seed and image",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             read_prompts([row])
 
 
 def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("id,Prompt_EN\n1,a red circle moving left\n2,a blue square moving up\n")
-    (tmp_path / "b.jsonl").write_text(
-        '{"caption": "a red circle moving up"}\n{"caption": "a red circle moving left"}\n'
+    (tmp_path / "a.csv").write_text(
+        "id,Prompt_EN\n1,a red circle moving left\n2,a blue square moving up\n"
     )
-    config = load_config("toy_cpu", {"data.prompts": str(tmp_path / "a.csv"), "data.prompt_key": "prompt_en"})
-    config = replace(config, evaluation=replace(config.evaluation, prompts=None, num_prompts=None))
+    (tmp_path / "b.jsonl").write_text(
+        '{"caption": "a red circle moving up"}\n{"caption": "a red circle moving '
+        'left"}\n'
+    )
+    config = load_config(
+        "toy_cpu",
+        {"data.prompts": str(tmp_path / "a.csv"), "data.prompt_key": "prompt_en"},
+    )
+    config = replace(
+        config, evaluation=replace(config.evaluation, prompts=None, num_prompts=None)
+    )
     assert [[p.text for p in group] for group in load_prompts(config)] == [
         ["a red circle moving left", "a blue square moving up"]
     ] * 2
     other = replace(config.evaluation, prompts=str(tmp_path / "b.jsonl"))
-    with pytest.raises(ValueError, match="no key named 'prompt_en'; found 'caption'; data.prompt_key names"):
+    with pytest.raises(
+        ValueError,
+        match="no key named 'prompt_en'; found 'caption'; data.prompt_key names",
+    ):
         load_prompts(replace(config, evaluation=other))
-    (tmp_path / "b.jsonl").write_text('{"id": 1, "prompt_en": "a red circle moving up"}\n')
-    assert load_prompts(replace(config, evaluation=other))[1][0].text == "a red circle moving up"
+    (tmp_path / "b.jsonl").write_text(
+        '{"id": 1, "prompt_en": "a red circle moving up"}\n'
+    )
+    assert (
+        load_prompts(replace(config, evaluation=other))[1][0].text
+        == "a red circle moving up"
+    )

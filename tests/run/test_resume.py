@@ -1,4 +1,6 @@
-"""Where a run begins, what it keeps, and that a reason to stop which comes back can be dealt with."""
+"""Where a run begins, what it keeps, and that a reason to stop which comes back can be
+dealt with.
+"""
 
 import json
 import re
@@ -30,7 +32,9 @@ QUIET = "--evaluation.every=0"
 
 
 def contents(run: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(run)): p.read_bytes() for p in run.rglob("*") if p.is_file()
+    }
 
 
 def damage(checkpoint: Path) -> None:
@@ -39,13 +43,24 @@ def damage(checkpoint: Path) -> None:
         file.truncate(100)
 
 
-# ------------------------------------------------------------------------------------------ what may change
+# ------------------------------------------------------------------------------------------
+# what may change
 
 
-def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: MakeRun) -> None:
+def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(
+    tiny_run: MakeRun,
+) -> None:
     run = Run(tiny_run(QUIET)).train().output_dir
-    words = (QUIET, "--training.num_updates=3", "--resume=auto", "--optimizer.learning_rate=5e-4")
-    with pytest.raises(ConfigError, match=r"learning_rate: 0.001 in .*--allow-changes optimizer\.learning_rate\."):
+    words = (
+        QUIET,
+        "--training.num_updates=3",
+        "--resume=auto",
+        "--optimizer.learning_rate=5e-4",
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"learning_rate: 0.001 in .*--allow-changes optimizer\.learning_rate\.",
+    ):
         Run(tiny_run(*words))
     Run(tiny_run(*words), allow_changes=["optimizer.learning_rate"]).train()
     rows = read_metrics(run / "metrics.jsonl")
@@ -53,93 +68,167 @@ def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(tiny_run: Make
     assert rows[2]["config/changes"] == "optimizer.learning_rate 0.001 -> 0.0005"
     assert [row.get("learning_rate") for row in rows] == [1e-3, 1e-3, None, 5e-4]
     # From here on it is the run's own value.
-    assert Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update == 4
+    assert (
+        Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update
+        == 4
+    )
 
 
-def test_changes_of_a_start_that_led_to_nothing_are_not_on_record(tiny_run: MakeRun) -> None:
+def test_changes_of_a_start_that_led_to_nothing_are_not_on_record(
+    tiny_run: MakeRun,
+) -> None:
     run = Run(tiny_run(QUIET)).train().output_dir
     words = (QUIET, "--training.num_updates=3", "--resume=auto")
     for rate in ("0.5", "5e-4"):
-        lost = Run(tiny_run(*words, f"--optimizer.learning_rate={rate}"), allow_changes=["optimizer.learning_rate"])
+        lost = Run(
+            tiny_run(*words, f"--optimizer.learning_rate={rate}"),
+            allow_changes=["optimizer.learning_rate"],
+        )
         lost.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             lost.train()
         changes = [row.get("config/changes") for row in numbers(run)]
-        assert changes == [None, None, f"optimizer.learning_rate 0.001 -> {float(rate):g}"]
+        assert changes == [
+            None,
+            None,
+            f"optimizer.learning_rate 0.001 -> {float(rate):g}",
+        ]
     Run(tiny_run(*words)).train()
     assert [row.get("config/changes") for row in numbers(run)] == [None] * 3
 
 
 def test_an_average_and_an_anchor_may_come_later(tiny_run: MakeRun) -> None:
-    """The average begins with the weights of the checkpoint; a fixed anchor is the model that the run started from."""
+    """The average begins with the weights of the checkpoint; a fixed anchor is the
+    model that the run started from.
+    """
     words = (QUIET, "--optimizer.learning_rate=0.05")
     first = Run(tiny_run(*words, "--objective.kl_mode=none"))
     start = {name: p.detach().clone() for name, p in first.trainer.parameters.items()}
     first.train()
     before = first.trainer.parameters
-    new = ("--training.ema_decay=0.5", "--objective.kl_mode=fixed", "--training.num_updates=3", "--resume=auto")
-    second = Run(tiny_run(*words, *new), allow_changes=["training.ema_decay,objective.kl_mode"])
+    new = (
+        "--training.ema_decay=0.5",
+        "--objective.kl_mode=fixed",
+        "--training.num_updates=3",
+        "--resume=auto",
+    )
+    second = Run(
+        tiny_run(*words, *new), allow_changes=["training.ema_decay,objective.kl_mode"]
+    )
     second.train()
-    assert second.trainer.ema is not None and second.trainer.objective.anchor is not None
+    assert (
+        second.trainer.ema is not None and second.trainer.objective.anchor is not None
+    )
     for name, weight in second.trainer.parameters.items():
         assert torch.equal(second.trainer.objective.anchor.values[name], start[name])
-        average = before[name].lerp(weight, 0.75)  # after so few updates the decay is 3 / 12
+        # after so few updates the decay is 3 / 12
+        average = before[name].lerp(weight, 0.75)
         torch.testing.assert_close(second.trainer.ema.values[name], average.detach())
     assert any(not torch.equal(before[name], start[name]) for name in start)
 
 
-def test_updates_per_rollout_divide_what_is_left(tiny_run: MakeRun, finished_run: Path) -> None:
+def test_updates_per_rollout_divide_what_is_left(
+    tiny_run: MakeRun, finished_run: Path
+) -> None:
     words = ("--training.num_updates=4", "--training.updates_per_rollout=2")
     for update, fits in ((1, False), (2, True)):
-        words = (*words[:2], f"--resume={finished_run / f'checkpoints/update-{update:06d}'}")
+        words = (
+            *words[:2],
+            f"--resume={finished_run / f'checkpoints/update-{update:06d}'}",
+        )
         if fits:
-            assert Run(tiny_run(*words), allow_changes=["training.updates_per_rollout"]).checkpoint is not None
+            assert (
+                Run(
+                    tiny_run(*words), allow_changes=["training.updates_per_rollout"]
+                ).checkpoint
+                is not None
+            )
         else:
-            with pytest.raises(ConfigError, match="updates_per_rollout is 2, but .* has 1 updates, not a multiple"):
+            with pytest.raises(
+                ConfigError,
+                match="updates_per_rollout is 2, but .* has 1 updates, not a multiple",
+            ):
                 Run(tiny_run(*words), allow_changes=["training.updates_per_rollout"])
 
 
-def test_the_command_line_takes_several_keys(tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_takes_several_keys(
+    tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_run()
     file = Path(config.output_dir).with_suffix(".yaml")
     file.write_text(dump_config(config))
-    assert main(["train", str(file), "--allow-changes", "seed,advantage.std", "--allow-changes=kl_weight.targt"]) == 2
-    assert "unknown key 'kl_weight.targt'. Did you mean kl_weight.target" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "train",
+                str(file),
+                "--allow-changes",
+                "seed,advantage.std",
+                "--allow-changes=kl_weight.targt",
+            ]
+        )
+        == 2
+    )
+    assert (
+        "unknown key 'kl_weight.targt'. Did you mean kl_weight.target"
+        in capsys.readouterr().err
+    )
 
 
-# ------------------------------------------------------------------------------------------ a run's history is kept
+# ------------------------------------------------------------------------------------------
+# a run's history is kept
 
 
 @pytest.mark.parametrize("sign", ["finished", "evaluated", "resumed", None])
 def test_a_short_run_whose_checkpoints_are_gone_is_not_started_over(
     tiny_run: MakeRun, finished_run: Path, tmp_path: Path, sign: str | None
 ) -> None:
-    """It ends before its second checkpoint would be due, and has left one sign that there was a first."""
+    """It ends before its second checkpoint would be due, and has left one sign that
+    there was a first.
+    """
     run = shutil.copytree(finished_run, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     if sign != "finished":
         (run / "status.json").unlink()
     if sign != "evaluated":
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        rows = [{key: row[key] for key in row if not (row["update"] and key.startswith("eval/"))} for row in rows]
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            json.loads(line)
+            for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
+        rows = [
+            {
+                key: row[key]
+                for key in row
+                if not (row["update"] and key.startswith("eval/"))
+            }
+            for row in rows
+        ]
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     if sign == "resumed":
         (run / "environment-update-000001.json").touch()
     words = ("--checkpoint.every=9", "--resume=auto")
     if sign is None:
         assert Run(tiny_run(*words)).checkpoint is None
     else:
-        with pytest.raises(CheckpointError, match=r"reached update 2, but its checkpoints are gone"):
+        with pytest.raises(
+            CheckpointError, match=r"reached update 2, but its checkpoints are gone"
+        ):
             Run(tiny_run(*words))
 
 
 @pytest.mark.parametrize("how", ["damaged", "deleted"])
-def test_a_run_without_a_usable_checkpoint_is_not_started_over(tiny_run: MakeRun, how: str) -> None:
+def test_a_run_without_a_usable_checkpoint_is_not_started_over(
+    tiny_run: MakeRun, how: str
+) -> None:
     run = Run(tiny_run()).train().output_dir
     for checkpoint in list_checkpoints(run / "checkpoints"):
         damage(checkpoint) if how == "damaged" else shutil.rmtree(checkpoint)
     before = contents(run)
-    with pytest.raises(CheckpointError, match=r"reached update 2, but .*--resume restart"):
+    with pytest.raises(
+        CheckpointError, match=r"reached update 2, but .*--resume restart"
+    ):
         Run(tiny_run("--resume=auto"))
     assert contents(run) == before
 
@@ -148,13 +237,21 @@ def test_a_run_without_a_usable_checkpoint_is_not_started_over(tiny_run: MakeRun
         assert numbers(run) == numbers(run / f"previous-{number}")
     moved = contents(run / "previous-1")
     assert {name: before[name] for name in moved} == moved
-    assert {"metrics.jsonl", "config.yaml", "environment.json", "evaluation/update-000002.json"} <= moved.keys()
-    assert any(name.startswith("checkpoints/update") for name in moved) == (how == "damaged")
+    assert {
+        "metrics.jsonl",
+        "config.yaml",
+        "environment.json",
+        "evaluation/update-000002.json",
+    } <= moved.keys()
+    assert any(name.startswith("checkpoints/update") for name in moved) == (
+        how == "damaged"
+    )
     assert any(name.startswith("samples/") for name in moved)
     assert "resume: auto" in (run / "config.yaml").read_text()
 
 
-# ------------------------------------------------------------------------------------------ metrics and evaluations
+# ------------------------------------------------------------------------------------------
+# metrics and evaluations
 
 
 def cut(path: Path) -> None:
@@ -170,7 +267,13 @@ def cut(path: Path) -> None:
         ("metrics.jsonl", cut),
         ("metrics.jsonl", Path.unlink),
     ],
-    ids=["baseline-cut", "scores-deleted", "frames-cut", "metrics-cut", "metrics-deleted"],
+    ids=[
+        "baseline-cut",
+        "scores-deleted",
+        "frames-cut",
+        "metrics-cut",
+        "metrics-deleted",
+    ],
 )
 def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
     tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]
@@ -182,14 +285,18 @@ def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
     result = Run(config).train()
     assert result.test is not None and result.test.count == 4
     expected = json.loads((finished_run / "evaluation/result.json").read_text())
-    assert json.loads((run / "evaluation/result.json").read_text()) == expected and expected["before"] == 0
+    assert (
+        json.loads((run / "evaluation/result.json").read_text()) == expected
+        and expected["before"] == 0
+    )
     for update in (0, 2):
         file = f"evaluation/update-{update:06d}.json"
         assert (run / file).read_text() == (finished_run / file).read_text()
     assert numbers(run)[-1] == numbers(finished_run)[-1]
 
 
-# ------------------------------------------------------------------------------------------ reasons that come back
+# ------------------------------------------------------------------------------------------
+# reasons that come back
 
 
 @pytest.fixture
@@ -208,10 +315,18 @@ def fails_on(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 def test_an_evaluation_that_fails_again_leaves_the_prompt_out_and_says_so(
-    tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: MakeRun,
+    fails_on: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The evaluation after update 2 fails on one of four prompts that the run is not trained on."""
-    words = ("--evaluation.prompts=configs/prompts/toy_eval.csv", "--training.num_updates=4")
+    """The evaluation after update 2 fails on one of four prompts that the run is not
+    trained on.
+    """
+    words = (
+        "--evaluation.prompts=configs/prompts/toy_eval.csv",
+        "--training.num_updates=4",
+    )
     run = Run(tiny_run(*words))
     iterate = run.trainer.iterate
 
@@ -220,38 +335,65 @@ def test_an_evaluation_that_fails_again_leaves_the_prompt_out_and_says_so(
         return iterate()
 
     monkeypatch.setattr(run.trainer, "iterate", then_fail)
-    with pytest.raises(RewardError, match=r"no eyes.*evaluation at update 2: --reward.on_failure=drop_group"):
+    with pytest.raises(
+        RewardError,
+        match=r"no eyes.*evaluation at update 2: --reward.on_failure=drop_group",
+    ):
         run.train()
     assert [row["update"] for row in numbers(run.directory)] == [0, 1, 2]
-    result = Run(tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")).train()
+    result = Run(
+        tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")
+    ).train()
     assert result.finished and result.test is not None and result.test.count == 3
-    assert "Paired evaluation: 3 prompts of 4 (the others could not be scored)" in capsys.readouterr().out
+    assert (
+        "Paired evaluation: 3 prompts of 4 (the others could not be scored)"
+        in capsys.readouterr().out
+    )
     rows = {row["update"]: row for row in numbers(run.directory)}
-    assert list(rows) == [0, 1, 2, 3, 4] and rows[2]["eval/pairs"] == rows[4]["eval/pairs"] == 3
+    assert (
+        list(rows) == [0, 1, 2, 3, 4]
+        and rows[2]["eval/pairs"] == rows[4]["eval/pairs"] == 3
+    )
     before, after = (
-        json.loads((run.directory / f"evaluation/update-{update:06d}.json").read_text()) for update in (0, 4)
+        json.loads((run.directory / f"evaluation/update-{update:06d}.json").read_text())
+        for update in (0, 4)
     )
     assert after["left_out"] == [1] and len(after["reward"]) == 3
-    gains = [a - b for a, b in zip(after["reward"], [before["reward"][i] for i in (0, 2, 3)], strict=True)]
+    gains = [
+        a - b
+        for a, b in zip(
+            after["reward"], [before["reward"][i] for i in (0, 2, 3)], strict=True
+        )
+    ]
     assert result.test.mean == pytest.approx(sum(gains) / 3)
 
 
-def test_a_reward_that_fails_again_can_be_left_out_on_resume(tiny_run: MakeRun, fails_on: set[str]) -> None:
+def test_a_reward_that_fails_again_can_be_left_out_on_resume(
+    tiny_run: MakeRun, fails_on: set[str]
+) -> None:
     words = (QUIET, "--training.num_updates=3")
     run = Run(tiny_run(*words))
-    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)  # of the second update's two prompts
+    # of the second update's two prompts
+    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
     with pytest.raises(RewardError, match="no eyes"):
         run.train()
-    result = Run(tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")).train()
+    result = Run(
+        tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")
+    ).train()
     rows = numbers(result.output_dir)
     assert [row["reward/dropped_groups"] for row in rows] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("launcher", ["TORCHELASTIC", "SLURM"])
 def test_a_launcher_does_not_repeat_what_would_fail_again(
-    tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch, launcher: str
+    tiny_run: MakeRun,
+    fails_on: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
 ) -> None:
-    """A failure of the run's own; not a collective that failed, and not a start by hand."""
+    """A failure of the run's own; not a collective that failed, and not a start by
+    hand.
+    """
     run = Run(tiny_run(QUIET))
     fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
     with pytest.raises(RewardError, match="no eyes"):
@@ -273,21 +415,33 @@ def test_a_launcher_does_not_repeat_what_would_fail_again(
     assert Run(tiny_run(QUIET, "--resume=auto")).train().finished
 
 
-# ------------------------------------------------------------------------------------------ from another run's adapter
+# ------------------------------------------------------------------------------------------
+# from another run's adapter
 
 
-def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_run_starts_from_the_adapter_of_another(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     words = (QUIET, "--optimizer.learning_rate=0.05")
     first = Run(tiny_run(*words))
     first.train()
     trained = {name: p.detach().clone() for name, p in first.trainer.parameters.items()}
     lora = list_checkpoints(first.checkpoints)[-1] / "lora"
-    given = (f"--output_dir={tmp_path / 'second'}", f"--model.adapter={lora}", "--objective.kl_mode=fixed")
-    for word, message in (("--lora.rank=4", "does not fit .*Set lora.rank"), ("--training.mode=full", "no other mode")):
+    given = (
+        f"--output_dir={tmp_path / 'second'}",
+        f"--model.adapter={lora}",
+        "--objective.kl_mode=fixed",
+    )
+    for word, message in (
+        ("--lora.rank=4", "does not fit .*Set lora.rank"),
+        ("--training.mode=full", "no other mode"),
+    ):
         with pytest.raises(ConfigError, match=rf"model\.adapter.*{message}"):
             Run(tiny_run(*given, word))
     second = Run(tiny_run(*given))
-    assert all(torch.equal(p, trained[name]) for name, p in second.trainer.parameters.items())
+    assert all(
+        torch.equal(p, trained[name]) for name, p in second.trainer.parameters.items()
+    )
     assert second.trainer.objective.anchor is not None
     for name, value in second.trainer.objective.anchor.tensors().items():
         assert torch.equal(value, trained[name])
@@ -299,37 +453,58 @@ def test_a_run_starts_from_the_adapter_of_another(tiny_run: MakeRun, tmp_path: P
 
 def test_a_run_keeps_its_videos_on_other_ranks(tiny_run: MakeRun) -> None:
     config = tiny_run("--rollout.micro_batch_size=1")
-    assert [keep_videos(config, 8, ranks).rollout.batch_size for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    with pytest.raises(ConfigError, match="8 videos per rollout, which 3 data-parallel ranks cannot share evenly"):
+    assert [
+        keep_videos(config, 8, ranks).rollout.batch_size for ranks in (1, 2, 4, 8)
+    ] == [8, 4, 2, 1]
+    with pytest.raises(
+        ConfigError,
+        match="8 videos per rollout, which 3 data-parallel ranks cannot share evenly",
+    ):
         keep_videos(config, 8, 3)
 
 
-# ------------------------------------------------------------------------------------------ back, and from another run
+# ------------------------------------------------------------------------------------------
+# back, and from another run
 
 
-def test_a_return_to_an_earlier_update_renames_what_came_later_and_deletes_nothing(tmp_path: Path) -> None:
+def test_a_return_to_an_earlier_update_renames_what_came_later_and_deletes_nothing(
+    tmp_path: Path,
+) -> None:
     run = RunDirectory(tmp_path)
 
     def make(text: str, *updates: int) -> None:
         files = [run.result, run.before_after]
         for update in updates:
-            files += [run.checkpoints / f"update-{update}/state.json", run.environment_after(update)]
-            files += [run.evaluation(update), run.sample_folder(update) / "00.mp4", run.sheet(update)]
+            files += [
+                run.checkpoints / f"update-{update}/state.json",
+                run.environment_after(update),
+            ]
+            files += [
+                run.evaluation(update),
+                run.sample_folder(update) / "00.mp4",
+                run.sheet(update),
+            ]
         for file in files:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text)
 
     def pin(update: int) -> None:
-        (run.checkpoints / "best.json").write_text(json.dumps({"update": update, "score": 0.5}))
+        (run.checkpoints / "best.json").write_text(
+            json.dumps({"update": update, "score": 0.5})
+        )
 
     make("first", 999_999, 1_000_000, 1_000_001)
     (run.checkpoints / "update-1000001-mine").mkdir()
-    (run.checkpoints / "update-1000001-mine/state.json").write_text("a copy of the user's")
+    (run.checkpoints / "update-1000001-mine/state.json").write_text(
+        "a copy of the user's"
+    )
     pin(1_000_001)
     before = contents(tmp_path)
     abandon_after(run, 1_000_000)
     make("second", 1_000_001)
-    assert read_best(run.checkpoints) is None, "the part that was left must not vouch for what is made again"
+    assert read_best(run.checkpoints) is None, (
+        "the part that was left must not vouch for what is made again"
+    )
     pin(1_000_000)
     abandon_after(run, 1_000_000)
     assert read_best(run.checkpoints) == (1_000_000, 0.5)
@@ -352,13 +527,27 @@ def test_a_run_goes_back_once_and_takes_nothing_of_what_came_later_for_its_own(
     config = tiny_run()
     run = Path(config.output_dir)
     shutil.copytree(finished_run, run)
-    words = ("--optimizer.learning_rate=0.05", "--evaluation.every=4", "--training.num_updates=4")
+    words = (
+        "--optimizer.learning_rate=0.05",
+        "--evaluation.every=4",
+        "--training.num_updates=4",
+    )
     back = tiny_run(*words, f"--resume={run / 'checkpoints/update-000001'}")
-    stopped = Run(back, allow_changes=["optimizer.learning_rate"], callbacks=[Stops()]).train()
+    stopped = Run(
+        back, allow_changes=["optimizer.learning_rate"], callbacks=[Stops()]
+    ).train()
     assert stopped.update == 2 and stopped.test is None
-    assert not (run / "evaluation/result.json").exists() and not (run / "before_after.png").exists()
-    assert list(RunDirectory(run).evaluations()) == [0] and read_best(run / "checkpoints") is None
-    assert load_config(run / "config.yaml").resume == "auto", "or the next start would go back again"
+    assert (
+        not (run / "evaluation/result.json").exists()
+        and not (run / "before_after.png").exists()
+    )
+    assert (
+        list(RunDirectory(run).evaluations()) == [0]
+        and read_best(run / "checkpoints") is None
+    )
+    assert load_config(run / "config.yaml").resume == "auto", (
+        "or the next start would go back again"
+    )
     assert [row["update"] for row in numbers(run)] == [0, 1, 1, 2]
 
 
@@ -379,12 +568,22 @@ def test_a_checkpoint_of_other_records_is_not_mixed_into_a_run(
     if kind == "abandoned":
         given = own.rename(own.with_name("abandoned-update-000002"))
     before = contents(run)
-    with pytest.raises(ConfigError, match=rf"already holds a run, and {given} is not one of .*another output_dir"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"already holds a run, and {given} is not one of .*another output_dir",
+    ):
         Run(tiny_run(f"--resume={given}"))
     assert contents(run) == before
     (tmp_path / "link").symlink_to(run / "checkpoints/update-000001")
-    assert Run(tiny_run(f"--resume={tmp_path / 'link'}")).checkpoint is not None, "its own, by another name"
-    assert Run(tiny_run(f"--resume={given}", f"--output_dir={tmp_path / 'new'}")).checkpoint is not None
+    assert Run(tiny_run(f"--resume={tmp_path / 'link'}")).checkpoint is not None, (
+        "its own, by another name"
+    )
+    assert (
+        Run(
+            tiny_run(f"--resume={given}", f"--output_dir={tmp_path / 'new'}")
+        ).checkpoint
+        is not None
+    )
 
 
 def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a_kill(
@@ -397,7 +596,9 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
         "--evaluation.every=9",
         "--optimizer.learning_rate=5e-4",
     )
-    branch = Run(tiny_run(*words, f"--resume={given}"), allow_changes=["optimizer.learning_rate"])
+    branch = Run(
+        tiny_run(*words, f"--resume={given}"), allow_changes=["optimizer.learning_rate"]
+    )
     branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         branch.train()
@@ -406,7 +607,12 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
     Run(tiny_run(*words, *whole), allow_changes=["optimizer.learning_rate"]).train()
     rows = numbers(branch.directory)
     assert rows == numbers(tmp_path / "whole")
-    assert [row.get("config/changes") for row in rows] == [None, "optimizer.learning_rate 0.001 -> 0.0005", None, None]
+    assert [row.get("config/changes") for row in rows] == [
+        None,
+        "optimizer.learning_rate 0.001 -> 0.0005",
+        None,
+        None,
+    ]
     shutil.rmtree(branch.checkpoints)
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         Run(tiny_run(*words, "--resume=auto"))
@@ -417,9 +623,14 @@ def test_a_branch_that_is_killed_before_its_checkpoint_begins_there_again(
     tiny_run: MakeRun, finished_run: Path, monkeypatch: pytest.MonkeyPatch, scored: bool
 ) -> None:
     words = ("--training.num_updates=3", "--evaluation.every=9")
-    branch = Run(tiny_run(*words, f"--resume={finished_run / 'checkpoints/update-000001'}"))
+    branch = Run(
+        tiny_run(*words, f"--resume={finished_run / 'checkpoints/update-000001'}")
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(*(branch, "_save") if scored else (branch.evaluation, "run"), Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(
+            *(branch, "_save") if scored else (branch.evaluation, "run"),
+            Mock(side_effect=KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             branch.train()
     with pytest.raises(CheckpointError, match="Repeat its --resume PATH"):
@@ -427,23 +638,34 @@ def test_a_branch_that_is_killed_before_its_checkpoint_begins_there_again(
     kept = load_config(branch.directory / "config.yaml")
     assert kept.resume.endswith("update-000001")
     again = Run(kept)
-    assert again.train().finished and [row["update"] for row in numbers(again.directory)] == [0, 2, 3]
+    assert again.train().finished and [
+        row["update"] for row in numbers(again.directory)
+    ] == [0, 2, 3]
     assert load_config(branch.directory / "config.yaml").resume == "auto"
 
 
-def test_every_change_of_a_branch_is_on_record_once(tiny_run: MakeRun, finished_run: Path) -> None:
+def test_every_change_of_a_branch_is_on_record_once(
+    tiny_run: MakeRun, finished_run: Path
+) -> None:
     words, key = ("--training.num_updates=3", QUIET), "optimizer.learning_rate"
     given = f"--resume={finished_run / 'checkpoints/update-000001'}"
-    branch = Run(tiny_run(*words, given, f"--{key}=5e-4", "--evaluation.every=0"), allow_changes=[key])
+    branch = Run(
+        tiny_run(*words, given, f"--{key}=5e-4", "--evaluation.every=0"),
+        allow_changes=[key],
+    )
     branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         branch.train()
     for _ in range(2):
-        last = Run(tiny_run(*words, "--resume=auto", f"--{key}=3e-4"), allow_changes=[key])
+        last = Run(
+            tiny_run(*words, "--resume=auto", f"--{key}=3e-4"), allow_changes=[key]
+        )
         last.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             last.train()
     found = [
-        row["config/changes"] for row in read_metrics(branch.directory / "metrics.jsonl") if "config/changes" in row
+        row["config/changes"]
+        for row in read_metrics(branch.directory / "metrics.jsonl")
+        if "config/changes" in row
     ]
     assert found == [f"{key} 0.001 -> 0.0005", f"{key} 0.0005 -> 0.0003"]

@@ -31,7 +31,9 @@ MakeRun = Callable[..., RunConfig]
 
 
 @pytest.fixture(autouse=True)
-def drawn_in_the_first_test_alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def drawn_in_the_first_test_alone(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if request.function is not test_a_run_leaves_everything_a_user_looks_for:
         draw_nothing(monkeypatch)
 
@@ -47,8 +49,19 @@ def test_a_run_leaves_everything_a_user_looks_for(tiny_run: MakeRun) -> None:
     config = tiny_run("--logging.report_to=[tensorboard]")
     result = Run(config).train()
     run = result.output_dir
-    assert result.finished and result.update == 2 and result.test is not None and result.test.count == 4
-    for name in ("config.yaml", "environment.json", "reward.png", "before_after.png", "evaluation/result.json"):
+    assert (
+        result.finished
+        and result.update == 2
+        and result.test is not None
+        and result.test.count == 4
+    )
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "reward.png",
+        "before_after.png",
+        "evaluation/result.json",
+    ):
         assert (run / name).stat().st_size > 0, name
     assert [row["update"] for row in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert len(list((run / "samples/update-000002").glob("*.mp4"))) == 2
@@ -84,10 +97,15 @@ def test_a_relative_output_dir_is_meant_from_where_the_run_was_started(
 
 @pytest.mark.signals
 def test_a_signal_between_two_updates_loses_neither_and_the_run_says_how_to_resume(
-    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It comes when the update has been found to need no checkpoint."""
-    config = tiny_run("--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0")
+    config = tiny_run(
+        "--checkpoint.every=500", "--training.num_updates=500", "--evaluation.every=0"
+    )
     file = tmp_path / "stopped.yaml"
     file.write_text(dump_config(config))
     log = MetricsLogger.log
@@ -100,30 +118,44 @@ def test_a_signal_between_two_updates_loses_neither_and_the_run_says_how_to_resu
     monkeypatch.setattr(MetricsLogger, "log", log_and_be_asked)
     monkeypatch.setattr(sys, "argv", ["sage-fast", "train", str(file)])
     assert main(["train", str(file)]) == 0
-    assert [p.name for p in list_checkpoints(Path(config.output_dir) / "checkpoints")] == ["update-000002"]
+    assert [
+        p.name for p in list_checkpoints(Path(config.output_dir) / "checkpoints")
+    ] == ["update-000002"]
     printed = capsys.readouterr().out
-    assert "Stopped after update 2" in printed and f"train {file} --resume auto" in printed
+    assert (
+        "Stopped after update 2" in printed and f"train {file} --resume auto" in printed
+    )
 
 
 @pytest.mark.slow
-def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(tiny_run: MakeRun) -> None:
+def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(
+    tiny_run: MakeRun,
+) -> None:
     words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
     first = Run(tiny_run("--training.num_updates=3", *words)).train()
     checkpoints = first.output_dir / "checkpoints"
     before = numbers(first.output_dir)
     back = f"--resume={checkpoints / 'update-000001'}"
     Run(tiny_run("--training.num_updates=2", back, *words)).train()
-    assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000001", "update-000002"]
+    assert [p.name for p in list_checkpoints(checkpoints)] == [
+        "update-000001",
+        "update-000002",
+    ]
     assert (checkpoints / "abandoned-update-000003").is_dir()
     result = Run(tiny_run("--training.num_updates=3", "--resume=auto", *words)).train()
     assert result.update == 3 and numbers(result.output_dir) == before
 
 
-def test_what_is_evaluated_is_the_average_wherever_the_run_lies(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_what_is_evaluated_is_the_average_wherever_the_run_lies(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     config = tiny_run("--training.ema_decay=0.5", "--optimizer.learning_rate=0.05")
     run = Run(config).train().output_dir.rename(tmp_path / "moved")
     assert main(["evaluate", str(run), "--output_dir", str(tmp_path / "scores")]) == 0
-    before, after = (json.loads((tmp_path / f"scores/{name}.json").read_text()) for name in ("before", "after"))
+    before, after = (
+        json.loads((tmp_path / f"scores/{name}.json").read_text())
+        for name in ("before", "after")
+    )
     assert after == json.loads((run / "evaluation/update-000002.json").read_text())
     assert before == json.loads((run / "evaluation/update-000000.json").read_text())
     assert before["reward"] != after["reward"]
@@ -139,10 +171,16 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_and_does_not_tru
     begun = (first.directory / "metrics.jsonl").read_bytes()
     result = Run(tiny_run("--resume=auto", "--reward.weights={MQ: 1}")).train()
     assert "stopped before its first checkpoint" in caplog.text
-    assert len(begun.splitlines()) == 1 and (first.directory / "previous-1/metrics.jsonl").read_bytes() == begun
+    assert (
+        len(begun.splitlines()) == 1
+        and (first.directory / "previous-1/metrics.jsonl").read_bytes() == begun
+    )
     rows = numbers(result.output_dir)
     assert [row["update"] for row in rows] == [0, 1, 2]
-    assert rows[0]["eval/reward_mean"] == rows[0]["eval/MQ_mean"] and rows[0]["eval/paired_gain"] == 0.0
+    assert (
+        rows[0]["eval/reward_mean"] == rows[0]["eval/MQ_mean"]
+        and rows[0]["eval/paired_gain"] == 0.0
+    )
     assert result.test is not None and abs(result.test.mean) < 0.1
 
 
@@ -151,14 +189,18 @@ def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_b
     tiny_run: MakeRun, tmp_path: Path
 ) -> None:
     Run(with_output(tiny_run(), tmp_path / "whole")).train()
-    silent = Run(with_output(tiny_run("--evaluation.every=0"), tmp_path / "silent")).train()
+    silent = Run(
+        with_output(tiny_run("--evaluation.every=0"), tmp_path / "silent")
+    ).train()
     assert silent.test is None
     checkpoint = list_checkpoints(tmp_path / "silent/checkpoints")[0]
     for name in ("elsewhere", "silent"):
         Run(with_output(tiny_run(f"--resume={checkpoint}"), tmp_path / name)).train()
     baseline = (tmp_path / "whole/evaluation/update-000000.json").read_text()
     for name in ("elsewhere", "silent"):
-        assert (tmp_path / name / "evaluation/update-000000.json").read_text() == baseline
+        assert (
+            tmp_path / name / "evaluation/update-000000.json"
+        ).read_text() == baseline
         rows = {row["update"]: row for row in numbers(tmp_path / name)}
         assert rows[2] == numbers(tmp_path / "whole")[2]
 
@@ -176,23 +218,39 @@ def test_evaluation_that_is_switched_on_after_the_end_compares_the_last_update(
     assert [rows[update] for update in (0, 1, 2)] == numbers(finished_run)
     status, _ = read_status(run)
     assert status is not None and (status.state, status.update) == ("finished", 2)
-    assert status.gain == rows[2]["eval/paired_gain"] and status.reward == rows[2]["eval/reward_mean"]
+    assert (
+        status.gain == rows[2]["eval/paired_gain"]
+        and status.reward == rows[2]["eval/reward_mean"]
+    )
     # A look at a run that is finished changes nothing that its status tells.
     Run(tiny_run("--resume=auto")).train()
     again, _ = read_status(run)
-    assert again is not None and (again.update, again.reward, again.gain) == (2, status.reward, status.gain)
+    assert again is not None and (again.update, again.reward, again.gain) == (
+        2,
+        status.reward,
+        status.gain,
+    )
 
 
 def test_who_asks_to_stop_does_not_wait_for_an_evaluation_and_loses_none(
     tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--training.num_updates=4", "--checkpoint.every=3", "--checkpoint.keep_last=1"]
+    options = [
+        "--training.num_updates=4",
+        "--checkpoint.every=3",
+        "--checkpoint.keep_last=1",
+    ]
     Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
     # Update 2 is evaluated, and the best until update 4, which is the last, has been.
     checkpoints, scores = tmp_path / "whole/checkpoints", numbers(tmp_path / "whole")
-    assert [p.name for p in list_checkpoints(checkpoints)] == ["update-000002", "update-000004"]
+    assert [p.name for p in list_checkpoints(checkpoints)] == [
+        "update-000002",
+        "update-000004",
+    ]
     best = json.loads((checkpoints / "best.json").read_text())["score"]
-    assert best == max(row["eval/paired_gain"] for row in scores if row["update"] in (2, 4))
+    assert best == max(
+        row["eval/paired_gain"] for row in scores if row["update"] in (2, 4)
+    )
     broken = Run(with_output(tiny_run(*options), tmp_path / "broken"))
     iterate = broken.trainer.iterate
 
@@ -213,17 +271,28 @@ def test_who_asks_to_stop_does_not_wait_for_an_evaluation_and_loses_none(
         assert numbers(tmp_path / "broken") == numbers(tmp_path / "whole")
 
 
-def test_the_models_folder_may_move_but_not_change(tiny_run: MakeRun, tiny_model: Path, tmp_path: Path) -> None:
+def test_the_models_folder_may_move_but_not_change(
+    tiny_run: MakeRun, tiny_model: Path, tmp_path: Path
+) -> None:
     config = tiny_run()
     Run(config).train()
     moved = tmp_path / "moved"
     shutil.copytree(tiny_model, moved)
-    again = tiny_run("--resume=auto", "--training.num_updates=3", f"--model.path={moved}")
+    again = tiny_run(
+        "--resume=auto", "--training.num_updates=3", f"--model.path={moved}"
+    )
     run = Run(again)
     assert run.train().update == 3
-    assert run.checkpoint is None  # a run that just fits would not fit beside its own checkpoint
+    # a run that just fits would not fit beside its own checkpoint
+    assert run.checkpoint is None
     weights = load_file(moved / WEIGHTS_NAME)
     weights["proj_out.weight"] += 1
     save_file(weights, moved / WEIGHTS_NAME)
-    with pytest.raises(ConfigError, match=r"model\.path: the weights at .*moved are not those"):
-        Run(tiny_run("--resume=auto", "--training.num_updates=4", f"--model.path={moved}"))
+    with pytest.raises(
+        ConfigError, match=r"model\.path: the weights at .*moved are not those"
+    ):
+        Run(
+            tiny_run(
+                "--resume=auto", "--training.num_updates=4", f"--model.path={moved}"
+            )
+        )

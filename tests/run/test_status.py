@@ -1,4 +1,6 @@
-"""Runs as seen from outside: which lives, hangs, was killed, has failed; and what a log shows meanwhile."""
+"""Runs as seen from outside: which lives, hangs, was killed, has failed; and what a log
+shows meanwhile.
+"""
 
 import html
 import json
@@ -39,7 +41,9 @@ from sage_fast.run.run_status import (
 
 MakeRun = Callable[..., RunConfig]
 
-GOING = Status(update=4, num_updates=60, phase="rollout", done=1, total=4, reward=0.41, gain=0.05)
+GOING = Status(
+    update=4, num_updates=60, phase="rollout", done=1, total=4, reward=0.41, gain=0.05
+)
 
 
 def make_run(directory: Path, status: Status | None) -> Path:
@@ -52,11 +56,16 @@ def make_run(directory: Path, status: Status | None) -> Path:
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A folder of five: a finished run, one that failed, one that was killed, one that goes on, one that hangs."""
+    """A folder of five: a finished run, one that failed, one that was killed, one that
+    goes on, one that hangs.
+    """
     folder = tmp_path / "runs"
     folder.mkdir()
     make_run(folder / "done", replace(GOING, state="finished", update=60, phase=""))
-    make_run(folder / "fails", replace(GOING, state="failed", error="The reward failed.\nSee above."))
+    make_run(
+        folder / "fails",
+        replace(GOING, state="failed", error="The reward failed.\nSee above."),
+    )
     make_run(folder / "gone", GOING)
     make_run(folder / "goes", GOING)
     hanging = make_run(folder / "hangs", GOING)
@@ -65,28 +74,48 @@ def runs(tmp_path: Path) -> Path:
     return folder
 
 
-def test_five_runs_are_told_apart(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_five_runs_are_told_apart(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Lease(runs / "goes"), Lease(runs / "hangs"):
         assert main(["status", str(runs)]) == 1
         lines = capsys.readouterr().out.splitlines()
         assert main(["status", str(runs / "goes"), str(runs / "done"), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-    assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "running", "killed", "hangs"]
+    assert [line.split()[1] for line in lines[1:6]] == [
+        "finished",
+        "failed",
+        "running",
+        "killed",
+        "hangs",
+    ]
     goes = lines[3].split()
-    assert goes[0] == str(runs / "goes") and goes[2:7] == ["4/60", "rollout", "1/4", "0.41", "+0.05"]
+    assert goes[0] == str(runs / "goes") and goes[2:7] == [
+        "4/60",
+        "rollout",
+        "1/4",
+        "0.41",
+        "+0.05",
+    ]
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
     assert f"train {runs / 'gone'} --resume auto" in notes
     assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
     assert [run["condition"] for run in found] == ["running", "finished"]
-    assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(f"process {os.getpid()} on")
+    assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(
+        f"process {os.getpid()} on"
+    )
 
 
-def test_a_state_that_was_seen_is_told_once(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_state_that_was_seen_is_told_once(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     one = str(runs / "fails")
     assert main(["status", one]) == 1
     assert main(["status", one, "--acknowledge"]) == 0 and main(["status", one]) == 0
-    assert "failed" in capsys.readouterr().out.splitlines()[-1], "it is in the table all the same"
+    assert "failed" in capsys.readouterr().out.splitlines()[-1], (
+        "it is in the table all the same"
+    )
     assert main(["status", str(runs)]) == 1, "others are told"
     later = time.time() + 10
     os.utime(runs / "fails" / "status.json", (later, later))
@@ -102,23 +131,37 @@ def test_a_state_that_was_seen_is_told_once(runs: Path, capsys: pytest.CaptureFi
         "3",
         '{"state": "running", "num_updates": "many"}',
         '{"state": "asleep", "num_updates": 3}',
-        '{"state": "running", "num_updates": 3, "seconds_left": {"a": 1}, "reward": []}',
+        (
+            '{"state": "running", "num_updates": 3, "seconds_left": {"a": 1}, '
+            '"reward": []}'
+        ),
         '{"state": "running"}',
         "\0" * 1000,
     ],
     ids=["deep", "text", "number", "many", "asleep", "types", "short", "nul"],
 )
 def test_one_strange_status_does_not_hide_the_others(
-    text: str, runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    text: str,
+    runs: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     (runs / "goes" / "status.json").write_text(text)
     main(["status", str(runs)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[1:6]] == ["finished", "failed", "unknown", "killed", "killed"]
+    assert [line.split()[1] for line in lines[1:6]] == [
+        "finished",
+        "failed",
+        "unknown",
+        "killed",
+        "killed",
+    ]
     assert f"{runs / 'goes' / 'status.json'} cannot be used" in caplog.text
 
 
-def test_a_status_gives_the_terminal_no_orders(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_status_gives_the_terminal_no_orders(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     error = "The reward\x1b[2J\x1b]0;title\x07 failed.\u202e"
     status = replace(GOING, state="failed", error=error)
     (runs / "fails" / "status.json").write_text(json.dumps(asdict(status)))
@@ -128,29 +171,54 @@ def test_a_status_gives_the_terminal_no_orders(runs: Path, capsys: pytest.Captur
     assert shown.replace("\n", "").isprintable()
 
 
-def test_commands_can_be_pasted_anywhere(tmp_path: Path, tiny_run: MakeRun, tiny_model: Path) -> None:
-    """From another folder, with a relative path, with code of others, and with a space in the path."""
+def test_commands_can_be_pasted_anywhere(
+    tmp_path: Path, tiny_run: MakeRun, tiny_model: Path
+) -> None:
+    """From another folder, with a relative path, with code of others, and with a space
+    in the path.
+    """
     started, elsewhere = tmp_path / "where it began", tmp_path / "elsewhere"
     started.mkdir()
     elsewhere.mkdir()
     own = "def dark(videos, prompts):\n    return -videos.double().mean((1, 2, 3, 4))\n"
     (started / "own_rewards.py").write_text(own)
     (started / "weights").symlink_to(tiny_model)
-    words = ["--output_dir=run of today", "--model.path=weights", "--evaluation.every=0", "--training.num_updates=1"]
+    words = [
+        "--output_dir=run of today",
+        "--model.path=weights",
+        "--evaluation.every=0",
+        "--training.num_updates=1",
+    ]
     (started / "own.yaml").write_text(dump_config(tiny_run(*words)))
     words += ["--reward.rewards=['own_rewards:dark']", "--reward.weights={dark: 1.0}"]
     (started / "start.yaml").write_text(dump_config(tiny_run(*words)))
     environment = os.environ | {"PYTHONPATH": str(started)}
     program = [sys.executable, "-m", "sage_fast", "train", "start.yaml"]
-    subprocess.run(program, check=True, cwd=started, env=environment, capture_output=True)
+    subprocess.run(
+        program, check=True, cwd=started, env=environment, capture_output=True
+    )
     run = started / "run of today"
     status, _ = read_status(run)
-    command = command_for(run, status, "train", "--resume", "auto", "--training.num_updates=2")
+    command = command_for(
+        run, status, "train", "--resume", "auto", "--training.num_updates=2"
+    )
     page = html.unescape((run / "index.html").read_text("utf-8"))
-    assert command_for(run, status, "evaluate", "--output_dir", str(run / "scores")) in page
-    subprocess.run(command, shell=True, check=True, cwd=elsewhere, env=environment, capture_output=True)
+    assert (
+        command_for(run, status, "evaluate", "--output_dir", str(run / "scores"))
+        in page
+    )
+    subprocess.run(
+        command,
+        shell=True,
+        check=True,
+        cwd=elsewhere,
+        env=environment,
+        capture_output=True,
+    )
     assert read_status(run)[0].update == 2  # type: ignore[union-attr]
-    assert "--trust-config" in command and "--trust-config" not in command_for(run, status, "export")
+    assert "--trust-config" in command and "--trust-config" not in command_for(
+        run, status, "export"
+    )
     (started / "own.yaml").replace(run / "config.yaml")
     assert "--trust-config" not in command_for(run, status, "train")
 
@@ -166,12 +234,17 @@ def test_an_export_is_no_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     for folder in (runs / "done", runs / "fails", runs / "gone"):
         (folder / "export.json").touch()
     main(["status", str(runs), "--json"])
-    assert [Path(run["run"]).name for run in json.loads(capsys.readouterr().out)] == ["goes", "hangs"]
+    assert [Path(run["run"]).name for run in json.loads(capsys.readouterr().out)] == [
+        "goes",
+        "hangs",
+    ]
     assert main(["status", str(runs / "done")]) == 2
 
 
 def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
-    """It may go without progress for as long as it has before, and for longer before its first update."""
+    """It may go without progress for as long as it has before, and for longer before
+    its first update.
+    """
     assert patience(GOING) == 60.0
     assert patience(replace(GOING, longest_seconds=600.0)) == 2400.0
     assert patience(replace(GOING, update=0)) == 1800.0
@@ -181,10 +254,13 @@ def test_a_slow_run_does_not_hang(tmp_path: Path) -> None:
         assert look_at_run(run, time.time() + 2500).condition == "hangs"
 
 
-# ------------------------------------------------------------------------------------------ what the run writes
+# ------------------------------------------------------------------------------------------
+# what the run writes
 
 
-def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_that_ends_a_run_is_kept(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tiny_run())
 
     def fail() -> None:
@@ -194,8 +270,13 @@ def test_the_error_that_ends_a_run_is_kept(tiny_run: MakeRun, monkeypatch: pytes
     with pytest.raises(TrainingError):
         run.train()
     status, _ = read_status(run.directory)
-    assert status is not None and (status.state, status.error) == ("failed", "the gradient is not finite")
-    assert "the gradient is not finite" in (run.directory / "index.html").read_text("utf-8")
+    assert status is not None and (status.state, status.error) == (
+        "failed",
+        "the gradient is not finite",
+    )
+    assert "the gradient is not finite" in (run.directory / "index.html").read_text(
+        "utf-8"
+    )
 
 
 def test_a_status_that_cannot_be_written_is_one_warning(
@@ -218,7 +299,8 @@ def test_a_status_that_cannot_be_written_is_one_warning(
     assert status is not None and status.state == "stopped"
 
 
-# ------------------------------------------------------------------------------------------ lines of a log
+# ------------------------------------------------------------------------------------------
+# lines of a log
 
 
 def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> None:
@@ -230,17 +312,27 @@ def test_the_time_left_is_that_of_updates_and_evaluations(tmp_path: Path) -> Non
     # 49 iterations, and evaluations after 30, 60, 90 and 100 updates.
     assert shown.seconds_left() == shown.status.seconds_left == 49 * 10 + 4 * 50
     shown.finished({"update": 98, "time/iteration": 8.0, "time/checkpoint": 2.0})
-    shown.finished({"update": 0, "time/evaluation": 50.0})  # a baseline that is made on resume
+    # a baseline that is made on resume
+    shown.finished({"update": 0, "time/evaluation": 50.0})
     assert shown.status.update == 98 and shown.seconds_left() == 10 + 50
     shown.finished({"update": 100, "time/iteration": 10.0})
     assert shown.seconds_left() == 0
-    assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == ["59 s", "3.3 min", "2.5 h", "4.6 days"]
+    assert [format_seconds(s) for s in (59, 200, 9000, 4e5)] == [
+        "59 s",
+        "3.3 min",
+        "2.5 h",
+        "4.6 days",
+    ]
 
 
 @pytest.mark.parametrize(
     ("error", "text", "repeats"),
     [
-        (RewardError("no scores " + 99 * "for this video "), ("no scores " + 99 * "for this video ")[:500], True),
+        (
+            RewardError("no scores " + 99 * "for this video "),
+            ("no scores " + 99 * "for this video ")[:500],
+            True,
+        ),
         (OSError("the disk is full"), "the disk is full", True),
         (RuntimeError("another rank is gone"), "another rank is gone", False),
         (KeyboardInterrupt(), "KeyboardInterrupt", False),
@@ -256,7 +348,9 @@ def test_an_error_is_kept_in_short_and_with_whether_a_restart_would_meet_it(
     assert status is not None and (status.error, status.repeats) == (text, repeats)
 
 
-def test_the_longest_step_is_that_of_the_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_longest_step_is_that_of_the_whole_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Mock(return_value=0.0)
     monkeypatch.setattr(time, "monotonic", clock)
     progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
@@ -266,22 +360,36 @@ def test_the_longest_step_is_that_of_the_whole_run(tmp_path: Path, monkeypatch: 
     assert progress.status.longest_seconds == 42.0
 
 
-def test_a_run_of_another_machine_lives_as_long_as_its_status_is_fresh(tmp_path: Path) -> None:
+def test_a_run_of_another_machine_lives_as_long_as_its_status_is_fresh(
+    tmp_path: Path,
+) -> None:
     """Its lock is not seen on every mount."""
     found = []
     for holder in ("elsewhere", platform.node()):
         run = make_run(tmp_path / holder, GOING)
         (run / "lease.txt").write_text(f"process 4711 on {holder}, since 2026-01-31\n")
-        found.append([look_at_run(run, time.time() + later).condition for later in (0, 100)])
+        found.append(
+            [look_at_run(run, time.time() + later).condition for later in (0, 100)]
+        )
     assert found == [["running", "killed"], ["killed", "killed"]]
 
 
-def test_the_reward_is_that_of_the_last_evaluation_where_there_is_one(tmp_path: Path) -> None:
+def test_the_reward_is_that_of_the_last_evaluation_where_there_is_one(
+    tmp_path: Path,
+) -> None:
     progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=2, shown=False)
     progress.status = replace(GOING, reward=None, gain=None)
-    evaluated = {"eval/reward_mean": 0.6, "eval/paired_gain": 0.1, "eval/paired_gain_stderr": 0.01}
+    evaluated = {
+        "eval/reward_mean": 0.6,
+        "eval/paired_gain": 0.1,
+        "eval/paired_gain_stderr": 0.01,
+    }
     found = []
-    for record in ({"reward/mean": 0.3}, {"reward/mean": 0.4, **evaluated}, {"reward/mean": 0.5}):
+    for record in (
+        {"reward/mean": 0.3},
+        {"reward/mean": 0.4, **evaluated},
+        {"reward/mean": 0.5},
+    ):
         progress.learn({"update": len(found), **record})
         found.append((progress.status.reward, progress.status.gain))
     assert found == [(0.3, None), (0.6, 0.1), (0.6, 0.1)]
@@ -294,7 +402,9 @@ def test_a_log_has_lines_a_terminal_a_bar_and_other_ranks_nothing(
     monkeypatch.setattr(run_status, "HEARTBEAT_SECONDS", 0.2)
     texts = []
     for shown, terminal in ((False, False), (True, False), (True, True)):
-        monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda terminal=terminal: terminal)
+        monkeypatch.setattr(
+            run_status.sys.stderr, "isatty", lambda terminal=terminal: terminal
+        )
         progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=0, shown=shown)
         progress.learn({"update": 3, "time/iteration": 120.0})
         progress.begin(3)
@@ -317,7 +427,9 @@ def test_a_narrow_terminal_shows_the_reward_and_the_gain(
 ) -> None:
     """Of 50 columns, at an update after an evaluation and in the phase after it."""
     monkeypatch.setattr(run_status.sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (50, 20))
+    monkeypatch.setattr(
+        "tqdm.std._screen_shape_wrapper", lambda: lambda stream: (50, 20)
+    )
     row = {
         "update": 199,
         "reward/mean": 0.4123,
@@ -325,43 +437,75 @@ def test_a_narrow_terminal_shows_the_reward_and_the_gain(
         "eval/paired_gain": 0.16432,
         "eval/paired_gain_stderr": 0.05,
     }
-    with RunProgress(tmp_path, replace(GOING, num_updates=200), step=1, evaluation_every=10) as progress:
+    with RunProgress(
+        tmp_path, replace(GOING, num_updates=200), step=1, evaluation_every=10
+    ) as progress:
         progress.finished(row)
         progress.finished({"update": 200, "reward/mean": 0.4223})
         progress.phase("evaluation", 14, 16)
     lines = [line.strip() for line in capsys.readouterr().err.split("\r")]
     assert max(map(len, lines)) <= 50
-    assert any(line.startswith("200/200 reward 0.4223 gain +0.164 evaluation 15/16") for line in lines)
+    assert any(
+        line.startswith("200/200 reward 0.4223 gain +0.164 evaluation 15/16")
+        for line in lines
+    )
 
 
-# ------------------------------------------------------------------------------------------ a model that got worse
+# ------------------------------------------------------------------------------------------
+# a model that got worse
 
 
 def test_a_run_that_got_worse_says_since_when_and_which_checkpoint_is_the_best(
     runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Below 3 standard errors, at the last evaluation; a later one that is better takes it back."""
+    """Below 3 standard errors, at the last evaluation; a later one that is better takes
+    it back.
+    """
     error = 0.1
     gains = {0: 0.0, 10: 0.4, 20: -0.31, 30: -0.29, 40: -0.31, 50: -0.5}
     worse = describe_worse({update: (gain, error) for update, gain in gains.items()})
-    assert worse is not None and "since update 40: paired gain -0.5 at update 50 (-5.0 standard errors)" in worse
+    assert (
+        worse is not None
+        and "since update 40: paired gain -0.5 at update 50 (-5.0 standard errors)"
+        in worse
+    )
     assert worse.endswith("the best checkpoint is update-000010, +0.4")
     assert describe_worse({0: (0.0, 0.0), 10: (-0.3, error)}) is None
     alike = describe_worse({0: (0.0, 0.0), 10: (-0.1, 0.0)})
-    assert alike is not None and "every prompt alike" in alike and alike.endswith("the best is update 0")
+    assert (
+        alike is not None
+        and "every prompt alike" in alike
+        and alike.endswith("the best is update 0")
+    )
 
-    progress = RunProgress(runs / "done", replace(GOING, state="finished", gain=None), step=1, evaluation_every=10)
+    progress = RunProgress(
+        runs / "done",
+        replace(GOING, state="finished", gain=None),
+        step=1,
+        evaluation_every=10,
+    )
     progress.begin(10)
-    progress.learn({"update": 0, "eval/paired_gain": 0.0, "eval/paired_gain_stderr": 0.0})
-    row = {"update": 20, "eval/reward_mean": 0.1, "eval/paired_gain": -0.31, "eval/paired_gain_stderr": error}
+    progress.learn(
+        {"update": 0, "eval/paired_gain": 0.0, "eval/paired_gain_stderr": 0.0}
+    )
+    row = {
+        "update": 20,
+        "eval/reward_mean": 0.1,
+        "eval/paired_gain": -0.31,
+        "eval/paired_gain_stderr": error,
+    }
     progress.finished(row)
     progress.end("finished")
     assert "The model is worse than at update 0 since update 20" in caplog.text
     write_run_page(runs / "done")
-    assert "The model is worse than at update 0 since update 20" in (runs / "done/index.html").read_text("utf-8")
+    assert "The model is worse than at update 0 since update 20" in (
+        runs / "done/index.html"
+    ).read_text("utf-8")
     assert main(["status", str(runs / "done")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "finished, worse" in lines[1] and lines[2].startswith(f"{runs / 'done'}: worse than at update 0 since")
+    assert "finished, worse" in lines[1] and lines[2].startswith(
+        f"{runs / 'done'}: worse than at update 0 since"
+    )
     progress.finished(row | {"update": 30, "eval/paired_gain": -0.2})
     assert progress.status.worse is None
 
@@ -376,10 +520,20 @@ def test_a_run_stops_when_it_got_worse_and_goes_on_when_it_is_told_to(
     def falling(videos: Tensor, prompts: Sequence[str]) -> Tensor:
         if len(prompts) > 1:  # a video alone is scored a second time
             calls.append(len(prompts))
-        return torch.linspace(0, 0.01, len(prompts)) - len(calls) * (len(calls) > 3)  # not at update 1
+        # not at update 1
+        return torch.linspace(0, 0.01, len(prompts)) - len(calls) * (len(calls) > 3)
 
-    reward = ["--reward.rewards", f"[{register(falling)}]", "--reward.weights={falling: 1}"]
-    words = [*reward, "--evaluation.every=1", "--training.num_updates=3", "--checkpoint.asynchronous=false"]
+    reward = [
+        "--reward.rewards",
+        f"[{register(falling)}]",
+        "--reward.weights={falling: 1}",
+    ]
+    words = [
+        *reward,
+        "--evaluation.every=1",
+        "--training.num_updates=3",
+        "--checkpoint.asynchronous=false",
+    ]
     file = tmp_path / "falling.yaml"
     file.write_text(dump_config(tiny_run(*words)))
 
@@ -389,15 +543,27 @@ def test_a_run_stops_when_it_got_worse_and_goes_on_when_it_is_told_to(
 
     stop = "--evaluation.stop_when_worse=true"
     back = f"{tmp_path}/run/checkpoints/update-000001"
-    for resume in ("none", "auto", back):  # a job that is queued again does not go on by itself
+    # a job that is queued again does not go on by itself
+    for resume in ("none", "auto", back):
         before = len(calls)
         model, stopped = train(stop, f"--resume={resume}")
         assert "worse than at update 0 since update 2" in model
-        assert stopped.startswith("Stopped after update 2, as evaluation.stop_when_worse says.")
+        assert stopped.startswith(
+            "Stopped after update 2, as evaluation.stop_when_worse says."
+        )
         assert (len(calls) == before) == (resume == "auto")
     result = Run(tiny_run(*words, stop, "--resume=auto")).train()
-    assert not result.finished and result.update == 2 and result.stop_reason == result.worse is not None
+    assert (
+        not result.finished
+        and result.update == 2
+        and result.stop_reason == result.worse is not None
+    )
     model, end = train("--resume=auto")
-    assert "worse than at update 0 since update 2" in model and "Finished, but it got worse: look at" in end
-    with pytest.raises(ConfigError, match=r"stop_when_worse is True, but it must be false with every 0"):
+    assert (
+        "worse than at update 0 since update 2" in model
+        and "Finished, but it got worse: look at" in end
+    )
+    with pytest.raises(
+        ConfigError, match=r"stop_when_worse is True, but it must be false with every 0"
+    ):
         tiny_run(stop, "--evaluation.every=0")

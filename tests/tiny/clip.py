@@ -1,4 +1,6 @@
-"""A random CLIP model of a few thousand weights, in the layout of the public checkpoints."""
+"""A random CLIP model of a few thousand weights, in the layout of the public
+checkpoints.
+"""
 
 import json
 from pathlib import Path
@@ -10,12 +12,20 @@ STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def build_tiny_clip(folder: Path, *, image_size: int = 24, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer and preprocessor_config.json to `folder`, and return it.
+    """Write config, weights, tokenizer and preprocessor_config.json to `folder`, and
+    return it.
 
-    The tokenizer is CLIP's byte-level one with 77 tokens at most and a handful of merges. Nothing is downloaded.
+    The tokenizer is CLIP's byte-level one with 77 tokens at most and a handful of
+    merges. Nothing is downloaded.
     """
     from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPConfig, CLIPModel, CLIPTextConfig, CLIPTokenizer, CLIPVisionConfig
+    from transformers import (
+        CLIPConfig,
+        CLIPModel,
+        CLIPTextConfig,
+        CLIPTokenizer,
+        CLIPVisionConfig,
+    )
 
     folder.mkdir(parents=True, exist_ok=True)
     symbols = sorted(ByteLevel.alphabet())
@@ -31,16 +41,28 @@ def build_tiny_clip(folder: Path, *, image_size: int = 24, seed: int = 0) -> Pat
     CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
 
     begin, end = vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"]
-    layers = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    layers = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     text = CLIPTextConfig(
-        **layers, vocab_size=len(words), max_position_embeddings=77, bos_token_id=begin, eos_token_id=end
+        **layers,
+        vocab_size=len(words),
+        max_position_embeddings=77,
+        bos_token_id=begin,
+        eos_token_id=end,
     )
     vision = CLIPVisionConfig(**layers, image_size=image_size, patch_size=8)
-    config = CLIPConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=12)
+    config = CLIPConfig(
+        text_config=text.to_dict(), vision_config=vision.to_dict(), projection_dim=12
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = CLIPModel(config)
-        # CLIP's own initialisation is so narrow that all videos of a test would score alike.
+        # CLIP's own initialisation is so narrow that all videos of a test would score
+        # alike.
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim > 1:

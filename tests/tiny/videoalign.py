@@ -1,6 +1,8 @@
-"""A small random VideoAlign checkpoint in the public layout, with the parameter names of the public files.
+"""A small random VideoAlign checkpoint in the public layout, with the parameter names
+of the public files.
 
-Weights come from NumPy's legacy generator, whose numbers never change, and are a function of each parameter's name.
+Weights come from NumPy's legacy generator, whose numbers never change, and are a
+function of each parameter's name.
 """
 
 import json
@@ -31,41 +33,65 @@ BASE_TOKENS = (
     "<|video_pad|>",
 )
 NUM_TEXT_TOKENS = 600
-# Qwen2-VL's embedding has more rows than its tokenizer has tokens; VideoAlign's has exactly as many.
+# Qwen2-VL's embedding has more rows than its tokenizer has tokens; VideoAlign's has
+# exactly as many.
 UNUSED_ROWS = 21
 
-NORMALISATION = {"VQ_mean": 0.3, "VQ_std": 2.0, "MQ_mean": -0.2, "MQ_std": 0.5, "TA_mean": 0.1, "TA_std": 1.5}
+NORMALISATION = {
+    "VQ_mean": 0.3,
+    "VQ_std": 2.0,
+    "MQ_mean": -0.2,
+    "MQ_std": 0.5,
+    "TA_mean": 0.1,
+    "TA_std": 1.5,
+}
 
 
-def build_tiny_videoalign(folder: Path, head_outputs: Literal[1, 3] = 3) -> tuple[Path, Path]:
+def build_tiny_videoalign(
+    folder: Path, head_outputs: Literal[1, 3] = 3
+) -> tuple[Path, Path]:
     """Write a checkpoint folder and a base model folder; takes about a second.
 
     Args:
         folder: where both go; made when missing.
-        head_outputs: outputs of the reward head: 3, of which each token's own counts, or 1, shared by the tokens.
+        head_outputs: outputs of the reward head: 3, of which each token's own counts,
+            or 1, shared by the tokens.
 
     Returns:
         (checkpoint, base model), for the options `path` and `base_model` of the reward.
     """
     checkpoint, base = folder / f"videoalign_{head_outputs}", folder / "qwen2_vl"
-    # Beside it what must not be taken: an older step (as text, 900 comes after 1200), and a folder of another kind.
+    # Beside it what must not be taken: an older step (as text, 900 comes after 1200),
+    # and a folder of another kind.
     step, older = checkpoint / "checkpoint-1200", checkpoint / "checkpoint-900"
     for path in (base, step, older, checkpoint / "checkpoint-best"):
         path.mkdir(parents=True, exist_ok=True)
     _write_base_model(base)
-    (checkpoint / "model_config.json").write_text(json.dumps(MODEL_CONFIG), encoding="utf-8")
+    (checkpoint / "model_config.json").write_text(
+        json.dumps(MODEL_CONFIG), encoding="utf-8"
+    )
 
     weights = _language_weights() | _visual_weights()
-    weights["rm_head.weight"] = _random(f"rm_head{head_outputs}", (head_outputs, HIDDEN))
+    weights["rm_head.weight"] = _random(
+        f"rm_head{head_outputs}", (head_outputs, HIDDEN)
+    )
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     adapters = _lora_weights()
-    state = {f"base_model.model.{name}.default.weight": tensor for name, tensor in adapters.items()}
+    state = {
+        f"base_model.model.{name}.default.weight": tensor
+        for name, tensor in adapters.items()
+    }
     for name, tensor in weights.items():
         module, _, kind = name.rpartition(".")
         adapted = f"{module}.lora_A" in adapters
-        state[f"base_model.model.{module}.{'base_layer.' if adapted else ''}{kind}"] = tensor
+        state[f"base_model.model.{module}.{'base_layer.' if adapted else ''}{kind}"] = (
+            tensor
+        )
     torch.save(state, step / "model.pth")
-    torch.save({name: torch.zeros_like(tensor) for name, tensor in state.items()}, older / "model.pth")
+    torch.save(
+        {name: torch.zeros_like(tensor) for name, tensor in state.items()},
+        older / "model.pth",
+    )
     return checkpoint, base
 
 
@@ -95,9 +121,12 @@ def _write_base_model(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # Without a progress bar, and from the longest text that the model will read, so that sequences stay short.
+    # Without a progress bar, and from the longest text that the model will read, so
+    # that sequences stay short.
     trainer = trainers.BpeTrainer(
-        vocab_size=NUM_TEXT_TOKENS, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab_size=NUM_TEXT_TOKENS,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
     tokenizer.train_from_iterator([QUESTIONS], trainer)
     tokenizer.add_special_tokens(list(BASE_TOKENS))
@@ -108,7 +137,9 @@ def _write_base_model(folder: Path) -> None:
         "pad_token": "<|endoftext|>",
         "eos_token": "<|im_end|>",
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config), encoding="utf-8"
+    )
 
     config = {
         "model_type": "qwen2_vl",
@@ -134,26 +165,40 @@ def _write_base_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def _random(seed: str, shape: tuple[int, ...], scale: float | None = None, mean: float = 0.0) -> Tensor:
-    """Normal numbers; without a scale, one that keeps a product with a vector of unit entries at unit size."""
+def _random(
+    seed: str, shape: tuple[int, ...], scale: float | None = None, mean: float = 0.0
+) -> Tensor:
+    """Normal numbers; without a scale, one that keeps a product with a vector of unit
+    entries at unit size.
+    """
     if scale is None:
         scale = float(np.prod(shape[1:])) ** -0.5
     generator = np.random.RandomState(zlib.crc32(seed.encode()))
     return torch.from_numpy(generator.standard_normal(shape) * scale + mean).float()
 
 
-def _linear(name: str, outputs: int, inputs: int, bias: bool, seed: str = "") -> dict[str, Tensor]:
+def _linear(
+    name: str, outputs: int, inputs: int, bias: bool, seed: str = ""
+) -> dict[str, Tensor]:
     weights = {f"{name}.weight": _random(f"{seed}{name}.weight", (outputs, inputs))}
-    return weights | ({f"{name}.bias": _random(f"{seed}{name}.bias", (outputs,), 0.1)} if bias else {})
+    return weights | (
+        {f"{name}.bias": _random(f"{seed}{name}.bias", (outputs,), 0.1)} if bias else {}
+    )
 
 
 def _norm(name: str, width: int, bias: bool, seed: str = "") -> dict[str, Tensor]:
-    weights = {f"{name}.weight": _random(f"{seed}{name}.weight", (width,), 0.1, mean=1.0)}
-    return weights | ({f"{name}.bias": _random(f"{seed}{name}.bias", (width,), 0.1)} if bias else {})
+    weights = {
+        f"{name}.weight": _random(f"{seed}{name}.weight", (width,), 0.1, mean=1.0)
+    }
+    return weights | (
+        {f"{name}.bias": _random(f"{seed}{name}.bias", (width,), 0.1)} if bias else {}
+    )
 
 
 def _adapted_linears() -> dict[str, tuple[int, int, bool]]:
-    """Linears of the language model that LoRA adapts: name -> (outputs, inputs, has a bias)."""
+    """Linears of the language model that LoRA adapts: name -> (outputs, inputs, has a
+    bias).
+    """
     kv_width = KV_HEADS * (HIDDEN // HEADS)
     of_a_layer = {
         "self_attn.q_proj": (HIDDEN, HIDDEN, True),
@@ -164,7 +209,11 @@ def _adapted_linears() -> dict[str, tuple[int, int, bool]]:
         "mlp.up_proj": (INTERMEDIATE, HIDDEN, False),
         "mlp.down_proj": (HIDDEN, INTERMEDIATE, False),
     }
-    return {f"model.layers.{layer}.{name}": sizes for layer in range(LAYERS) for name, sizes in of_a_layer.items()}
+    return {
+        f"model.layers.{layer}.{name}": sizes
+        for layer in range(LAYERS)
+        for name, sizes in of_a_layer.items()
+    }
 
 
 def _lora_weights() -> dict[str, Tensor]:
@@ -178,7 +227,9 @@ def _lora_weights() -> dict[str, Tensor]:
 def _language_weights() -> dict[str, Tensor]:
     # The last rows are the new tokens'.
     rows = NUM_TEXT_TOKENS + len(BASE_TOKENS) + len(SPECIAL_TOKENS)
-    weights = {"model.embed_tokens.weight": _random("embed_tokens", (rows, HIDDEN), 1.0)}
+    weights = {
+        "model.embed_tokens.weight": _random("embed_tokens", (rows, HIDDEN), 1.0)
+    }
     for name, (outputs, inputs, bias) in _adapted_linears().items():
         weights |= _linear(name, outputs, inputs, bias)
     for layer in range(LAYERS):
@@ -189,10 +240,16 @@ def _language_weights() -> dict[str, Tensor]:
 
 def _visual_weights() -> dict[str, Tensor]:
     width, merged, seed = VISION_WIDTH, 4 * VISION_WIDTH, "tuned"
-    weights = {"visual.patch_embed.proj.weight": _random(f"{seed}visual.patch_embed", (width, 3, 2, 14, 14))}
+    weights = {
+        "visual.patch_embed.proj.weight": _random(
+            f"{seed}visual.patch_embed", (width, 3, 2, 14, 14)
+        )
+    }
     for index in range(VISION_BLOCKS):
         block = f"visual.blocks.{index}"
-        weights |= _norm(f"{block}.norm1", width, True, seed) | _norm(f"{block}.norm2", width, True, seed)
+        weights |= _norm(f"{block}.norm1", width, True, seed) | _norm(
+            f"{block}.norm2", width, True, seed
+        )
         weights |= _linear(f"{block}.attn.qkv", 3 * width, width, True, seed)
         weights |= _linear(f"{block}.attn.proj", width, width, True, seed)
         weights |= _linear(f"{block}.mlp.fc1", 4 * width, width, True, seed)

@@ -4,21 +4,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 TEXT_WIDTH = 32
-SENTENCE = "a red blue green circle square triangle moving left right up down fox in the snow"
+SENTENCE = (
+    "a red blue green circle square triangle moving left right up down fox in the snow"
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, **{word: 3 + i for i, word in enumerate(SENTENCE.split())}}
+    vocabulary = {
+        "<pad>": 0,
+        "</s>": 1,
+        "<unk>": 2,
+        **{word: 3 + i for i, word in enumerate(SENTENCE.split())},
+    }
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    words.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", 1)]
+    )
     return PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="right"
+        tokenizer_object=words,
+        pad_token="<pad>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        padding_side="right",
     )
 
 
@@ -54,14 +72,31 @@ def build_wan(flow_shift: float = 3.0) -> WanPipeline:
             latents_mean=[-0.5, 0.3, 0.1, 0.2],
             latents_std=[2.0, 1.5, 1.0, 0.8],
         )
-        sizes = {"d_model": TEXT_WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 2}
-        encoder = UMT5EncoderModel(UMT5Config(vocab_size=24, feed_forward_proj="gated-gelu", dropout_rate=0.0, **sizes))
+        sizes = {
+            "d_model": TEXT_WIDTH,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 2,
+        }
+        encoder = UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=24, feed_forward_proj="gated-gelu", dropout_rate=0.0, **sizes
+            )
+        )
         parts = _noisy(vae), _noisy(encoder)
     scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=flow_shift, num_train_timesteps=1000
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=flow_shift,
+        num_train_timesteps=1000,
     )
     pipeline = WanPipeline(
-        tokenizer=tokenizer(), text_encoder=parts[1], vae=parts[0], scheduler=scheduler, transformer=tiny_transformer()
+        tokenizer=tokenizer(),
+        text_encoder=parts[1],
+        vae=parts[0],
+        scheduler=scheduler,
+        transformer=tiny_transformer(),
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -73,7 +108,9 @@ def save_wan(folder: Path) -> Path:
 
 
 def _noisy(module: Any) -> Any:
-    """In evaluation mode, with no weight at zero or one, as it is after its initialisation."""
+    """In evaluation mode, with no weight at zero or one, as it is after its
+    initialisation.
+    """
     for parameter in module.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return module.eval()

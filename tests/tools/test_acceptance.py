@@ -1,4 +1,6 @@
-"""`doctor --deep`: whole tiny models pass it, and every fault is found in the part that has it."""
+"""`doctor --deep`: whole tiny models pass it, and every fault is found in the part that
+has it.
+"""
 
 import json
 import re
@@ -20,7 +22,11 @@ from sage_fast.models.video_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
 from sage_fast.rewards.videoalign.reward import VideoAlignReward
 from sage_fast.tools.acceptance import _stored_scores, examine_deeply, one_update
-from tests.rewards.videoalign.published import PROMPTS, VIDEOS, build_attentive_videoalign
+from tests.rewards.videoalign.published import (
+    PROMPTS,
+    VIDEOS,
+    build_attentive_videoalign,
+)
 from tests.tiny.checkpoints import build_pipeline, copy_tree
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,18 +39,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("world")
     pipeline = build_pipeline()
     pipeline.save_pretrained(root / "model")
-    pipeline.transformer.save_pretrained(root / "model/transformer", max_shard_size="60KB")
+    pipeline.transformer.save_pretrained(
+        root / "model/transformer", max_shard_size="60KB"
+    )
     (root / "model/transformer/diffusion_pytorch_model.safetensors").unlink()
     checkpoint, base = build_attentive_videoalign(root / "rewards")
-    reward = VideoAlignReward(str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16")
+    reward = VideoAlignReward(
+        str(checkpoint), fps=FPS, base_model=str(base), device="cpu", dtype="bfloat16"
+    )
     rows = []
     for number in range(2):
         write_video(root / f"{number}.mp4", VIDEOS[number], FPS)
         seen, _ = read_video_and_rate(root / f"{number}.mp4")
-        scores = {name: float(value[0]) for name, value in reward.score(seen[None], [PROMPTS[number]]).items()}
-        rows.append({"video": f"{number}.mp4", "prompt": PROMPTS[number], "scores": scores})
+        scores = {
+            name: float(value[0])
+            for name, value in reward.score(seen[None], [PROMPTS[number]]).items()
+        }
+        rows.append(
+            {"video": f"{number}.mp4", "prompt": PROMPTS[number], "scores": scores}
+        )
     (root / "scores.json").write_text(json.dumps({"videoalign": rows}))
-    (root / "prompts.txt").write_text('a red cat jumps over a sign that says "OPEN"\nrain\n')
+    (root / "prompts.txt").write_text(
+        'a red cat jumps over a sign that says "OPEN"\nrain\n'
+    )
     return root
 
 
@@ -69,9 +86,28 @@ def words(world: Path, model: Path, *more: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_whole_model_passes(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words(world, world / "model"), "--deep", "--scores", str(world / "scores.json")]) == 0
+    assert (
+        main(
+            [
+                "doctor",
+                *words(world, world / "model"),
+                "--deep",
+                "--scores",
+                str(world / "scores.json"),
+            ]
+        )
+        == 0
+    )
     table = capsys.readouterr().out.partition("\ndeep\n")[2]
-    for part in ("videoalign: scores", "prompt", "velocity", "timesteps", "ratio", "update", "decode"):
+    for part in (
+        "videoalign: scores",
+        "prompt",
+        "velocity",
+        "timesteps",
+        "ratio",
+        "update",
+        "decode",
+    ):
         assert re.search(rf"^  ok +(reward )?{part}  ", table, re.MULTILINE), part
     assert not (world / "run").exists()
 
@@ -92,7 +128,11 @@ def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 def wrong_crop(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
     pipeline: Any = text_encoders.HunyuanVideo15Pipeline
-    patch.setattr(pipeline, "_get_mllm_prompt_embeds", partial(pipeline._get_mllm_prompt_embeds, crop_start=100))
+    patch.setattr(
+        pipeline,
+        "_get_mllm_prompt_embeds",
+        partial(pipeline._get_mllm_prompt_embeds, crop_start=100),
+    )
     return [f"--model.cache_dir={model / 'cache'}"]
 
 
@@ -102,13 +142,19 @@ def other_reward_options(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 def other_positions(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
     rope: Any = Acceleration.make_rope
-    patch.setattr(Acceleration, "make_rope", lambda self, latents: tuple(part.flip(0) for part in rope(self, latents)))
+    patch.setattr(
+        Acceleration,
+        "make_rope",
+        lambda self, latents: tuple(part.flip(0) for part in rope(self, latents)),
+    )
     return []
 
 
 def undivided_latents(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
     decode: Any = VAEDecoder.decode
-    patch.setattr(VAEDecoder, "decode", lambda self, latents: decode(self, latents * 1.03682))
+    patch.setattr(
+        VAEDecoder, "decode", lambda self, latents: decode(self, latents * 1.03682)
+    )
     return []
 
 
@@ -136,19 +182,32 @@ def test_a_fault_is_found_in_its_part(
 
 
 @pytest.mark.slow
-def test_a_stored_score_that_is_no_number_fails_wherever_it_stands(world: Path, tmp_path: Path) -> None:
+def test_a_stored_score_that_is_no_number_fails_wherever_it_stands(
+    world: Path, tmp_path: Path
+) -> None:
     stored = json.loads((world / "scores.json").read_text())
-    stored["videoalign"][0] |= {"video": str(world / "0.mp4"), "scores": {"VQ": float("nan")}}
+    stored["videoalign"][0] |= {
+        "video": str(world / "0.mp4"),
+        "scores": {"VQ": float("nan")},
+    }
     for row in stored["videoalign"][1:]:
         row["video"] = str(world / row["video"])
     (tmp_path / "scores.json").write_text(json.dumps(stored))
     file, *overrides = words(world, world / "model")
     (check,) = _stored_scores(load_config(file, overrides), tmp_path / "scores.json")
-    assert check.status == "failed" and "VQ of 0.mp4" in check.detail and len(stored["videoalign"]) > 1
+    assert (
+        check.status == "failed"
+        and "VQ of 0.mp4" in check.detail
+        and len(stored["videoalign"]) > 1
+    )
 
 
-@pytest.mark.parametrize("preset", [name for name in preset_names() if name.startswith("hv15")])
+@pytest.mark.parametrize(
+    "preset", [name for name in preset_names() if name.startswith("hv15")]
+)
 def test_every_preset_has_its_one_update(preset: str) -> None:
     config = one_update(load_config(preset))
-    assert config.rollout.sde_window.size is None and config.training.best_and_worst == 0
+    assert (
+        config.rollout.sde_window.size is None and config.training.best_and_worst == 0
+    )
     assert config.rollout.batch_size == config.rollout.num_generations == 2

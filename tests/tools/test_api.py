@@ -1,4 +1,6 @@
-"""The Python API: ten lines that train, look and generate, on which the command line stands."""
+"""The Python API: ten lines that train, look and generate, on which the command line
+stands.
+"""
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -56,47 +58,78 @@ class StopAtOne(Callback):
         raise StopRun("one is enough")
 
 
-def test_ten_lines(tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a reward and a callback of one's own; the run can be opened again, wherever it lies."""
-    run = train(tiny_run("--evaluation.every=1"), reward=brightness, callbacks=[StopAtOne()])
+def test_ten_lines(
+    tiny_run: MakeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a reward and a callback of one's own; the run can be opened again, wherever
+    it lies.
+    """
+    run = train(
+        tiny_run("--evaluation.every=1"), reward=brightness, callbacks=[StopAtOne()]
+    )
     assert not run.finished and run.update == 1 and run.stop_reason == "one is enough"
     assert repr(run).splitlines()[2] == f"look at {run.output_dir}/index.html"
     row = run.metrics[-1]
     assert row["reward/mean"] == pytest.approx(row["reward/brightness_mean"])
     report = run.evaluate(num_videos=1, resamples=100)
-    assert list(report.scores) == ["Reward", "brightness"] and "brightness" in str(report)
+    assert list(report.scores) == ["Reward", "brightness"] and "brightness" in str(
+        report
+    )
     texts = np.array(["a red circle moving left", "a blue square moving up"])
     paths = run.generate(texts, seed=np.int64(3))  # type: ignore[arg-type]
     assert [path.parent for path in paths] == [run.output_dir / "generated"] * 2
     assert video_files.read_video(paths[0]).shape[1] == 3
     moved = open_run(shutil.move(run.output_dir, tmp_path / "moved"))
     assert (moved.update, moved.finished, moved.metrics[-1]) == (1, False, row)
-    with pytest.raises(ConfigError, match="made with other settings"):  # another checkpoint folder is other weights
+    # another checkpoint folder is other weights
+    with pytest.raises(ConfigError, match="made with other settings"):
         moved.generate("a red circle moving left", seed=3)
 
 
 def test_a_function_with_several_scores_is_a_reward(tiny_run: MakeRun) -> None:
     config = tiny_run("--evaluation.every=0", "--training.num_updates=1")
-    with pytest.raises(ConfigError, match=r"names \['two_scores'\], but .* return \['bright', 'dark'\]"):
+    with pytest.raises(
+        ConfigError, match=r"names \['two_scores'\], but .* return \['bright', 'dark'\]"
+    ):
         train(config, reward=two_scores)
     run = train(config, reward=two_scores, reward_weights={"dark": 1})
-    assert run.metrics[-1]["reward/mean"] == pytest.approx(1 - run.metrics[-1]["reward/bright_mean"])
+    assert run.metrics[-1]["reward/mean"] == pytest.approx(
+        1 - run.metrics[-1]["reward/bright_mean"]
+    )
 
 
 def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
-    """The prompts are in the configuration of the run, so the run is complete wherever it lies."""
+    """The prompts are in the configuration of the run, so the run is complete wherever
+    it lies.
+    """
     texts = ["a red circle moving left", "a blue square moving up"]
     prompts = [texts[0], Prompt(text=texts[1], index=0, seed=5)]
-    words = ("--evaluation.prompts=null", "--evaluation.num_prompts=null", "--reward.weights={VQ: 2, contrast: 0.5}")
+    words = (
+        "--evaluation.prompts=null",
+        "--evaluation.num_prompts=null",
+        "--reward.weights={VQ: 2, contrast: 0.5}",
+    )
     rewards = [lambda videos, prompts: brightness(videos, prompts), Contrast(), "toy"]
     run = train(tiny_run(*words), prompts=prompts, reward=rewards)
-    means = {name: run.metrics[-1][f"reward/{name}_mean"] for name in ("lambda", "VQ", "contrast")}
+    means = {
+        name: run.metrics[-1][f"reward/{name}_mean"]
+        for name in ("lambda", "VQ", "contrast")
+    }
     total = means["lambda"] + 2 * means["VQ"] + 0.5 * means["contrast"]
     assert run.metrics[-1]["reward/mean"] == pytest.approx(total)
-    assert load_config(run.output_dir / "config.yaml").data.prompts == [texts[0], {"prompt": texts[1], "seed": 5}]
+    assert load_config(run.output_dir / "config.yaml").data.prompts == [
+        texts[0],
+        {"prompt": texts[1], "seed": 5},
+    ]
     moved = shutil.move(run.output_dir, tmp_path / "moved")
-    assert list(sage_fast.evaluate(moved, num_videos=1, resamples=100).base.prompts) == texts
-    assert sage_fast.export(moved).folder == moved / "exported" and (moved / "exported/README.md").is_file()
+    assert (
+        list(sage_fast.evaluate(moved, num_videos=1, resamples=100).base.prompts)
+        == texts
+    )
+    assert (
+        sage_fast.export(moved).folder == moved / "exported"
+        and (moved / "exported/README.md").is_file()
+    )
     (video,) = sage_fast.generate(moved, texts[0], lora=moved / "exported")
     assert video.parent == moved / "generated"
 
@@ -105,14 +138,22 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
     """Objects of one class have one name, and so have functions of one factory."""
     words = ("--evaluation.every=2", "--training.num_updates=2")
     near: dict[str, Any] = {"reward_weights": {"near": 1.0}}
-    runs = [train(tiny_run(*words), reward=Near(goal), output_dir=tmp_path / f"{goal}", **near) for goal in (0.0, 1.0)]
+    runs = [
+        train(
+            tiny_run(*words), reward=Near(goal), output_dir=tmp_path / f"{goal}", **near
+        )
+        for goal in (0.0, 1.0)
+    ]
     for run in (runs[0], open_run(runs[1].output_dir)):
         assert run.test is not None
-        assert evaluate(run, num_videos=0, resamples=100).scores["near"].after == pytest.approx(
-            run.test.after, abs=1e-6
-        )
+        assert evaluate(run, num_videos=0, resamples=100).scores[
+            "near"
+        ].after == pytest.approx(run.test.after, abs=1e-6)
     both = train(
-        tiny_run(*words), reward=[lambda videos, prompts, k=k: k * brightness(videos, prompts) for k in (1, 2)]
+        tiny_run(*words),
+        reward=[
+            lambda videos, prompts, k=k: k * brightness(videos, prompts) for k in (1, 2)
+        ],
     )
     row = both.metrics[-1]
     assert both.config.reward.weights == {"lambda": 1.0, "lambda_2": 1.0}
@@ -124,26 +165,55 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
     [
         ({"reward": 3}, "reward is 3"),
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
-        ({"prompts": ["a red circle moving left", 3]}, "data.prompts: a prompt is 3; write it as a text"),
+        (
+            {"prompts": ["a red circle moving left", 3]},
+            "data.prompts: a prompt is 3; write it as a text",
+        ),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
-        ({"reward": brightness, "reward_weights": {"brightness": "1"}}, "it must be {score name: number}"),
+        (
+            {"reward": brightness, "reward_weights": {"brightness": "1"}},
+            "it must be {score name: number}",
+        ),
         ({"reward": brightness, "reward_weights": [1.0]}, "reward_weights is [1.0]"),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         ({"callbacks": print}, "sage_fast.Callback"),
         ({"prompts": "setup.py"}, "prompts is 'setup.py', a file"),
         ({"prompts": "captions.csv"}, "prompts is 'captions.csv', a file"),
-        ({"prompts": ["a red circle moving left", "p3.TXT"]}, "prompts is 'p3.TXT', a file"),
-        ({"prompts": {"prompt": "a red circle"}}, "prompts is {'prompt': 'a red circle'}, but it must be a text"),
-        ({"reward": lambda videos: videos}, "takes (videos), but a reward is called as f(videos, prompts)"),
+        (
+            {"prompts": ["a red circle moving left", "p3.TXT"]},
+            "prompts is 'p3.TXT', a file",
+        ),
+        (
+            {"prompts": {"prompt": "a red circle"}},
+            "prompts is {'prompt': 'a red circle'}, but it must be a text",
+        ),
+        (
+            {"reward": lambda videos: videos},
+            "takes (videos), but a reward is called as f(videos, prompts)",
+        ),
         ({"reward": {"on_failure": "stop"}}, '**{"reward.KEY": value}'),
-        ({"num_updates": 3}, "unknown key 'num_updates'. Did you mean training.num_updates?"),
-        ({"training": 3}, "training is 3, but it must hold keys such as training.num_updates"),
+        (
+            {"num_updates": 3},
+            "unknown key 'num_updates'. Did you mean training.num_updates?",
+        ),
+        (
+            {"training": 3},
+            "training is 3, but it must hold keys such as training.num_updates",
+        ),
         ({"training": {"num_updates": 0}}, "training.num_updates is 0"),
-        ({"allow_changes": "seeds"}, "--allow-changes: unknown key 'seeds'. Did you mean seed?"),
-        ({"allow_changes": "seed, rollout.etas"}, "--allow-changes: unknown key 'rollout.etas'. Did you mean"),
+        (
+            {"allow_changes": "seeds"},
+            "--allow-changes: unknown key 'seeds'. Did you mean seed?",
+        ),
+        (
+            {"allow_changes": "seed, rollout.etas"},
+            "--allow-changes: unknown key 'rollout.etas'. Did you mean",
+        ),
     ],
 )
-def test_what_cannot_be_is_a_config_error(tiny_run: MakeRun, options: dict[str, Any], expected: str) -> None:
+def test_what_cannot_be_is_a_config_error(
+    tiny_run: MakeRun, options: dict[str, Any], expected: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         train(tiny_run(), **options)
     assert expected in str(error.value) and isinstance(error.value, ValueError)
@@ -159,8 +229,15 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
         raise ConfigError("enough")
 
     monkeypatch.setattr("sage_fast.run.run.train", end)
-    one, many = StopAtOne(), {"training.num_updates": 6, "rollout": {"sde_window": {"size": 2}}}
-    given: dict[str, Any] = {"prompts": "a red circle", "callbacks": one, "allow_changes": "seed, rollout.eta"}
+    one, many = (
+        StopAtOne(),
+        {"training.num_updates": 6, "rollout": {"sde_window": {"size": 2}}},
+    )
+    given: dict[str, Any] = {
+        "prompts": "a red circle",
+        "callbacks": one,
+        "allow_changes": "seed, rollout.eta",
+    }
     base = tiny_run("--rollout.eta=0.3")
     for config in (
         base,
@@ -173,18 +250,29 @@ def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(
     for config, options in seen:
         assert config.data.prompts == ["a red circle"]
         assert options == {"callbacks": [one], "allow_changes": ["seed, rollout.eta"]}
-        assert (config.training.num_updates, config.rollout.sde_window.size, config.seed) == (6, 2, 7)
+        assert (
+            config.training.num_updates,
+            config.rollout.sde_window.size,
+            config.seed,
+        ) == (6, 2, 7)
         assert config.output_dir == str(tmp_path / "mine")
-    assert [config.rollout.eta for config, _ in seen] == [0.3, 0.5, 0.5, 0.3], "what is not named stays"
+    assert [config.rollout.eta for config, _ in seen] == [0.3, 0.5, 0.5, 0.3], (
+        "what is not named stays"
+    )
     assert seen[2][0].objective.kl_mode == "none" and base.seed != 7
     (tmp_path / "no_output.yaml").write_text("data: {prompts: [a]}")
     with pytest.raises(ConfigError, match="enough"):
         train(tmp_path / "no_output.yaml", output_dir="there")
 
 
-@pytest.mark.parametrize("command", ["train", "generate --checkpoint=none --output_dir=v"])
+@pytest.mark.parametrize(
+    "command", ["train", "generate --checkpoint=none --output_dir=v"]
+)
 def test_a_large_model_does_not_start_on_a_cpu_by_accident(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
 ) -> None:
     def loaded(*_: object, **__: object) -> None:
         raise RewardError("it is being loaded")
@@ -192,21 +280,47 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
     for name in ("policy.adapters",):
         monkeypatch.setattr(f"sage_fast.{name}.open_components", loaded)
     monkeypatch.chdir(tmp_path)
-    words = [*command.split(), "hv15_352x624_lora_1gpu", "--model.device=cpu", "--output_dir=run"]
+    words = [
+        *command.split(),
+        "hv15_352x624_lora_1gpu",
+        "--model.device=cpu",
+        "--output_dir=run",
+    ]
     assert main(words) == 2
     errors = capsys.readouterr().err
-    assert "8.3 billion parameters" in errors and "--allow-cpu" in errors and "toy_cpu" in errors
+    assert (
+        "8.3 billion parameters" in errors
+        and "--allow-cpu" in errors
+        and "toy_cpu" in errors
+    )
     assert main([*words, "--allow-cpu"]) == 1
     assert "it is being loaded" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["gone/model", "/gone", "./models/gone", "~/gone-of-sage"])
+@pytest.mark.parametrize(
+    "path", ["gone/model", "/gone", "./models/gone", "~/gone-of-sage"]
+)
 @pytest.mark.parametrize("preset", ["hv15_352x624_lora_1gpu", "wan_480p_lora_1gpu"])
 def test_a_folder_that_is_not_there_is_said_before_the_size_of_its_model(
-    path: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    path: str,
+    preset: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone").mkdir()  # so that gone/model is not a repository
-    assert main(["train", preset, "--model.device=cpu", "--output_dir=run", f"--model.path={path}"]) == 2
+    assert (
+        main(
+            [
+                "train",
+                preset,
+                "--model.device=cpu",
+                "--output_dir=run",
+                f"--model.path={path}",
+            ]
+        )
+        == 2
+    )
     errors = capsys.readouterr().err
     assert path.removeprefix("~") in errors and "billion parameters" not in errors

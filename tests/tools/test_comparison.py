@@ -1,4 +1,6 @@
-"""Runs beside each other: which are one arm, how their final scores differ, and a page that is complete in itself."""
+"""Runs beside each other: which are one arm, how their final scores differ, and a page
+that is complete in itself.
+"""
 
 import json
 from pathlib import Path
@@ -9,12 +11,18 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.run.directory import RunDirectory
-from sage_fast.tools.comparison import _arm_names, compare_runs, group_into_arms, to_text
+from sage_fast.tools.comparison import (
+    _arm_names,
+    compare_runs,
+    group_into_arms,
+    to_text,
+)
 from tests.browser import Page
 from tests.made_runs import make_run
 
 CPS = "--rollout.sde_type=cps"
-# Final rewards of 6 prompts: cps is 1 better in seed 0, 2 better in seed 1, on every prompt.
+# Final rewards of 6 prompts: cps is 1 better in seed 0, 2 better in seed 1, on every
+# prompt.
 SAGE_FINALS = ([0.0, 0.1, 0.2, 0.3, 0.4, 0.5], [0.5, 0.4, 0.3, 0.2, 0.1, 0.0])
 CPS_FINALS = ([v + 1 for v in SAGE_FINALS[0]], [v + 2 for v in SAGE_FINALS[1]])
 
@@ -23,24 +31,41 @@ CPS_FINALS = ([v + 1 for v in SAGE_FINALS[0]], [v + 2 for v in SAGE_FINALS[1]])
 def runs(tmp_path: Path) -> list[Path]:
     """Two seeds of two samplers; the seeds of the second in the other order."""
     return [
-        *(make_run(tmp_path / f"sage-{seed}", seed=seed, final=SAGE_FINALS[seed]) for seed in (0, 1)),
-        *(make_run(tmp_path / f"cps-{seed}", CPS, seed=seed, final=CPS_FINALS[seed]) for seed in (1, 0)),
+        *(
+            make_run(tmp_path / f"sage-{seed}", seed=seed, final=SAGE_FINALS[seed])
+            for seed in (0, 1)
+        ),
+        *(
+            make_run(tmp_path / f"cps-{seed}", CPS, seed=seed, final=CPS_FINALS[seed])
+            for seed in (1, 0)
+        ),
     ]
 
 
 def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
     arms = group_into_arms([RunDirectory(folder) for folder in runs])
-    assert [(arm.name, arm.apart) for arm in arms] == [("sage", "sde_type=sage_grpo"), ("cps", "sde_type=cps")]
+    assert [(arm.name, arm.apart) for arm in arms] == [
+        ("sage", "sde_type=sage_grpo"),
+        ("cps", "sde_type=cps"),
+    ]
     assert [[run.seed for run in arm.runs] for arm in arms] == [[0, 1], [0, 1]]
     line = arms[0].line("reward/mean")
     assert line.x == [1, 2, 3, 4] and line.y[0] == pytest.approx(0.105)
     assert line.spread[0] == pytest.approx(0.01 / 2**0.5)
 
 
-def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_path: Path) -> None:
-    folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", "--rollout.batch_size=64", seed=1)]
+def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(
+    tmp_path: Path,
+) -> None:
+    folders = [
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b", "--rollout.batch_size=64", seed=1),
+    ]
     arms = group_into_arms([RunDirectory(folder) for folder in folders])
-    assert [(arm.name, arm.apart) for arm in arms] == [("a", "batch_size=128"), ("b", "batch_size=64")]
+    assert [(arm.name, arm.apart) for arm in arms] == [
+        ("a", "batch_size=128"),
+        ("b", "batch_size=64"),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -53,7 +78,10 @@ def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(tmp_p
     ],
 )
 def test_arms_are_named_by_their_folders(folders: list[str], names: list[str]) -> None:
-    groups = [[RunDirectory(Path("runs") / name) for name in group.split()] for group in folders]
+    groups = [
+        [RunDirectory(Path("runs") / name) for name in group.split()]
+        for group in folders
+    ]
     assert _arm_names(groups) == names
 
 
@@ -65,7 +93,10 @@ def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
     effect = found[REWARD].effect
     assert effect.mean == pytest.approx(1.5) and effect.num_seeds == 2
     assert effect.stderr == pytest.approx(0.5)  # seeds differ by 1, prompts not at all
-    assert found[REWARD].p == pytest.approx(0.2048, abs=1e-3) and found[REWARD].verdict == "not told apart"
+    assert (
+        found[REWARD].p == pytest.approx(0.2048, abs=1e-3)
+        and found[REWARD].verdict == "not told apart"
+    )
     assert found["VQ"].effect.mean == pytest.approx(0.5)
     assert comparison.means["cps"][REWARD] == pytest.approx(1.75)
     assert "cps is not told apart from sage" in to_text(comparison)
@@ -73,26 +104,47 @@ def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:
 
 def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
     one = make_run(tmp_path / "a", seed=0)
-    other = make_run(tmp_path / "b", CPS, seed=5, final=[1.0, 1.1, 0.9, 1.0, 1.2, 0.8], updates=4)
+    other = make_run(
+        tmp_path / "b", CPS, seed=5, final=[1.0, 1.1, 0.9, 1.0, 1.2, 0.8], updates=4
+    )
     comparison = compare_runs([one, other])
-    assert "has no seed of" in comparison.notes[0] and "says nothing of other seeds" in comparison.notes[1]
+    assert (
+        "has no seed of" in comparison.notes[0]
+        and "says nothing of other seeds" in comparison.notes[1]
+    )
     assert comparison.differences[0].verdict == "higher"
     # A prompt that no reward could score in one of them is left out of all.
     scores = other / "evaluation/update-000004.json"
     whole = Evaluation.load(scores)
     whole.only({0, 1, 2, 4, 5}).save(scores)
-    seeds = [make_run(tmp_path / f"{arm}-7", *words, seed=7) for arm, words in (("a", ()), ("b", (CPS,)))]
+    seeds = [
+        make_run(tmp_path / f"{arm}-7", *words, seed=7)
+        for arm, words in (("a", ()), ("b", (CPS,)))
+    ]
     lacking = compare_runs([one, other, *seeds])
-    assert lacking.differences[0].effect.num_seeds == 1 and "left out of the differences" in lacking.notes[0]
+    assert (
+        lacking.differences[0].effect.num_seeds == 1
+        and "left out of the differences" in lacking.notes[0]
+    )
     whole.save(scores)
-    same = compare_runs([one, make_run(tmp_path / "same", "--objective.equalizer=false")])
+    same = compare_runs(
+        [one, make_run(tmp_path / "same", "--objective.equalizer=false")]
+    )
     assert "same has the reward of a on every prompt." in to_text(same)
     for file in (other / "evaluation").glob("update-000004.json"):
         file.unlink()
     comparison = compare_runs([one, other])
-    assert comparison.update is None and "no evaluation after update 0 in common" in comparison.notes[0]
+    assert (
+        comparison.update is None
+        and "no evaluation after update 0 in common" in comparison.notes[0]
+    )
     with pytest.raises(ConfigError, match="not of the same prompts"):
-        compare_runs([one, make_run(tmp_path / "c", CPS, prompts=[f"other {i}" for i in range(6)])])
+        compare_runs(
+            [
+                one,
+                make_run(tmp_path / "c", CPS, prompts=[f"other {i}" for i in range(6)]),
+            ]
+        )
 
 
 def test_the_command_writes_one_page_and_its_numbers(
@@ -101,9 +153,13 @@ def test_the_command_writes_one_page_and_its_numbers(
     output = tmp_path / "compared"
     assert main(["compare", *map(str, runs), "--output_dir", str(output)]) == 0
     assert "2 seeds, reward 1.75" in capsys.readouterr().out
-    assert {path.name for path in output.iterdir()} == {"comparison.html", "comparison.json"}
+    assert {path.name for path in output.iterdir()} == {
+        "comparison.html",
+        "comparison.json",
+    }
     page = (output / "comparison.html").read_text("utf-8")
-    assert page.count('class="chart"') == 5  # two rewards, a KL, its share, a gradient norm
+    # two rewards, a KL, its share, a gradient norm
+    assert page.count('class="chart"') == 5
     assert not Page(page).fetched
     tree = json.loads((output / "comparison.json").read_text("utf-8"))
     assert tree["differences"][0]["effect"]["mean"] == pytest.approx(1.5)

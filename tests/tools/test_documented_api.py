@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how_to/python.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 NOTEBOOK = json.loads((ROOT / "docs/tutorials/notebook.ipynb").read_text("utf-8"))
-CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+CELLS = [
+    "".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"
+]
 
 
 def test_the_page_names_what_there_is() -> None:
@@ -32,9 +34,13 @@ def test_the_page_names_what_there_is() -> None:
         for row in re.findall(r"^\| (`.*?`) \|", PAGE, re.M)
         for name in re.findall(r"`(\w+)(?:\(\w+, |\(output|`)", row)
     }
-    public = {name for name in dir(TrainedRun) if not name.startswith("_")} | set(TrainedRun.__dataclass_fields__)
+    public = {name for name in dir(TrainedRun) if not name.startswith("_")} | set(
+        TrainedRun.__dataclass_fields__
+    )
     assert public <= fields
-    assert {name for name in vars(Callback) if name.startswith("on_")} <= set(re.findall(r"`(on_\w+)`", PAGE))
+    assert {name for name in vars(Callback) if name.startswith("on_")} <= set(
+        re.findall(r"`(on_\w+)`", PAGE)
+    )
 
 
 MYPY = """
@@ -49,30 +55,47 @@ follow_imports = skip
 
 
 @pytest.mark.slow
-def test_the_page_is_typed_and_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_is_typed_and_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its settings but for the size of a rollout and an evaluation."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.py").write_text("\n".join(BLOCKS))
     (tmp_path / "mypy.ini").write_text(MYPY)
-    environment = os.environ | {"MYPYPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))}
-    subprocess.run([sys.executable, "-m", "mypy", "page.py"], env=environment, check=True)
+    environment = os.environ | {
+        "MYPYPATH": os.pathsep.join(str(ROOT / folder) for folder in (".", "kernels"))
+    }
+    subprocess.run(
+        [sys.executable, "-m", "mypy", "page.py"], env=environment, check=True
+    )
     small = '"evaluation.num_prompts": 6, "evaluation.noises": 1, '
     small += '"rollout.batch_size": 16, "rollout.micro_batch_size": 16}'
     assert BLOCKS[0].count('"evaluation.num_prompts": 6}') == 1
-    exec(BLOCKS[0].replace('"evaluation.num_prompts": 6}', small), {"__name__": "documented"})
-    assert (tmp_path / "runs/toy_cpu/generated/00-a-red-circle-moving-left.mp4").stat().st_size > 0
+    exec(
+        BLOCKS[0].replace('"evaluation.num_prompts": 6}', small),
+        {"__name__": "documented"},
+    )
+    assert (
+        tmp_path / "runs/toy_cpu/generated/00-a-red-circle-moving-left.mp4"
+    ).stat().st_size > 0
     exec(BLOCKS[1], {"__name__": "documented"})
     exec(BLOCKS[2], {"__name__": "documented"})
 
 
 @pytest.mark.slow
-def test_the_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_of_the_readme_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its settings but for the size of a rollout and the noises of an evaluation."""
     monkeypatch.chdir(tmp_path)
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL
+    )
     assert code.count('"num_prompts": 6}') == 1
     rollout = '"rollout": {"batch_size": 16, "micro_batch_size": 16}'
-    code = code.replace('"num_prompts": 6}', '"num_prompts": 6, "noises": 1}, ' + rollout)
+    code = code.replace(
+        '"num_prompts": 6}', '"num_prompts": 6, "noises": 1}, ' + rollout
+    )
     exec(code, {"__name__": "documented"})
     assert (tmp_path / "exported/adapter_model.safetensors").exists() or list(
         (tmp_path / "exported").glob("*.safetensors")
@@ -90,17 +113,38 @@ def test_the_controls_of_the_demo(
     """On a tiny model."""
     settings = {"evaluation.every": 20, "checkpoint.every": 20}
     file = tmp_path / "tiny.yaml"
-    file.write_text(dump_config(tiny_run("--training.num_updates=20", "--data.prompts=prompts/toy_train.csv")))
+    file.write_text(
+        dump_config(
+            tiny_run(
+                "--training.num_updates=20", "--data.prompts=prompts/toy_train.csv"
+            )
+        )
+    )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo_controls, "load_config", lambda preset, keys: load_config(file, keys | settings))
     monkeypatch.setattr(
-        demo_controls, "train", lambda config, **options: train(file if config == "toy_cpu" else config, **options)
+        demo_controls,
+        "load_config",
+        lambda preset, keys: load_config(file, keys | settings),
+    )
+    monkeypatch.setattr(
+        demo_controls,
+        "train",
+        lambda config, **options: train(
+            file if config == "toy_cpu" else config, **options
+        ),
     )
     demo_controls.main(["3"])
     printed = capsys.readouterr().out
-    assert printed.index("trained by shuffled rewards") < printed.index("not trained, guidance 2")
-    kept = json.loads((tmp_path / "runs/shuffled-3/evaluation/update-000020.json").read_text("utf-8"))
-    assert kept["scores"].keys() >= {"shuffled", "VQ"} and not (tmp_path / "runs/guided-3/checkpoints").exists()
+    assert printed.index("trained by shuffled rewards") < printed.index(
+        "not trained, guidance 2"
+    )
+    kept = json.loads(
+        (tmp_path / "runs/shuffled-3/evaluation/update-000020.json").read_text("utf-8")
+    )
+    assert (
+        kept["scores"].keys() >= {"shuffled", "VQ"}
+        and not (tmp_path / "runs/guided-3/checkpoints").exists()
+    )
 
 
 @pytest.mark.slow
@@ -111,7 +155,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     notebook = {"__name__": "notebook"}
     first = CELLS[0]
     small = {'num_updates": 4': 'num_updates": 2, "evaluation.noises": 1'}
-    small |= {'"rollout.batch_size": 32': '"rollout.batch_size": 16, "rollout.micro_batch_size": 16'}
+    small |= {
+        '"rollout.batch_size": 32': '"rollout.batch_size": 16, "rollout.micro_batch_size": 16'
+    }
     for words, others in small.items():
         assert first.count(words) == 1
         first = first.replace(words, others)

@@ -31,7 +31,12 @@ from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.toy.components import Toy
 from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model
-from sage_fast.policy.lora import ADAPTER_FILE, base_digest, train_all, trainable_parameters
+from sage_fast.policy.lora import (
+    ADAPTER_FILE,
+    base_digest,
+    train_all,
+    trainable_parameters,
+)
 from sage_fast.run.run import Run
 from sage_fast.tools import exporting
 from sage_fast.tools.exporting import export
@@ -44,9 +49,16 @@ pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
 def probe(run: Run, transformer: Any) -> Tensor:
     """Velocity of a transformer at a fixed state."""
-    x = torch.randn(1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        1, *run.trainer.latent_shape, generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
-        return velocity(transformer, x, torch.tensor([0.7]), [run.trainer.embed(run.trainer.eval_prompts[0].text)])
+        return velocity(
+            transformer,
+            x,
+            torch.tensor([0.7]),
+            [run.trainer.embed(run.trainer.eval_prompts[0].text)],
+        )
 
 
 def trained(run: Run) -> Tensor:
@@ -55,14 +67,24 @@ def trained(run: Run) -> Tensor:
 
 
 def trained_run(make: MakeRun, *overrides: str) -> Run:
-    # The forward that the exports are run by, so that nothing but the weights can differ.
-    run = Run(make("--model.forward=stock", "--optimizer.learning_rate=0.05", "--evaluation.every=0", *overrides))
+    # The forward that the exports are run by, so that nothing but the weights can
+    # differ.
+    run = Run(
+        make(
+            "--model.forward=stock",
+            "--optimizer.learning_rate=0.05",
+            "--evaluation.every=0",
+            *overrides,
+        )
+    )
     run.train()
     return run
 
 
 def code_of(folder: Path) -> str:
-    match = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    match = re.search(
+        r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL
+    )
     assert match
     return match[1]
 
@@ -74,7 +96,11 @@ def run_readme(folder: Path) -> Any:
     return names["transformer"]
 
 
-@pytest.mark.parametrize("overrides", [(), ("--training.ema_decay=0.5", "--lora.alpha=8")], ids=["plain", "averaged"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("--training.ema_decay=0.5", "--lora.alpha=8")],
+    ids=["plain", "averaged"],
+)
 def test_the_readme_of_an_adapter_loads_what_was_trained(
     tiny_run: MakeRun, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -86,83 +112,164 @@ def test_the_readme_of_an_adapter_loads_what_was_trained(
     assert (base - loaded).abs().max() > 1e-2, "the adapter does nothing"
     torch.testing.assert_close(loaded, trained(run), rtol=0, atol=0)
     record = json.loads((folder / "export.json").read_text())
-    assert (record["averaged"], record["update"], record["dtype"]) == (bool(overrides), 2, "float32")
+    assert (record["averaged"], record["update"], record["dtype"]) == (
+        bool(overrides),
+        2,
+        "float32",
+    )
 
 
-def test_a_merged_export_is_one_plain_transformer_and_rounds_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_a_merged_export_is_one_plain_transformer_and_rounds_once(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     run = trained_run(tiny_run, "--model.dtype=bfloat16", "--training.ema_decay=0.5")
     coarse, fine = tmp_path / "coarse", tmp_path / "fine"
-    assert main(["export", str(run.directory), "--output_dir", str(coarse), "--format", "full"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(run.directory),
+                "--output_dir",
+                str(coarse),
+                "--format",
+                "full",
+            ]
+        )
+        == 0
+    )
     export(run.directory, fine, format="full", overrides=["--model.dtype=float32"])
-    rounded, exact = (load_file(folder / "diffusion_pytorch_model.safetensors") for folder in (coarse, fine))
-    assert {t.dtype for t in rounded.values()} == {torch.bfloat16} and not any("lora" in name for name in rounded)
+    rounded, exact = (
+        load_file(folder / "diffusion_pytorch_model.safetensors")
+        for folder in (coarse, fine)
+    )
+    assert {t.dtype for t in rounded.values()} == {torch.bfloat16} and not any(
+        "lora" in name for name in rounded
+    )
     base = Toy().load(run.config.model).transformer.state_dict()
     adapted = 0
     for name, value in exact.items():
-        # The run's model is the base in bfloat16 and an adapter in float32: their sum, to the bit.
+        # The run's model is the base in bfloat16 and an adapter in float32: their sum,
+        # to the bit.
         change = (value.double() - base[name].double()).float()
         adapted += int(change.any())
         once = base[name].bfloat16().float() + change
         differ = rounded[name] != once.bfloat16()
-        assert differ.float().mean() <= 1e-4, f"{name}: {int(differ.sum())} of {differ.numel()} are rounded otherwise"
+        assert differ.float().mean() <= 1e-4, (
+            f"{name}: {int(differ.sum())} of {differ.numel()} are rounded otherwise"
+        )
     assert adapted > 4
     loaded = run_readme(fine)
-    assert {p.dtype for p in loaded.parameters()} == {torch.float32}, "README.md would round again"
-    torch.testing.assert_close(probe(run, loaded), trained(run).float(), rtol=0.05, atol=0.05)
-    assert (probe(run, Toy().load(run.config.model).transformer.float()) - probe(run, loaded)).abs().max() > 1e-2
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}, (
+        "README.md would round again"
+    )
+    torch.testing.assert_close(
+        probe(run, loaded), trained(run).float(), rtol=0.05, atol=0.05
+    )
+    assert (
+        probe(run, Toy().load(run.config.model).transformer.float())
+        - probe(run, loaded)
+    ).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
-def test_a_model_that_is_not_finite_is_not_exported_whole(tiny_run: MakeRun, tmp_path: Path, mode: str) -> None:
+def test_a_model_that_is_not_finite_is_not_exported_whole(
+    tiny_run: MakeRun, tmp_path: Path, mode: str
+) -> None:
     run = Run(tiny_run("--evaluation.every=0", f"--training.mode={mode}"))
     run.trainer.iterate()
     next(reversed(run.trainer.parameters.values())).data[0] = torch.nan
-    tensors = {"weights": {name: p.detach() for name, p in run.trainer.parameters.items()}}
+    tensors = {
+        "weights": {name: p.detach() for name, p in run.trainer.parameters.items()}
+    }
     state = {"trainer": {"update": 1}, "config": to_dict(run.config)}
     with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
         folder = writer.save(1, CheckpointData(tensors=tensors, state=state))
-    with pytest.raises(ConfigError, match="is not finite in the exported model. Choose an earlier --checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match="is not finite in the exported model. Choose an earlier --checkpoint",
+    ):
         export(folder, tmp_path / "o", format="full")
     assert not list((tmp_path / "o").glob("*.safetensors"))
 
 
-def test_a_full_run_exports_its_transformer_bit_for_bit(tiny_run: MakeRun, tmp_path: Path) -> None:
-    run = trained_run(tiny_run, "--training.mode=full", "--optimizer.learning_rate=1e-3", "--training.ema_decay=0.5")
+def test_a_full_run_exports_its_transformer_bit_for_bit(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    run = trained_run(
+        tiny_run,
+        "--training.mode=full",
+        "--optimizer.learning_rate=1e-3",
+        "--training.ema_decay=0.5",
+    )
     folder = tmp_path / "full"
-    assert main(["export", str(run.checkpoints / "update-000002"), "--output_dir", str(folder)]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(run.checkpoints / "update-000002"),
+                "--output_dir",
+                str(folder),
+            ]
+        )
+        == 0
+    )
     assert torch.equal(probe(run, run_readme(folder)), trained(run))
     assert json.loads((folder / "export.json").read_text())["format"] == "full"
     with pytest.raises(ConfigError, match="--format full"):
         export(run.directory, tmp_path / "o", format="lora")
     save_diffusers_layout(tmp_path / "model")
     with pytest.raises(ConfigError, match="needs the base model of the run"):
-        export(run.directory, tmp_path / "o", overrides=[f"--model.path={tmp_path / 'model'}"])
+        export(
+            run.directory,
+            tmp_path / "o",
+            overrides=[f"--model.path={tmp_path / 'model'}"],
+        )
     assert not list((tmp_path / "o").glob("*.safetensors"))
 
 
-def test_weights_that_cannot_be_trained_are_the_base_models(tiny_run: MakeRun, tmp_path: Path) -> None:
+def test_weights_that_cannot_be_trained_are_the_base_models(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
     base = save_diffusers_layout(tmp_path / "model").transformer.float()
-    config = tiny_run("--model.family=hunyuan15", f"--model.path={tmp_path / 'model'}", "--training.mode=full")
+    config = tiny_run(
+        "--model.family=hunyuan15",
+        f"--model.path={tmp_path / 'model'}",
+        "--training.mode=full",
+    )
     train_all(base)
-    trained = {name: torch.randn(p.shape) for name, p in trainable_parameters(base).items()}
-    data = CheckpointData(tensors={"weights": trained}, state={"trainer": {"update": 3}, "config": to_dict(config)})
+    trained = {
+        name: torch.randn(p.shape) for name, p in trainable_parameters(base).items()
+    }
+    data = CheckpointData(
+        tensors={"weights": trained},
+        state={"trainer": {"update": 3}, "config": to_dict(config)},
+    )
     with CheckpointWriter(tmp_path / "checkpoints", keep_last=1) as writer:
         folder = writer.save(3, data)
     export(folder, tmp_path / "o")
-    exported = HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "o").state_dict()
-    assert exported.keys() == base.state_dict().keys() and len(exported) > len(trained) + 10
+    exported = HunyuanVideo15Transformer3DModel.from_pretrained(
+        tmp_path / "o"
+    ).state_dict()
+    assert (
+        exported.keys() == base.state_dict().keys()
+        and len(exported) > len(trained) + 10
+    )
     for name, value in (base.state_dict() | trained).items():
         assert torch.equal(exported[name], value), name
 
 
-def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run: Path, tmp_path: Path) -> None:
+def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
+    finished_run: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "exported"
     export(finished_run, folder, format="full")
     (folder / "mine.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds other files, such as mine\.json"):
         export(finished_run, folder)
     (folder / "mine.json").unlink()
-    with pytest.raises(ConfigError, match="--format full --layout diffusers, which .* would remove"):
+    with pytest.raises(
+        ConfigError, match="--format full --layout diffusers, which .* would remove"
+    ):
         export(finished_run, folder)
     assert (folder / "config.json").exists()
     export(finished_run, folder, overwrite=True)
@@ -173,22 +280,35 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(finished_run:
     other = shutil.copytree(finished_run, tmp_path / "other")
     with pytest.raises(ConfigError, match="is another run's"):
         export(other, folder)
-    assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(str(finished_run))
+    assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(
+        str(finished_run)
+    )
     words = ["export", str(other), "--output_dir", str(folder)]
     assert main([*words, "--overwrite"]) == main(words) == 0
     # A record that names files elsewhere deletes none of them.
     thesis = tmp_path / "thesis.tex"
     thesis.write_text("years of work")
     (tmp_path / "crafted").mkdir()
-    (tmp_path / "crafted/export.json").write_text('{"files": ["../thesis.tex", "/thesis.tex"]}')
+    (tmp_path / "crafted/export.json").write_text(
+        '{"files": ["../thesis.tex", "/thesis.tex"]}'
+    )
     export(finished_run, tmp_path / "crafted")
     assert thesis.read_text() == "years of work"
 
 
-def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(finished_run: Path, tmp_path: Path) -> None:
+def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(
+    finished_run: Path, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="--model.path=FOLDER"):
-        export(finished_run, tmp_path / "o", format="full", overrides=["--model.path=/moved"])
-    checkpoint = shutil.copytree(finished_run / "checkpoints/update-000002", tmp_path / "checkpoint")
+        export(
+            finished_run,
+            tmp_path / "o",
+            format="full",
+            overrides=["--model.path=/moved"],
+        )
+    checkpoint = shutil.copytree(
+        finished_run / "checkpoints/update-000002", tmp_path / "checkpoint"
+    )
     adapter = checkpoint / "lora" / ADAPTER_FILE
     adapter.write_bytes(adapter.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="missing, truncated or altered"):
@@ -205,11 +325,19 @@ def test_neither_a_damaged_checkpoint_nor_a_moved_model_is_exported(finished_run
     ],
 )
 def test_an_export_is_of_the_model_that_was_trained(
-    finished_run: Path, tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    finished_run: Path,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     changes = words != ("--seed=1",)
-    assert main(["export", str(finished_run), "--output_dir", str(tmp_path / "o"), *words]) == 2 * changes
-    assert (f"{words[-1][2:].partition('=')[0]}: " in capsys.readouterr().err) is changes
+    assert (
+        main(["export", str(finished_run), "--output_dir", str(tmp_path / "o"), *words])
+        == 2 * changes
+    )
+    assert (
+        f"{words[-1][2:].partition('=')[0]}: " in capsys.readouterr().err
+    ) is changes
     assert (tmp_path / "o").exists() is not changes
 
 
@@ -218,7 +346,9 @@ def test_a_format_is_checked_in_python_too(finished_run: Path, tmp_path: Path) -
         export(finished_run, tmp_path / "o", format="Lora")  # type: ignore[arg-type]
 
 
-def test_checkpoints_without_metrics_are_exported(finished_run: Path, tmp_path: Path) -> None:
+def test_checkpoints_without_metrics_are_exported(
+    finished_run: Path, tmp_path: Path
+) -> None:
     shutil.copytree(finished_run / "checkpoints", tmp_path / "run/checkpoints")
     export(tmp_path / "run", tmp_path / "o")
     assert "## Before and after" not in (tmp_path / "o/README.md").read_text()
@@ -230,7 +360,12 @@ def test_the_card_has_the_evaluation_of_its_update_and_says_of_how_many_videos(
     run = shutil.copytree(finished_run, tmp_path / "run")
     for update, gain in ((0, 0.0), (1, 0.5), (2, 0.25)):
         file = run / f"evaluation/update-{update:06d}.json"
-        Evaluation(prompts=["a", "b"], scores={"VQ": [gain, gain]}, reward=[gain, gain], noises=3).save(file)
+        Evaluation(
+            prompts=["a", "b"],
+            scores={"VQ": [gain, gain]},
+            reward=[gain, gain],
+            noises=3,
+        ).save(file)
     (run / "checkpoints/best.json").write_text('{"update": 1, "score": 0.5}')
     for checkpoint, told, absent in (
         ("best", "against update 1 of", "before_after.png"),
@@ -238,11 +373,20 @@ def test_the_card_has_the_evaluation_of_its_update_and_says_of_how_many_videos(
     ):
         folder = export(run, tmp_path / checkpoint, checkpoint=checkpoint).folder
         card = (folder / "README.md").read_text()
-        assert "2 prompts, 3 videos each from the same noise: update 0 against" in card and told in card
-        assert f"| {'0.5' if checkpoint == 'best' else '0.25'} |" in card and absent not in card
+        assert (
+            "2 prompts, 3 videos each from the same noise: update 0 against" in card
+            and told in card
+        )
+        assert (
+            f"| {'0.5' if checkpoint == 'best' else '0.25'} |" in card
+            and absent not in card
+        )
         assert (folder / "before_after.png").exists() is (checkpoint == "auto")
     file.write_text("{")
-    assert "## Before and after" not in (export(run, tmp_path / "auto").folder / "README.md").read_text()
+    assert (
+        "## Before and after"
+        not in (export(run, tmp_path / "auto").folder / "README.md").read_text()
+    )
 
 
 def test_the_card_leads_from_the_base_model_to_the_result(
@@ -254,15 +398,22 @@ def test_the_card_leads_from_the_base_model_to_the_result(
     export(finished_run, tmp_path / "o", overrides=words)
     card = ModelCard.load(tmp_path / "o/README.md")
     base = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
-    assert card.data.base_model == base and card.data.license_name == "tencent-hunyuan-community"
+    assert (
+        card.data.base_model == base
+        and card.data.license_name == "tencent-hunyuan-community"
+    )
     code = code_of(tmp_path / "o")
-    assert f"HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, " in code and "shift=9.0" in code
+    assert (
+        f"HunyuanVideo15Pipeline.from_pretrained(\n    {base!r}, " in code
+        and "shift=9.0" in code
+    )
     assert "update 0 against update 2" in card.text
     for name in re.findall(r"\]\(([\w.]+)\)", card.text):
         assert (tmp_path / "o" / name).is_file(), name
 
 
-# ------------------------------------------------------------------------------------------ other programs
+# ------------------------------------------------------------------------------------------
+# other programs
 
 
 LAYERS = [
@@ -274,13 +425,20 @@ LAYERS = [
 
 @pytest.fixture(scope="module")
 def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Adapters of every kind of layer, trained for three updates on the tiny public model, their scale not 1."""
+    """Adapters of every kind of layer, trained for three updates on the tiny public
+    model, their scale not 1.
+    """
     folder = tmp_path_factory.mktemp("public")
     save_diffusers_layout(folder / "model")
     tree = TINY_RUN | {
         "data": {"prompts": ["a red circle moving left", "a green square moving up"]},
         "output_dir": str(folder / "run"),
-        "model": {"family": "hunyuan15", "path": str(folder / "model"), "device": "cpu", "forward": "stock"},
+        "model": {
+            "family": "hunyuan15",
+            "path": str(folder / "model"),
+            "device": "cpu",
+            "forward": "stock",
+        },
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 4},
         "lora": {"rank": 2, "alpha": 3, "target_modules": LAYERS},
         "optimizer": {"name": "adamw", "learning_rate": 0.05},
@@ -294,7 +452,9 @@ def public_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def public_transformer(run: Run) -> HunyuanVideo15Transformer3DModel:
-    return HunyuanVideo15Transformer3DModel.from_pretrained(Path(str(run.config.model.path)) / "transformer")
+    return HunyuanVideo15Transformer3DModel.from_pretrained(
+        Path(str(run.config.model.path)) / "transformer"
+    )
 
 
 def close_to_trained(run: Run, transformer: Any) -> None:
@@ -304,10 +464,14 @@ def close_to_trained(run: Run, transformer: Any) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["transformer", None])
-def test_diffusers_loads_an_adapter_by_both_prefixes(public_run: Run, tmp_path: Path, prefix: str | None) -> None:
+def test_diffusers_loads_an_adapter_by_both_prefixes(
+    public_run: Run, tmp_path: Path, prefix: str | None
+) -> None:
     export(public_run.directory, tmp_path / "o")
     transformer = public_transformer(public_run)
-    transformer.load_lora_adapter(str(tmp_path / "o"), prefix=prefix, weight_name=ADAPTER_FILE)
+    transformer.load_lora_adapter(
+        str(tmp_path / "o"), prefix=prefix, weight_name=ADAPTER_FILE
+    )
     close_to_trained(public_run, transformer)
 
 
@@ -331,12 +495,18 @@ OFFICIAL = {
 
 
 class OfficialNames(PeftAdapterMixin, nn.Module):
-    """The linear layers of a transformer's blocks, under the names of the official class."""
+    """The linear layers of a transformer's blocks, under the names of the official
+    class.
+    """
 
     def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
         super().__init__()
-        self.double_blocks = nn.ModuleList(nn.Module() for _ in transformer.transformer_blocks)
-        for ours, theirs in zip(transformer.transformer_blocks, self.double_blocks, strict=True):
+        self.double_blocks = nn.ModuleList(
+            nn.Module() for _ in transformer.transformer_blocks
+        )
+        for ours, theirs in zip(
+            transformer.transformer_blocks, self.double_blocks, strict=True
+        ):
             for name, official in OFFICIAL.items():
                 parent, _, leaf = official.rpartition(".")
                 if parent and parent not in theirs._modules:
@@ -357,12 +527,20 @@ def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) ->
     close_to_trained(public_run, transformer)
 
 
-def loaded_by_comfyui(transformer: HunyuanVideo15Transformer3DModel) -> dict[str, Tensor]:
-    """The weights of the blocks' linear layers under the names of ComfyUI's modules, q, k and v in one."""
+def loaded_by_comfyui(
+    transformer: HunyuanVideo15Transformer3DModel,
+) -> dict[str, Tensor]:
+    """The weights of the blocks' linear layers under the names of ComfyUI's modules, q,
+    k and v in one.
+    """
     found: dict[str, Tensor] = {}
     for layer, official in OFFICIAL.items():
         theirs = official.replace("mod.linear", "mod.lin").replace("attn_", "attn.")
-        theirs = re.sub(r"attn\.[qkv]$", "attn.qkv", theirs).replace("mlp.fc1", "mlp.0").replace("mlp.fc2", "mlp.2")
+        theirs = (
+            re.sub(r"attn\.[qkv]$", "attn.qkv", theirs)
+            .replace("mlp.fc1", "mlp.0")
+            .replace("mlp.fc2", "mlp.2")
+        )
         for number, block in enumerate(transformer.transformer_blocks):
             name = f"diffusion_model.double_blocks.{number}.{theirs}.weight"
             weight = block.get_submodule(layer).weight
@@ -370,63 +548,113 @@ def loaded_by_comfyui(transformer: HunyuanVideo15Transformer3DModel) -> dict[str
     return found
 
 
-def test_comfyui_adds_an_adapter_to_its_weights(public_run: Run, tmp_path: Path) -> None:
+def test_comfyui_adds_an_adapter_to_its_weights(
+    public_run: Run, tmp_path: Path
+) -> None:
     """W + lora_B lora_A, as ComfyUI computes it, makes the merged model of its weights."""
     export(public_run.directory, tmp_path / "o", layout="comfyui")
     export(public_run.directory, tmp_path / "full", format="full")
     weights = loaded_by_comfyui(public_transformer(public_run))
-    merged = loaded_by_comfyui(HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "full"))
+    merged = loaded_by_comfyui(
+        HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "full")
+    )
     adapter = load_file(tmp_path / "o" / ADAPTER_FILE)
     changed = [name.replace(".lora_A.", ".") for name in adapter if ".lora_A." in name]
-    assert len(changed) == 2 * 7 - 2, "q, k and v are one layer; the last block has layers that do nothing"
-    assert {name for name in weights if not torch.equal(weights[name], merged[name])} == set(changed)
+    assert len(changed) == 2 * 7 - 2, (
+        "q, k and v are one layer; the last block has layers that do nothing"
+    )
+    assert {
+        name for name in weights if not torch.equal(weights[name], merged[name])
+    } == set(changed)
     for name in changed:
-        up, down = (adapter[name.replace(".weight", f".lora_{part}.weight")] for part in "BA")
-        torch.testing.assert_close(weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6)
+        up, down = (
+            adapter[name.replace(".weight", f".lora_{part}.weight")] for part in "BA"
+        )
+        torch.testing.assert_close(
+            weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6
+        )
 
 
-def test_musubi_tuner_loads_an_adapter_as_it_is(public_run: Run, tmp_path: Path) -> None:
-    """By the merge of its lora_utils: lora_unet_ and the module's name with `_`, times alpha / rank."""
+def test_musubi_tuner_loads_an_adapter_as_it_is(
+    public_run: Run, tmp_path: Path
+) -> None:
+    """By the merge of its lora_utils: lora_unet_ and the module's name with `_`, times
+    alpha / rank.
+    """
     export(public_run.directory, tmp_path / "o", layout="musubi")
     values = load_file(tmp_path / "o" / ADAPTER_FILE)
     transformer = public_transformer(public_run)
     for name, module in OfficialNames(transformer).named_modules():
         key = "lora_unet_" + name.replace(".", "_")
         if f"{key}.lora_down.weight" in values:
-            down, up = values.pop(f"{key}.lora_down.weight"), values.pop(f"{key}.lora_up.weight")
+            down, up = (
+                values.pop(f"{key}.lora_down.weight"),
+                values.pop(f"{key}.lora_up.weight"),
+            )
             with torch.no_grad():
                 module.weight += up @ down * (values.pop(f"{key}.alpha") / len(down))
     assert not values
     close_to_trained(public_run, transformer)
 
 
-def test_peft_loads_an_adapter_as_its_readme_says(public_run: Run, tmp_path: Path) -> None:
+def test_peft_loads_an_adapter_as_its_readme_says(
+    public_run: Run, tmp_path: Path
+) -> None:
     export(public_run.directory, tmp_path / "o", layout="peft")
-    assert {"adapter_config.json", "adapter_model.safetensors"} < {path.name for path in (tmp_path / "o").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} < {
+        path.name for path in (tmp_path / "o").iterdir()
+    }
     assert "PeftModel.from_pretrained(transformer, " in code_of(tmp_path / "o")
-    transformer = PeftModel.from_pretrained(public_transformer(public_run), str(tmp_path / "o"))
+    transformer = PeftModel.from_pretrained(
+        public_transformer(public_run), str(tmp_path / "o")
+    )
     close_to_trained(public_run, transformer.get_base_model())
 
 
 @pytest.mark.parametrize("layout", get_args(Layout))
-def test_an_adapter_of_any_layout_comes_back(public_run: Run, tmp_path: Path, layout: Layout) -> None:
-    """By model.adapter into a run of any alpha; `generate --lora` loads it by the same function."""
+def test_an_adapter_of_any_layout_comes_back(
+    public_run: Run, tmp_path: Path, layout: Layout
+) -> None:
+    """By model.adapter into a run of any alpha; `generate --lora` loads it by the same
+    function.
+    """
     result = export(public_run.directory, tmp_path / "o", layout=layout)
     config = public_run.config
     file = tmp_path / "o" / result.adapter_file
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
-    assert about == {"format": "pt", "rank": "2", "alpha": "2", "base_model": config.model.path}
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "o").iterdir()} == {0o666 & ~read_umask()}
+    assert about == {
+        "format": "pt",
+        "rank": "2",
+        "alpha": "2",
+        "base_model": config.model.path,
+    }
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "o").iterdir()} == {
+        0o666 & ~read_umask()
+    }
     card = (tmp_path / "o/README.md").read_text()
     programs = HunyuanVideo15.clients[layout].programs
-    assert export_command.__doc__ and programs in card and programs in export_command.__doc__
+    assert (
+        export_command.__doc__
+        and programs in card
+        and programs in export_command.__doc__
+    )
     assert all(f"{name} for" in card or name == layout for name in get_args(Layout))
-    model, lora = replace(config.model, adapter=str(tmp_path / "o")), replace(config.lora, alpha=8)
+    model, lora = (
+        replace(config.model, adapter=str(tmp_path / "o")),
+        replace(config.lora, alpha=8),
+    )
     transformer = load_model(model, lora).transformer
-    opened_models = [load_model(section, lora, read=False) for section in (model, config.model)]
-    assert len({base_digest(parts.transformer, parts.weights) for parts in opened_models}) == 1
-    torch.testing.assert_close(probe(public_run, transformer), trained(public_run), rtol=1e-5, atol=1e-6)
+    opened_models = [
+        load_model(section, lora, read=False) for section in (model, config.model)
+    ]
+    assert (
+        len({base_digest(parts.transformer, parts.weights) for parts in opened_models})
+        == 1
+    )
+    torch.testing.assert_close(
+        probe(public_run, transformer), trained(public_run), rtol=1e-5, atol=1e-6
+    )
 
 
 def read_umask() -> int:
@@ -435,7 +663,10 @@ def read_umask() -> int:
 
 
 def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    finished_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = shutil.copytree(finished_run, tmp_path / "run")
     metrics, best = run / "metrics.jsonl", run / "checkpoints/best.json"
@@ -447,13 +678,19 @@ def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
         metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
         caplog.clear()
         assert main([*words, str(tmp_path / "o"), *more]) == 0
-        return "\n".join(record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+        return "\n".join(
+            record.getMessage()
+            for record in caplog.records
+            if record.levelname == "WARNING"
+        )
 
     best.write_text('{"update": 2, "score": -0.2}')
     assert "worse" not in said(-0.2)
     assert "worse than the model that the run starts from" in said(-0.31)
     best.write_text('{"update": 1, "score": 0.25}')
-    assert "is worse than update 1, whose gain was +0.25 (--checkpoint best)." in said(0.1)
+    assert "is worse than update 1, whose gain was +0.25 (--checkpoint best)." in said(
+        0.1
+    )
     assert "worse" not in said(0.1, "--checkpoint", "best")
     assert json.loads((tmp_path / "o/export.json").read_text())["update"] == 1
     best.unlink()
@@ -462,15 +699,22 @@ def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
     words[1] = str(run / "checkpoints/update-000001")
     assert main([*words, str(tmp_path / "o"), "--checkpoint", "best"]) == 2
     errors = capsys.readouterr().err
-    assert "no checkpoint that an evaluation found best" in errors and "exports nothing" in errors
+    assert (
+        "no checkpoint that an evaluation found best" in errors
+        and "exports nothing" in errors
+    )
     assert "is a checkpoint, and --checkpoint best is for a run" in errors
 
 
 def test_the_adapter_that_a_run_began_with_is_exported_once(
     finished_run: Path, tiny_run: MakeRun, tmp_path: Path
 ) -> None:
-    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    adapter = shutil.copytree(
+        finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter"
+    )
     run = trained_run(tiny_run, f"--model.adapter={adapter}")
     shutil.rmtree(adapter)
     export(run.directory, tmp_path / "full", format="full")
-    torch.testing.assert_close(probe(run, run_readme(tmp_path / "full")), trained(run), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        probe(run, run_readme(tmp_path / "full")), trained(run), rtol=1e-5, atol=1e-5
+    )

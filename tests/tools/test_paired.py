@@ -1,4 +1,6 @@
-"""The paired evaluation: its numbers by hand, its page complete in itself, and what a second call keeps."""
+"""The paired evaluation: its numbers by hand, its page complete in itself, and what a
+second call keeps.
+"""
 
 import json
 import shutil
@@ -17,7 +19,14 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
-from sage_fast.evaluation import OVERALL, REWARD, Evaluation, format_comparison, paired_test, paired_tests
+from sage_fast.evaluation import (
+    OVERALL,
+    REWARD,
+    Evaluation,
+    format_comparison,
+    paired_test,
+    paired_tests,
+)
 from sage_fast.models import video_files
 from sage_fast.policy.lora import ADAPTER_FILE
 from sage_fast.policy.trained import weights_digest
@@ -26,7 +35,15 @@ from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.run import Run
 from sage_fast.tools.acceptance import examine_deeply
 from sage_fast.tools.api import evaluate, generate
-from sage_fast.tools.paired import PairedEvaluation, Report, headline, spread_over_ranks, to_html, to_json, write_report
+from sage_fast.tools.paired import (
+    PairedEvaluation,
+    Report,
+    headline,
+    spread_over_ranks,
+    to_html,
+    to_json,
+    write_report,
+)
 from tests.browser import CHROMIUM, Browser, Page, wide_elements
 
 MakeRun = Callable[..., RunConfig]
@@ -37,23 +54,47 @@ ROOT = Path(__file__).resolve().parents[2]
 def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
     generator = torch.Generator().manual_seed(0)
     common = torch.randn(count, generator=generator, dtype=torch.float64)
-    own = 0.3 * torch.randn(count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    own = 0.3 * torch.randn(
+        count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     vq, clip = common + own[:, 0] + shift, 25 + own[:, 1] - own[:, 1].mean()
     prompts = [f"prompt <{i}> & more" for i in range(count)]
-    return Evaluation(prompts=prompts, scores={"CLIPScore": clip.tolist(), "VQ": vq.tolist()}, reward=(2 * vq).tolist())
+    return Evaluation(
+        prompts=prompts,
+        scores={"CLIPScore": clip.tolist(), "VQ": vq.tolist()},
+        reward=(2 * vq).tolist(),
+    )
 
 
-# ------------------------------------------------------------------------------------------ numbers
+# ------------------------------------------------------------------------------------------
+# numbers
 
 
 def test_a_comparison_by_hand() -> None:
-    base = Evaluation(prompts=["a", "b", "c", "d"], scores={"VQ": [0.0, 1.0, 2.0, 3.0]}, reward=[0.0, 1.0, 2.0, 3.0])
-    trained = Evaluation(prompts=base.prompts, scores={"VQ": [1.0, 3.0, 2.0, 2.0]}, reward=[1.0, 3.0, 2.0, 2.0])
+    base = Evaluation(
+        prompts=["a", "b", "c", "d"],
+        scores={"VQ": [0.0, 1.0, 2.0, 3.0]},
+        reward=[0.0, 1.0, 2.0, 3.0],
+    )
+    trained = Evaluation(
+        prompts=base.prompts,
+        scores={"VQ": [1.0, 3.0, 2.0, 2.0]},
+        reward=[1.0, 3.0, 2.0, 2.0],
+    )
     tests = paired_tests(base, trained)
     assert list(tests) == ["Reward", "VQ"] and tests["Reward"] == tests["VQ"]
     vq = tests["VQ"]
-    assert (vq.before, vq.after, vq.mean, vq.count, vq.wins, vq.ties) == (1.5, 2.0, 0.5, 4, 0.5, 0.25)
-    assert vq.stderr == pytest.approx(torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2)
+    assert (vq.before, vq.after, vq.mean, vq.count, vq.wins, vq.ties) == (
+        1.5,
+        2.0,
+        0.5,
+        4,
+        0.5,
+        0.25,
+    )
+    assert vq.stderr == pytest.approx(
+        torch.tensor([1.0, 2.0, 0.0, -1.0]).std().item() / 2
+    )
     assert vq.before_stderr == pytest.approx(torch.tensor(base.reward).std().item() / 2)
     assert -1.0 <= vq.low < 0.5 < vq.high <= 2.0 and not vq.significant
 
@@ -61,28 +102,48 @@ def test_a_comparison_by_hand() -> None:
 def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     covered = 0
     for seed in range(200):
-        noise = torch.randn(60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        test = paired_test(noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist(), resamples=500)
+        noise = torch.randn(
+            60, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
+        test = paired_test(
+            noise[:, 0].tolist(), (noise[:, 1] + 0.3).tolist(), resamples=500
+        )
         covered += test.low <= 0.3 <= test.high
     assert 0.90 <= covered / 200 <= 0.985
 
 
 def test_the_overall_of_papers_stands_beside_the_trained_reward() -> None:
-    """Table 2's row of the paper: -0.4765 - 0.2384 + 1.5216 = 0.8067, also where Setting B was trained."""
+    """Table 2's row of the paper: -0.4765 - 0.2384 + 1.5216 = 0.8067, also where
+    Setting B was trained.
+    """
     row = {"TA": 1.5216, "VQ": -0.4765, "MQ": -0.2384}
     weights = {"VQ": 0.5, "MQ": 0.5, "TA": 1.0}
     reward = sum(weights[name] * value for name, value in row.items())
-    trained = Evaluation(prompts=["a", "b"], scores={n: [v, v] for n, v in row.items()}, reward=[reward] * 2)
+    trained = Evaluation(
+        prompts=["a", "b"],
+        scores={n: [v, v] for n, v in row.items()},
+        reward=[reward] * 2,
+    )
     tests = paired_tests(trained, trained, weights=weights)
-    assert list(tests) == ["Reward", OVERALL, "VQ", "MQ", "TA"] and OVERALL == "Overall (VQ + MQ + TA)"
-    assert tests[OVERALL].after == pytest.approx(0.8067) and tests[REWARD].after == pytest.approx(1.16415)
+    assert (
+        list(tests) == ["Reward", OVERALL, "VQ", "MQ", "TA"]
+        and OVERALL == "Overall (VQ + MQ + TA)"
+    )
+    assert tests[OVERALL].after == pytest.approx(0.8067) and tests[
+        REWARD
+    ].after == pytest.approx(1.16415)
 
 
 def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss() -> None:
-    assert [spread_over_ranks([0.0, 3.0, 1.0], count) for count in (0, 2, 9)] == [[], [1, 0], [1, 2, 0]]
+    assert [spread_over_ranks([0.0, 3.0, 1.0], count) for count in (0, 2, 9)] == [
+        [],
+        [1, 0],
+        [1, 2, 0],
+    ]
 
 
-# ------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------
+# files
 
 
 @pytest.fixture
@@ -100,23 +161,39 @@ def report() -> Report:
     )
 
 
-def test_the_page_needs_nothing_but_its_videos_and_has_every_prompt(report: Report) -> None:
+def test_the_page_needs_nothing_but_its_videos_and_has_every_prompt(
+    report: Report,
+) -> None:
     page = Page(to_html(report))
-    assert page.fetched == ["base/0.mp4", "trained/0.mp4", "base/1.mp4", "trained/1.mp4"]
+    assert page.fetched == [
+        "base/0.mp4",
+        "trained/0.mp4",
+        "base/1.mp4",
+        "trained/1.mp4",
+    ]
     assert headline(report) in page.text and page.text.count("prompt <") >= 40
 
 
 @pytest.mark.parametrize("lower", [False, True], ids=["higher", "lower"])
-def test_a_score_that_falls_is_a_gain_where_lower_is_better(report: Report, lower: bool) -> None:
+def test_a_score_that_falls_is_a_gain_where_lower_is_better(
+    report: Report, lower: bool
+) -> None:
     """CLIPScore falls on every prompt."""
     base = replace(scores(1, 0.0), lower_is_better=["CLIPScore"] if lower else [])
-    trained = replace(base, scores=base.scores | {"CLIPScore": [value - 5 for value in base.scores["CLIPScore"]]})
+    trained = replace(
+        base,
+        scores=base.scores
+        | {"CLIPScore": [value - 5 for value in base.scores["CLIPScore"]]},
+    )
     tests = paired_tests(base, trained)
     clip = tests["CLIPScore"]
     assert clip.significant and clip.mean == pytest.approx(-5)
     assert (clip.wins, clip.ties, clip.lower_is_better) == (float(lower), 0.0, lower)
     page = to_html(replace(report, base=base, trained=trained, scores=tests, videos={}))
-    assert f'<td class="{"gain" if lower else "loss"}">-5 ' in page and ("CLIPScore ↓" in page) is lower
+    assert (
+        f'<td class="{"gain" if lower else "loss"}">-5 ' in page
+        and ("CLIPScore ↓" in page) is lower
+    )
     assert ("CLIPScore ↓" in format_comparison(tests)) is lower
 
 
@@ -124,27 +201,45 @@ def test_a_score_that_falls_is_a_gain_where_lower_is_better(report: Report, lowe
 def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
     """Prompts that all improve leave out zero in every resample."""
     base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
-    few = replace(report, scores=paired_tests(base, trained), base=base, trained=trained, videos={})
+    few = replace(
+        report,
+        scores=paired_tests(base, trained),
+        base=base,
+        trained=trained,
+        videos={},
+    )
     assert few.scores[REWARD].low > 0
     assert ('<td class="gain"' in to_html(few)) is enough
     assert ("too few prompts to tell" in headline(few)) is not enough
 
 
-def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(report: Report) -> None:
+def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(
+    report: Report,
+) -> None:
     tree = json.loads(json.dumps(to_json(report)))
     first = tree["per_prompt"][0]
-    assert len(tree["per_prompt"]) == 40 and first["trained"]["Reward"] == report.trained.reward[0]
+    assert (
+        len(tree["per_prompt"]) == 40
+        and first["trained"]["Reward"] == report.trained.reward[0]
+    )
     assert set(first["base"]) == {"Reward", "VQ", "CLIPScore"} == set(tree["scores"])
     scales = report.scales
     assert {"VQ", "MQ", "TA", "CLIPScore", "PickScore"} == set(scales)
     assert scales["PickScore"].factor * 19.23 == pytest.approx(0.7397, abs=1e-3)
-    assert f"{0.025 * report.scores['CLIPScore'].after:.4g}" in Page(to_html(report)).text
+    assert (
+        f"{0.025 * report.scores['CLIPScore'].after:.4g}" in Page(to_html(report)).text
+    )
     document = (ROOT / "docs/rewards.md").read_text("utf-8")
     for name, scale in scales.items():
-        assert f"`{name}`" in document and scale.here in document and scale.published in document, name
+        assert (
+            f"`{name}`" in document
+            and scale.here in document
+            and scale.published in document
+        ), name
 
 
-# ------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------------
+# the command
 
 
 DECIDES = {
@@ -167,25 +262,40 @@ DECIDES = {
 
 
 @pytest.mark.usefixtures("in_the_repository")
-def test_scores_of_other_settings_are_not_used(finished_run: Path, tmp_path: Path) -> None:
+def test_scores_of_other_settings_are_not_used(
+    finished_run: Path, tmp_path: Path
+) -> None:
     adapter = finished_run / "checkpoints/update-000002/lora"
 
     def settings(*words: str, trained: Path = adapter) -> list[str]:
         config = load_config(finished_run / "config.yaml", words)
         prompts = load_eval_prompts(config)
         paired = PairedEvaluation(
-            config=config, prompts=prompts, folder=tmp_path, trained=trained, weights={}, overwrite=False
+            config=config,
+            prompts=prompts,
+            folder=tmp_path,
+            trained=trained,
+            weights={},
+            overwrite=False,
         )
         return [json.dumps(paired._settings(model)) for model in ("base", "trained")]
 
     base, trained = settings()
     assert settings() == [base, trained] and base != trained
     found = {what: settings(word) for what, word in DECIDES.items()}
-    assert {what for what, both in found.items() if both[0] == base or both[1] == trained} == set()
+    assert {
+        what for what, both in found.items() if both[0] == base or both[1] == trained
+    } == set()
     assert len({one for both in found.values() for one in both}) == 2 * len(DECIDES)
     # Other weights are those of one of the models.
-    others = [settings(trained=adapter.parents[1] / "update-000001/lora"), settings(f"--model.adapter={adapter}")]
-    assert [[one == base, other == trained] for one, other in others] == [[True, False], [False, True]]
+    others = [
+        settings(trained=adapter.parents[1] / "update-000001/lora"),
+        settings(f"--model.adapter={adapter}"),
+    ]
+    assert [[one == base, other == trained] for one, other in others] == [
+        [True, False],
+        [False, True],
+    ]
 
 
 def test_a_reward_draws_by_the_seed_of_the_evaluation(
@@ -205,18 +315,48 @@ def test_a_reward_draws_by_the_seed_of_the_evaluation(
 
 
 def test_evaluate_writes_everything_and_does_not_repeat_itself(
-    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     output = tmp_path / "scores"
-    command = ["evaluate", str(finished_run), "--output_dir", str(output), "--num-videos", "2", "--resamples", "200"]
+    command = [
+        "evaluate",
+        str(finished_run),
+        "--output_dir",
+        str(output),
+        "--num-videos",
+        "2",
+        "--resamples",
+        "200",
+    ]
     assert main(command) == 0
-    names = {"after.json", "base", "before.json", "contact_sheet.png", "evaluation.html", "evaluation.json", "trained"}
+    names = {
+        "after.json",
+        "base",
+        "before.json",
+        "contact_sheet.png",
+        "evaluation.html",
+        "evaluation.json",
+        "trained",
+    }
     assert {p.name for p in output.iterdir()} == names
-    assert len(list((output / "base").glob("*.mp4"))) == len(list((output / "trained").glob("*.mp4"))) == 4
+    assert (
+        len(list((output / "base").glob("*.mp4")))
+        == len(list((output / "trained").glob("*.mp4")))
+        == 4
+    )
     printed = capsys.readouterr().out
-    assert "4 prompts, same noise" in printed and "Overall" in printed and "in s.e." in printed
+    assert (
+        "4 prompts, same noise" in printed
+        and "Overall" in printed
+        and "in s.e." in printed
+    )
     tree = json.loads((output / "evaluation.json").read_text())
-    assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith("update-000002")
+    assert tree["resamples"] == 200 and tree["settings"]["trained"].endswith(
+        "update-000002"
+    )
     reward = json.loads((output / "after.json").read_text())["reward"]
     assert tree["scores"]["Reward"]["after"] == pytest.approx(sum(reward) / 4)
 
@@ -225,62 +365,117 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
         raise AssertionError("the model was loaded again")
 
     settings = (output / "base/settings.json").read_text()
-    adapter = ["--lora", str(finished_run / "checkpoints/update-000002/lora"), "--model.vae_dtype=bfloat16"]
+    adapter = [
+        "--lora",
+        str(finished_run / "checkpoints/update-000002/lora"),
+        "--model.vae_dtype=bfloat16",
+    ]
     with monkeypatch.context() as patch:
         patch.setattr("sage_fast.tools.paired.load_generator", refuse)
         assert main([*command, "--num-videos", "4"]) == 0
         # What changes the scores is evaluated again.
-        for other in (["--evaluation.num_steps=3"], ["--evaluation.height=24"], adapter):
+        for other in (
+            ["--evaluation.num_steps=3"],
+            ["--evaluation.height=24"],
+            adapter,
+        ):
             (output / "base/settings.json").write_text(settings)
             with pytest.raises(AssertionError, match="loaded again"):
                 main([*command, *other])
-    assert not (output / "base/settings.json").exists(), "half of an evaluation must not pass for one"
+    assert not (output / "base/settings.json").exists(), (
+        "half of an evaluation must not pass for one"
+    )
     assert main(command) == 0
 
 
 def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, adapter = tmp_path / "scores", finished_run / "checkpoints/update-000002/lora"
+    output, adapter = (
+        tmp_path / "scores",
+        finished_run / "checkpoints/update-000002/lora",
+    )
     (tmp_path / "brightness_of_report.py").write_text(
         "class Brightness:\n"
         "    def __init__(self, fps, device):\n"
-        "        assert (fps, device) == (4, 'cpu'), 'those of the run, as in its training'\n"
+        "        assert (fps, device) == (4, 'cpu'), 'those of the run, as in its "
+        "training'\n"
         "    def score(self, videos, prompts):\n"
         "        return {'brightness': videos.float().mean((1, 2, 3, 4))}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     size = ["--evaluation.height=24", "--evaluation.width=32"]
     more = ["--lora", str(adapter), "--rewards", "brightness_of_report:Brightness"]
-    assert main(["evaluate", str(finished_run), "--output_dir", str(output), *size, *more]) == 0
+    assert (
+        main(["evaluate", str(finished_run), "--output_dir", str(output), *size, *more])
+        == 0
+    )
     tree = json.loads((output / "evaluation.json").read_text())
     assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
     video = next((output / "trained").glob("*.mp4"))
-    assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), "small videos are enlarged"
+    assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), (
+        "small videos are enlarged"
+    )
     # The adapter of the checkpoint is the checkpoint.
-    assert main(["evaluate", str(finished_run), "--output_dir", str(tmp_path / "other"), *size]) == 0
+    assert (
+        main(
+            [
+                "evaluate",
+                str(finished_run),
+                "--output_dir",
+                str(tmp_path / "other"),
+                *size,
+            ]
+        )
+        == 0
+    )
     by_checkpoint = json.loads((tmp_path / "other/after.json").read_text())["reward"]
-    assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(by_checkpoint, abs=1e-6)
+    assert json.loads((output / "after.json").read_text())["reward"] == pytest.approx(
+        by_checkpoint, abs=1e-6
+    )
 
 
 def test_before_is_the_model_that_the_run_started_from(
-    finished_run: Path, tiny_run: Callable[..., RunConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    finished_run: Path,
+    tiny_run: Callable[..., RunConfig],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """To every digit; with `model.adapter`, whose scale is not the run's, it is not the model of `model.path`."""
-    adapter = shutil.copytree(finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter")
+    """To every digit; with `model.adapter`, whose scale is not the run's, it is not the
+    model of `model.path`.
+    """
+    adapter = shutil.copytree(
+        finished_run / "checkpoints/update-000002/lora", tmp_path / "adapter"
+    )
     file = adapter / ADAPTER_FILE
-    save_file({k: 50 * v + 0.03 * ("_B" in k) for k, v in load_file(file).items()}, file, metadata=read_metadata(file))
-    config = tiny_run(f"--model.adapter={adapter}", "--lora.alpha=3", "--optimizer.learning_rate=0.01")
+    save_file(
+        {k: 50 * v + 0.03 * ("_B" in k) for k, v in load_file(file).items()},
+        file,
+        metadata=read_metadata(file),
+    )
+    config = tiny_run(
+        f"--model.adapter={adapter}", "--lora.alpha=3", "--optimizer.learning_rate=0.01"
+    )
     Run(config).train()
-    before, after = (Evaluation.load(tmp_path / f"run/evaluation/update-00000{n}.json") for n in (0, 2))
+    before, after = (
+        Evaluation.load(tmp_path / f"run/evaluation/update-00000{n}.json")
+        for n in (0, 2)
+    )
     report = evaluate(config, tmp_path / "scores", resamples=100, num_videos=0)
     assert (report.base, report.trained) == (before, after) and before != after
     alone = replace(config, model=replace(config.model, adapter=None))
-    assert evaluate(alone, tmp_path / "alone", resamples=100, num_videos=0).base.reward != before.reward
+    assert (
+        evaluate(alone, tmp_path / "alone", resamples=100, num_videos=0).base.reward
+        != before.reward
+    )
     # `--lora` replaces the run's adapter, and `none` leaves it.
     lora = tmp_path / "run/checkpoints/update-000002/lora"
-    again = evaluate(config, tmp_path / "scores", lora=lora, resamples=100, num_videos=0)
-    assert again.base == before and again.trained.reward == pytest.approx(after.reward, abs=1e-5)
+    again = evaluate(
+        config, tmp_path / "scores", lora=lora, resamples=100, num_videos=0
+    )
+    assert again.base == before and again.trained.reward == pytest.approx(
+        after.reward, abs=1e-5
+    )
     generate(config, "a red circle", tmp_path / "videos", checkpoint="none")
     digest = weights_digest(adapter)[:12]
     assert f"adapter ({digest})" in (tmp_path / "videos/generation.json").read_text()
@@ -291,13 +486,17 @@ def test_before_is_the_model_that_the_run_started_from(
     # Another adapter at the same path is another model.
     save_file(load_file(lora / ADAPTER_FILE), file, metadata=read_metadata(file))
     caplog.clear()
-    assert evaluate(config, tmp_path / "scores", resamples=100, num_videos=0).base.reward != before.reward
+    assert (
+        evaluate(config, tmp_path / "scores", resamples=100, num_videos=0).base.reward
+        != before.reward
+    )
     with pytest.raises(ConfigError, match=r"is in the way.*weights"):
         generate(config, "a red circle", tmp_path / "videos", checkpoint="none")
     shutil.rmtree(adapter)
     with pytest.raises(ConfigError, match=r"model\.adapter: There is no adapter"):
         evaluate(config, tmp_path / "scores")
-    generate(config, "a red circle", tmp_path / "by_checkpoint")  # which holds what became of it
+    # which holds what became of it
+    generate(config, "a red circle", tmp_path / "by_checkpoint")
     (check,) = [check for check in examine_deeply(config) if check.status == "failed"]
     assert check.name == "model" and "There is no adapter" in check.detail
 
@@ -309,12 +508,23 @@ def read_metadata(file: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
-def test_a_browser_shows_the_page_with_its_videos(report: Report, tmp_path: Path) -> None:
-    for path in (tmp_path / model / name for model in ("base", "trained") for name in report.videos.values()):
-        video_files.write_video(path, torch.randint(256, (5, 3, 16, 24), dtype=torch.uint8), 4)
+def test_a_browser_shows_the_page_with_its_videos(
+    report: Report, tmp_path: Path
+) -> None:
+    for path in (
+        tmp_path / model / name
+        for model in ("base", "trained")
+        for name in report.videos.values()
+    ):
+        video_files.write_video(
+            path, torch.randint(256, (5, 3, 16, 24), dtype=torch.uint8), 4
+        )
     write_report(tmp_path, report)
     with Browser(tmp_path / "profile") as browser:
         for width in (1280, 400):
             browser.open(tmp_path / "evaluation.html", width=width)
-            browser.wait_for("[...document.querySelectorAll('video')].every(video => video.readyState >= 2)")
+            browser.wait_for(
+                "[...document.querySelectorAll('video')].every(video => "
+                "video.readyState >= 2)"
+            )
             assert not wide_elements(browser) and not browser.complaints

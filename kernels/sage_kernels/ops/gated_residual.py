@@ -1,10 +1,12 @@
 """Gated residual: out = x + gate * y, the gate per sample.
 
-Source: DiT (arXiv 2212.09748), section 3.2; `HunyuanVideo15TransformerBlock.forward` in diffusers.
+Source: DiT (arXiv 2212.09748), section 3.2; `HunyuanVideo15TransformerBlock.forward` in
+diffusers.
 
-Gradients: dx = g itself (no kernel), dy = gate * g, dgate = sum over tokens of g * y. A program owns a range of a
-sample's tokens and keeps its part of dgate in registers; a second stage adds the programs' parts in a fixed order.
-Where the gate needs no gradient (frozen modulation), y is neither saved nor read.
+Gradients: dx = g itself (no kernel), dy = gate * g, dgate = sum over tokens of g * y. A
+program owns a range of a sample's tokens and keeps its part of dgate in registers; a
+second stage adds the programs' parts in a fixed order. Where the gate needs no gradient
+(frozen modulation), y is neither saved nor read.
 
 Shapes: B batch, N tokens, D width, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
@@ -21,12 +23,21 @@ from torch import Tensor
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import operator
-from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.launch import (
+    Launch,
+    LaunchTable,
+    cdiv,
+    launch,
+    next_power_of_2,
+    split_tokens,
+)
 from sage_kernels.ops import adaln
 from sage_kernels.registry import Case, OpSpec, nbytes
 
 # With 4 warps, the compiler for B100 spills two registers of the float16 kernel.
-FORWARD_LAUNCH = adaln.FORWARD_LAUNCH.with_row(2048, Launch(num_warps=8, rows=4), (10, 0))
+FORWARD_LAUNCH = adaln.FORWARD_LAUNCH.with_row(
+    2048, Launch(num_warps=8, rows=4), (10, 0)
+)
 BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 2, 1))
 
 
@@ -46,16 +57,24 @@ def gated_residual_forward_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, b) writes tokens i * ROWS ... of sample b; the gate stays in registers between them."""
+    """Program (i, b) writes tokens i * ROWS ... of sample b; the gate stays in
+    registers between them.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_first = tl.program_id(0).to(tl.int64) * ROWS
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
+        tl.float32
+    )
     for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
         i_n = i_first + i
-        x = tl.load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
-        y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        x = tl.load(
+            x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0
+        ).to(tl.float32)
+        y = tl.load(
+            y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
+        ).to(tl.float32)
         out = narrow(x + gate * y, out_ptr.dtype.element_ty)
         tl.store(out_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, out, mask=m_d)
 
@@ -77,24 +96,36 @@ def gated_residual_backward_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sum over them where wanted."""
+    """Program (p, b) handles tokens_per_program tokens of sample b and leaves its sum
+    over them where wanted.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
+        tl.float32
+    )
     dgate = tl.zeros([BLOCK], tl.float32)
     i_first = i_p * tokens_per_program
     for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
         i_n = i_first + i
-        grad = tl.load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+        grad = tl.load(
+            grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d,
+            mask=m_d,
+            other=0.0,
+        ).to(tl.float32)
         if sums_ptr is not None:
-            y = tl.load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0).to(tl.float32)
+            y = tl.load(
+                y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
+            ).to(tl.float32)
             dgate += grad * y
         dy = narrow(grad * gate, dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, dy, mask=m_d)
     if sums_ptr is not None:
-        tl.store(sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d)
+        tl.store(
+            sums_ptr + (i_b * tl.num_programs(0) + i_p) * WIDTH + o_d, dgate, mask=m_d
+        )
 
 
 def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
@@ -115,7 +146,9 @@ def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def launch_backward(
+    grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Run the backward kernel; arguments and results as `gated_residual_backward`."""
     grad, gate = common.dense_rows(grad), common.dense_rows(gate)
     batch, tokens, width = grad.shape
@@ -125,17 +158,25 @@ def launch_backward(grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch
     sums = None
     if y is not None:
         y = common.dense_rows(y)
-        sums = common.empty((batch, programs, width), dtype=torch.float32, device=grad.device)
+        sums = common.empty(
+            (batch, programs, width), dtype=torch.float32, device=grad.device
+        )
     launch(
         gated_residual_backward_kernel,
         (programs, batch),
         *(grad, y, gate, dy, sums, tokens, each),
-        *(*grad.stride()[:2], *((0, 0) if y is None else y.stride()[:2]), gate.stride(0)),
+        *(
+            *grad.stride()[:2],
+            *((0, 0) if y is None else y.stride()[:2]),
+            gate.stride(0),
+        ),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         settings=settings,
     )
-    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(gate.dtype, copy=True)
+    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(
+        gate.dtype, copy=True
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -151,7 +192,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gated_residual_backward = operator(
-    "gated_residual_backward(Tensor grad, Tensor? y, Tensor gate, ScalarType y_dtype) -> (Tensor, Tensor)",
+    "gated_residual_backward(Tensor grad, Tensor? y, Tensor gate, ScalarType y_dtype) "
+    "-> (Tensor, Tensor)",
     launcher=launch_backward,
     reference=reference.gated_residual_backward,
 )
@@ -200,7 +242,10 @@ SPEC = OpSpec(
     differentiable=("x", "y", "gate"),
     test_cases=adaln.MODULATION_TEST_CASES,
     bench_cases=(
-        *(Case(id=id, shape=shape, frozen=("gate",)) for id, shape in adaln.MODULATION_SHAPES.items()),
+        *(
+            Case(id=id, shape=shape, frozen=("gate",))
+            for id, shape in adaln.MODULATION_SHAPES.items()
+        ),
         Case(id="B, modulation trained", shape=adaln.MODULATION_SHAPES["B"]),
     ),
     wide_cases=(Case(id="width 3072", shape=adaln.MODULATION_WIDE_SHAPE),),

@@ -1,16 +1,21 @@
-"""GELU in its tanh form: y = 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3).
+"""GELU in its tanh form: y = 0.5 x (1 + tanh(u)) = x sigmoid(2 u), u = sqrt(2/pi) (x +
+0.044715 x^3).
 
-The kernels compute y = x / (1 + 2^p), p = -2 u log2(e) = x (c1 + c2 x^2), in the fewest instructions.
+The kernels compute y = x / (1 + 2^p), p = -2 u log2(e) = x (c1 + c2 x^2), in the fewest
+instructions.
 
-Source: Hendrycks and Gimpel (arXiv 1606.08415), section 2; `torch.nn.functional.gelu(approximate="tanh")`.
-The sigmoid form loses no digits where tanh(u) is near -1, and runs in Triton's interpreter, which has no tanh.
+Source: Hendrycks and Gimpel (arXiv 1606.08415), section 2;
+`torch.nn.functional.gelu(approximate="tanh")`. The sigmoid form loses no digits where
+tanh(u) is near -1, and runs in Triton's interpreter, which has no tanh.
 
-Gradient: dx = g (s + 2 x s (1 - s) u'), with s = sigmoid(2 u) and u' = sqrt(2/pi) (1 + 3 * 0.044715 x^2). The
-backward pass can return y as well, for a caller that recomputes activations and needs y for the next layer's weights.
+Gradient: dx = g (s + 2 x s (1 - s) u'), with s = sigmoid(2 u) and u' = sqrt(2/pi) (1 +
+3 * 0.044715 x^2). The backward pass can return y as well, for a caller that recomputes
+activations and needs y for the next layer's weights.
 
-`linear_gelu_tanh` is the other route: the matrix product with the GELU in its epilogue, where the activation costs no
-memory traffic at all. cuBLASLt keeps no pre-activation for a backward pass through PyTorch, so it serves where nothing
-needs a gradient: rollouts and anchor passes.
+`linear_gelu_tanh` is the other route: the matrix product with the GELU in its epilogue,
+where the activation costs no memory traffic at all. cuBLASLt keeps no pre-activation
+for a backward pass through PyTorch, so it serves where nothing needs a gradient:
+rollouts and anchor passes.
 
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
@@ -37,7 +42,9 @@ LN_2 = tl.constexpr(math.log(2))
 FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048
 """Elements of a program."""
 LAUNCH = Launch(num_warps=4)
-"""32 and 16 elements a thread share the instructions that do not depend on their number."""
+"""32 and 16 elements a thread share the instructions that do not depend on their
+number.
+"""
 
 
 @triton.jit
@@ -51,8 +58,12 @@ def gelu_tanh_forward_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gelu_tanh_backward_kernel(grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.constexpr):
-    """Program i handles elements i * BLOCK ... of contiguous tensors; out_ptr may be None."""
+def gelu_tanh_backward_kernel(
+    grad_ptr, x_ptr, dx_ptr, out_ptr, size, BLOCK: tl.constexpr
+):
+    """Program i handles elements i * BLOCK ... of contiguous tensors; out_ptr may be
+    None.
+    """
     o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_e = o_e < size
     grad = tl.load(grad_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
@@ -71,27 +82,54 @@ def launch_forward(x: Tensor) -> Tensor:
     x = x.contiguous()
     out = common.empty_like(x)
     grid = (cdiv(x.numel(), FORWARD_BLOCK),)
-    launch(gelu_tanh_forward_kernel, grid, x, out, x.numel(), BLOCK=FORWARD_BLOCK, settings=LAUNCH)
+    launch(
+        gelu_tanh_forward_kernel,
+        grid,
+        x,
+        out,
+        x.numel(),
+        BLOCK=FORWARD_BLOCK,
+        settings=LAUNCH,
+    )
     return out
 
 
-def launch_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
-    """Run the backward kernel; grad and x of one shape. Returns dx, and y where `output` asks for it (else empty)."""
+def launch_backward(
+    grad: Tensor, x: Tensor, output: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run the backward kernel; grad and x of one shape. Returns dx, and y where
+    `output` asks for it (else empty).
+    """
     grad, x = grad.contiguous(), x.contiguous()
     dx = common.empty_like(x)
     out = common.empty_like(x) if output else None
     grid = (cdiv(x.numel(), BACKWARD_BLOCK),)
-    launch(gelu_tanh_backward_kernel, grid, grad, x, dx, out, x.numel(), BLOCK=BACKWARD_BLOCK, settings=LAUNCH)
+    launch(
+        gelu_tanh_backward_kernel,
+        grid,
+        grad,
+        x,
+        dx,
+        out,
+        x.numel(),
+        BLOCK=BACKWARD_BLOCK,
+        settings=LAUNCH,
+    )
     return dx, x.new_empty(0) if out is None else out
 
 
 def launch_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Run the matrix product with the GELU in its epilogue; arguments and result as `linear_gelu_tanh`."""
+    """Run the matrix product with the GELU in its epilogue; arguments and result as
+    `linear_gelu_tanh`.
+    """
     if x.device.type == "cpu":
-        # There the PyTorch function below applies the erf form of GELU, another function.
+        # There the PyTorch function below applies the erf form of GELU, another
+        # function.
         return launch_forward(F.linear(x, weight, bias))
     *shape, width = x.shape  # one row has no dimension to flatten
-    rows = torch.ops.aten._addmm_activation(bias, x.reshape(math.prod(shape), width), weight.t(), use_gelu=True)
+    rows = torch.ops.aten._addmm_activation(
+        bias, x.reshape(math.prod(shape), width), weight.t(), use_gelu=True
+    )
     return rows.view(*shape, weight.shape[0])
 
 
@@ -126,20 +164,24 @@ def gelu_tanh(x: Tensor) -> Tensor:
 
 
 @register_flop_formula(torch.ops.aten._addmm_activation)
-def _linear_flops(bias_shape, rows_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
+def _linear_flops(
+    bias_shape, rows_shape, weight_shape, *args, out_shape=None, **kwargs
+) -> int:
     """torch counts `addmm`, not its variant with an activation."""
     return 2 * rows_shape[0] * rows_shape[1] * weight_shape[1]
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu_tanh(x @ weight.T + bias), in the epilogue of the matrix product where no gradient is needed on CUDA.
+    """gelu_tanh(x @ weight.T + bias), in the epilogue of the matrix product where no
+    gradient is needed on CUDA.
 
     Args:
         x: (..., K) float32, bfloat16 or float16.
         weight: (M, K), bias: (M,), both in x's dtype, as torch.nn.Linear has them.
 
     Returns:
-        (..., M) in x's dtype. With a gradient to come, or on a CPU: torch's linear, then `gelu_tanh`.
+        (..., M) in x's dtype. With a gradient to come, or on a CPU: torch's linear,
+        then `gelu_tanh`.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, tensors on several devices.
@@ -149,26 +191,41 @@ def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     common.check_shape("linear_gelu_tanh", "bias", bias, weight.shape[:1], "(M,)")
     if x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            f"linear_gelu_tanh: x has shape {tuple(x.shape)}; its last dimension must be K = {weight.shape[1]}, "
+            f"linear_gelu_tanh: x has shape {tuple(x.shape)}; its last dimension must "
+            f"be K = {weight.shape[1]}, "
             "the columns of weight"
         )
     if not x.dtype == weight.dtype == bias.dtype:
         raise ValueError(
-            f"linear_gelu_tanh: x, weight and bias have dtypes {x.dtype}, {weight.dtype} and {bias.dtype}; "
+            f"linear_gelu_tanh: x, weight and bias have dtypes {x.dtype}, "
+            f"{weight.dtype} and {bias.dtype}; "
             "they must be equal, as for torch.nn.functional.linear"
         )
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, weight, bias))
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (x, weight, bias)
+    )
     if needs_gradient or x.device.type == "cpu":
         return gelu_tanh(F.linear(x, weight, bias))
     return launch_linear(x, weight, bias)
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    x = random_tensor(*case.shape.values(), dtype=dtype, device=device, generator=generator, strided=case.strided)
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: Device, generator: Generator | None
+) -> Inputs:
+    x = random_tensor(
+        *case.shape.values(),
+        dtype=dtype,
+        device=device,
+        generator=generator,
+        strided=case.strided,
+    )
     return {"x": x if generator is None else x * 3}
 
 
-_SHAPES = {"A": {"batch": 1, "tokens": 18018, "width": 8192}, "B": {"batch": 1, "tokens": 32760, "width": 8192}}
+_SHAPES = {
+    "A": {"batch": 1, "tokens": 18018, "width": 8192},
+    "B": {"batch": 1, "tokens": 32760, "width": 8192},
+}
 
 SPEC = OpSpec(
     name="gelu_tanh",
@@ -185,7 +242,10 @@ SPEC = OpSpec(
         Case(id="several-blocks", shape={"elements": 5000}),
     ),
     bench_cases=(
-        *(Case(id=id, shape=shape, backward={"output": True}) for id, shape in _SHAPES.items()),
+        *(
+            Case(id=id, shape=shape, backward={"output": True})
+            for id, shape in _SHAPES.items()
+        ),
         Case(id="B, second layer frozen", shape=_SHAPES["B"]),
     ),
     letters=lambda i: {"S": nbytes(i["x"])},

@@ -1,19 +1,22 @@
-"""RMSNorm of queries and keys over all heads of a token, and rotary embedding of both where there are tables.
+"""RMSNorm of queries and keys over all heads of a token, and rotary embedding of both
+where there are tables.
 
     out[n] = R(n) (w * x / sqrt(mean(x^2) + eps)),   the mean over the H * D numbers of a token
 
-R(n) turns every interleaved pair (2i, 2i + 1) of every head: (e, o) -> (e cos - o sin, o cos + e sin). Without tables
-it is left out, and there may be another number of keys than of queries, as in attention over a text.
+R(n) turns every interleaved pair (2i, 2i + 1) of every head: (e, o) -> (e cos - o sin,
+o cos + e sin). Without tables it is left out, and there may be another number of keys
+than of queries, as in attention over a text.
 
-Source: RoFormer (arXiv 2104.09864), section 3.4; `WanAttnProcessor` in diffusers (`rms_norm_across_heads`), here
-without its roundings between the steps.
+Source: RoFormer (arXiv 2104.09864), section 3.4; `WanAttnProcessor` in diffusers
+(`rms_norm_across_heads`), here without its roundings between the steps.
 
 With n = x * rstd, g = dL/dout, p = R(n)^T g and h = p * w, the gradients are
 
     dx = rstd * (h - n * mean(h * n)),   dw = sum over tokens of p * n;   cos and sin get none
 
-One launch serves queries and keys, and reads cos and sin once for both and for all heads. Sums over tokens are taken in
-two stages without atomics, as in adaln, and not at all where no weight needs a gradient.
+One launch serves queries and keys, and reads cos and sin once for both and for all
+heads. Sums over tokens are taken in two stages without atomics, as in adaln, and not at
+all where no weight needs a gradient.
 
 Shapes: B batch, N queries, M keys, H heads, D head dim, P programs of a sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
@@ -31,7 +34,14 @@ from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import LaunchTable, cdiv, launch, split_tokens
-from sage_kernels.ops.qk_norm_rope import blocks_of, dense_tokens, draw_heads, quarter_turn, save_tensors, strides
+from sage_kernels.ops.qk_norm_rope import (
+    blocks_of,
+    dense_tokens,
+    draw_heads,
+    quarter_turn,
+    save_tensors,
+    strides,
+)
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 WEIGHTS = ("q_weight", "k_weight")
@@ -45,7 +55,9 @@ FROZEN_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(3, 1, 1))
 
 @triton.jit
 def token_rstd(x, eps, WIDTH: tl.constexpr):
-    """1 / root mean square of a whole tile, which holds zeros beyond its WIDTH elements."""
+    """1 / root mean square of a whole tile, which holds zeros beyond its WIDTH
+    elements.
+    """
     return tl.math.rsqrt(tl.sum(tl.sum(x * x, 1), 0) / WIDTH + eps)
 
 
@@ -55,7 +67,9 @@ def token_norm_backward(grad, x, weight, eps, WIDTH: tl.constexpr):
     rstd = token_rstd(x, eps, WIDTH)
     normed = x * rstd
     inner = grad * weight
-    return rstd * (inner - normed * (tl.sum(tl.sum(inner * normed, 1), 0) / WIDTH)), grad * normed
+    return rstd * (
+        inner - normed * (tl.sum(tl.sum(inner * normed, 1), 0) / WIDTH)
+    ), grad * normed
 
 
 @triton.jit
@@ -81,7 +95,9 @@ def qk_norm_across_heads_forward_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, b) writes queries and keys i * ROWS ... of sample b, as far as there are any."""
+    """Program (i, b) writes queries and keys i * ROWS ... of sample b, as far as there
+    are any.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_first = tl.program_id(0).to(tl.int64) * ROWS
     o_h = tl.arange(0, BLOCK_H)[:, None]
@@ -95,11 +111,19 @@ def qk_norm_across_heads_forward_kernel(
         i_n = i_first + i
         m_q = (o_h < tl.where(i_n < num_q, HEADS, 0)) & m_d
         m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
-        q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0).to(tl.float32)
+        q = tl.load(
+            q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0
+        ).to(tl.float32)
+        k = tl.load(
+            k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0
+        ).to(tl.float32)
         if cos_ptr is not None:
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
         q = q * token_rstd(q, eps, HEADS * HEAD_DIM) * q_weight
         k = k * token_rstd(k, eps, HEADS * HEAD_DIM) * k_weight
         if cos_ptr is not None:
@@ -123,7 +147,9 @@ def qk_norm_across_heads_backward_kernel(
     sin_ptr,  # (N, D), contiguous; None likewise
     dq_ptr,  # (B, N, H, D), contiguous
     dk_ptr,  # (B, M, H, D), contiguous
-    sums_ptr,  # (B, P, 2, H * D) float32: dw of queries and keys of every program; None for no sums
+    # (B, P, 2, H * D) float32: dw of queries and keys of every program; None for no
+    # sums
+    sums_ptr,
     num_q,
     num_k,
     tokens_per_program,
@@ -141,7 +167,9 @@ def qk_norm_across_heads_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (p, b) handles a range of queries and keys of sample b and leaves its sums where wanted."""
+    """Program (p, b) handles a range of queries and keys of sample b and leaves its
+    sums where wanted.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)[:, None]
@@ -152,7 +180,9 @@ def qk_norm_across_heads_backward_kernel(
     dq_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     dk_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     i_first = i_p * tokens_per_program
-    for i in range(0, tl.minimum(tokens_per_program, tl.maximum(num_q, num_k) - i_first)):
+    for i in range(
+        0, tl.minimum(tokens_per_program, tl.maximum(num_q, num_k) - i_first)
+    ):
         i_n = i_first + i
         m_q = (o_h < tl.where(i_n < num_q, HEADS, 0)) & m_d
         m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
@@ -160,15 +190,23 @@ def qk_norm_across_heads_backward_kernel(
         p_grad_k = grad_k_ptr + i_b * grad_k_stride_b + i_n * grad_k_stride_n
         grad_q = tl.load(p_grad_q + o_hd, mask=m_q, other=0.0).to(tl.float32)
         grad_k = tl.load(p_grad_k + o_hd, mask=m_k, other=0.0).to(tl.float32)
-        q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0).to(tl.float32)
-        k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0).to(tl.float32)
+        q = tl.load(
+            q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0
+        ).to(tl.float32)
+        k = tl.load(
+            k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0
+        ).to(tl.float32)
         if cos_ptr is not None:
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
             # The transpose of a quarter turn is the turn backwards.
             grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
-        # Queries before keys, and weights from the first-level cache every time: all at once take more registers than
-        # there are for two programs.
+        # Queries before keys, and weights from the first-level cache every time: all at
+        # once take more registers than there are for two programs.
         q_weight = tl.load(q_weight_ptr + o_hd, mask=m_hd, other=0.0).to(tl.float32)
         dq, part = token_norm_backward(grad_q, q, q_weight, eps, HEADS * HEAD_DIM)
         if sums_ptr is not None:
@@ -184,12 +222,16 @@ def qk_norm_across_heads_backward_kernel(
         o_k = (i_b * num_k + i_n) * HEADS * HEAD_DIM + o_hd
         tl.store(dk_ptr + o_k, narrow(dk, dk_ptr.dtype.element_ty), mask=m_k)
     if sums_ptr is not None:
-        p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEADS * HEAD_DIM + o_hd
+        p_sums = (
+            sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEADS * HEAD_DIM + o_hd
+        )
         tl.store(p_sums, dq_weight, mask=m_hd)
         tl.store(p_sums + HEADS * HEAD_DIM, dk_weight, mask=m_hd)
 
 
-def launch_forward(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_across_heads`."""
     cos, sin, eps = rest
     q, k = dense_tokens(q), dense_tokens(k)
@@ -208,17 +250,25 @@ def launch_forward(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, *re
     return q_out, k_out
 
 
-def launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, *rest) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the backward kernel; arguments and results as `qk_norm_across_heads_backward`."""
+def launch_backward(
+    grad_q, grad_k, q, k, q_weight, k_weight, *rest
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the backward kernel; arguments and results as
+    `qk_norm_across_heads_backward`.
+    """
     cos, sin, eps, weight_gradients = rest
     tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k)]
     (batch, num_q, heads, head_dim), num_k = q.shape, k.shape[1]
     dq, dk = common.empty_like(q), common.empty_like(k)
-    settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(heads * head_dim, q.device)
+    settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(
+        heads * head_dim, q.device
+    )
     programs, each = split_tokens(max(num_q, num_k), batch, settings, q.device)
     sums = None
     if weight_gradients:
-        sums = common.empty((batch, programs, 2, heads * head_dim), dtype=torch.float32, device=q.device)
+        sums = common.empty(
+            (batch, programs, 2, heads * head_dim), dtype=torch.float32, device=q.device
+        )
     launch(
         qk_norm_across_heads_backward_kernel,
         (programs, batch),
@@ -230,7 +280,12 @@ def launch_backward(grad_q, grad_k, q, k, q_weight, k_weight, *rest) -> tuple[Te
     if sums is None:
         return dq, dk, q_weight.new_empty(0), k_weight.new_empty(0)
     dq_weight, dk_weight = sums.sum((0, 1))
-    return dq, dk, dq_weight.to(q_weight.dtype, copy=True), dk_weight.to(k_weight.dtype, copy=True)
+    return (
+        dq,
+        dk,
+        dq_weight.to(q_weight.dtype, copy=True),
+        dk_weight.to(k_weight.dtype, copy=True),
+    )
 
 
 def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,7 +295,10 @@ def _backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor | None, 
     return dq, dk, *(weights if needs else (None, None)), None, None, None
 
 
-_ARGUMENTS = "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? cos, Tensor? sin, float eps"
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, Tensor? cos, Tensor? sin, "
+    "float eps"
+)
 qk_norm_across_heads_backward = operator(
     f"""qk_norm_across_heads_backward(Tensor grad_q, Tensor grad_k, {_ARGUMENTS}, bool weight_gradients)
     -> (Tensor, Tensor, Tensor, Tensor)""",
@@ -265,68 +323,114 @@ def qk_norm_across_heads(
     sin: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys normalised over all heads of a token and, where there are tables, rotated.
+    """Queries and keys normalised over all heads of a token and, where there are
+    tables, rotated.
 
     Args:
-        q: (B, N, H, D) float32, bfloat16 or float16. Tokens may be strided, as slices of a fused projection are.
-        k: (B, M, H, D).
+        q: (B, N, H, D) float32, bfloat16 or float16. Tokens may be strided, as slices
+            of a fused projection are. k: (B, M, H, D).
         q_weight: (H * D,) RMSNorm weight of the queries.
         k_weight: (H * D,)
-        cos: (N, D) cosines of the rotary angles, each twice in a row for its pair; D is even, and M is N. None: no
-            token is rotated. No gradient flows into cos and sin.
+        cos: (N, D) cosines of the rotary angles, each twice in a row for its pair; D is
+            even, and M is N. None: no token is rotated. No gradient flows into cos and
+            sin.
         sin: (N, D) sines, or None.
         eps: added to the mean square.
 
     Returns:
-        Queries (B, N, H, D) and keys (B, M, H, D), contiguous, in the dtypes of q and k. Computed in float32, rounded
-        once.
+        Queries (B, N, H, D) and keys (B, M, H, D), contiguous, in the dtypes of q and
+        k. Computed in float32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit, odd D, another dtype, tensors on several devices, eps <= 0.
+        ValueError: shapes that do not fit, odd D, another dtype, tensors on several
+            devices, eps <= 0.
     """
     op = "qk_norm_across_heads"
-    tensors = {"q": q, "k": k, "q_weight": q_weight, "k_weight": k_weight, "cos": cos, "sin": sin}
+    tensors = {
+        "q": q,
+        "k": k,
+        "q_weight": q_weight,
+        "k_weight": k_weight,
+        "cos": cos,
+        "sin": sin,
+    }
     common.check_tensors(op, tensors, optional=("cos", "sin"))
     common.check_ndim(op, "q", q, "(B, N, H, D)")
     common.check_ndim(op, "k", k, "(B, M, H, D)")
     batch, num_q, heads, head_dim = q.shape
-    common.check_shape(op, "k", k, (batch, k.shape[1] if cos is None else num_q, heads, head_dim), "(B, M, H, D)")
+    common.check_shape(
+        op,
+        "k",
+        k,
+        (batch, k.shape[1] if cos is None else num_q, heads, head_dim),
+        "(B, M, H, D)",
+    )
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         common.check_shape(op, name, weight, (heads * head_dim,), "(H * D,)")
     if (cos is None) != (sin is None):
-        raise ValueError(f"{op}: one of cos and sin is None; give both, or none for no rotation")
+        raise ValueError(
+            f"{op}: one of cos and sin is None; give both, or none for no rotation"
+        )
     if cos is not None and sin is not None:
         if head_dim % 2:
-            raise ValueError(f"{op}: the head dim of q is {head_dim}; it must be even, pairs are turned")
+            raise ValueError(
+                f"{op}: the head dim of q is {head_dim}; it must be even, pairs are "
+                "turned"
+            )
         common.check_shape(op, "cos", cos, (num_q, head_dim), "(N, D)")
         common.check_shape(op, "sin", sin, (num_q, head_dim), "(N, D)")
     common.check_eps(op, eps)
     return _qk_norm_across_heads(q, k, q_weight, k_weight, cos, sin, eps)
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
-    tokens, keys, heads, head_dim = (case.shape[name] for name in ("tokens", "keys", "heads", "head_dim"))
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: Device, generator: Generator | None
+) -> Inputs:
+    tokens, keys, heads, head_dim = (
+        case.shape[name] for name in ("tokens", "keys", "heads", "head_dim")
+    )
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
-    q, k = (draw_heads(case, count, dtype, device, generator) for count in (tokens, keys or tokens))
+    q, k = (
+        draw_heads(case, count, dtype, device, generator)
+        for count in (tokens, keys or tokens)
+    )
     inputs: Inputs = {"q": q, "k": k}
-    inputs |= {name: draw(heads * head_dim, dtype=small, strided=case.strided) for name in WEIGHTS}
+    inputs |= {
+        name: draw(heads * head_dim, dtype=small, strided=case.strided)
+        for name in WEIGHTS
+    }
     if keys:
         return inputs | {"cos": None, "sin": None}
-    angles = draw(tokens, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
+    angles = draw(tokens, head_dim // 2, dtype=torch.float32).repeat_interleave(
+        2, dim=-1
+    )
     return inputs | {"cos": angles.cos(), "sin": angles.sin()}
 
 
-def _shape(batch: int, tokens: int, heads: int, head_dim: int, keys: int = 0) -> dict[str, int]:
-    """Sizes of a case; keys: their number where nothing is rotated, 0 for as many as queries, rotated."""
-    return {"batch": batch, "tokens": tokens, "heads": heads, "head_dim": head_dim, "keys": keys}
+def _shape(
+    batch: int, tokens: int, heads: int, head_dim: int, keys: int = 0
+) -> dict[str, int]:
+    """Sizes of a case; keys: their number where nothing is rotated, 0 for as many as
+    queries, rotated.
+    """
+    return {
+        "batch": batch,
+        "tokens": tokens,
+        "heads": heads,
+        "head_dim": head_dim,
+        "keys": keys,
+    }
 
 
 _SHAPE = _shape(1, 32760, 12, 128)
 
 SPEC = OpSpec(
     name="qk_norm_across_heads",
-    formula="R(n) (w * x / sqrt(mean(x^2) + eps)), the mean over all heads; q and k; without R for a text's keys",
+    formula=(
+        "R(n) (w * x / sqrt(mean(x^2) + eps)), the mean over all heads; q and k; "
+        "without R for a text's keys"
+    ),
     op=qk_norm_across_heads,
     reference=reference.qk_norm_across_heads,
     eager=reference.qk_norm_across_heads_eager,
@@ -348,6 +452,10 @@ SPEC = OpSpec(
         Case(id="B, weights trained", shape=_SHAPE),
         Case(id="B, text, weights trained", shape=_SHAPE | {"keys": 512}),
     ),
-    letters=lambda i: {"S": nbytes(i["q"]), "c": nbytes(i["cos"]), "w": nbytes(i["q_weight"])},
+    letters=lambda i: {
+        "S": nbytes(i["q"]),
+        "c": nbytes(i["cos"]),
+        "w": nbytes(i["q_weight"]),
+    },
     bytes_formula=("4 S + 2 c + 2 w", "6 S + 2 c + 2 w"),
 )

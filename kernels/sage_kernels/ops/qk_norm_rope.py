@@ -1,22 +1,27 @@
-"""RMSNorm of queries and keys per head, rotary embedding of the video tokens, written into the joint layout.
+"""RMSNorm of queries and keys per head, rotary embedding of the video tokens, written
+into the joint layout.
 
     video token n:  out[n]     = R(n) (w * x / sqrt(mean(x^2) + eps))
     text token l:   out[N + l] =       w * x / sqrt(mean(x^2) + eps)
 
-R(n) turns every interleaved pair (2i, 2i + 1): (e, o) -> (e cos - o sin, o cos + e sin). Video and text have norm
-separate weights w, as do queries and keys.
+R(n) turns every interleaved pair (2i, 2i + 1): (e, o) -> (e cos - o sin, o cos + e
+sin). Video and text have norm separate weights w, as do queries and keys.
 
-Source: RoFormer (arXiv 2104.09864), section 3.4; `RMSNorm`, `apply_rotary_emb(use_real_unbind_dim=-1)` and
-`HunyuanVideo15AttnProcessor2_0` in diffusers, here without their roundings between the steps.
+Source: RoFormer (arXiv 2104.09864), section 3.4; `RMSNorm`,
+`apply_rotary_emb(use_real_unbind_dim=-1)` and `HunyuanVideo15AttnProcessor2_0` in
+diffusers, here without their roundings between the steps.
 
-With n = x * rstd, g = dL/dout, p = R(n)^T g (p = g for text) and h = p * w, the gradients are
+With n = x * rstd, g = dL/dout, p = R(n)^T g (p = g for text) and h = p * w, the
+gradients are
 
     dx = rstd * (h - n * mean(h * n)),   dw = sum over tokens and heads of p * n;   cos and sin get none
 
-One launch serves queries and keys, video and text: cos and sin are read once for all heads of both. Sums over tokens
-are taken in two stages without atomics, as in adaln, and not at all where no weight needs a gradient.
+One launch serves queries and keys, video and text: cos and sin are read once for all
+heads of both. Sums over tokens are taken in two stages without atomics, as in adaln,
+and not at all where no weight needs a gradient.
 
-Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs of a sample.
+Shapes: B batch, N video tokens, L text tokens, H heads, D head dim, P programs of a
+sample.
 Names in kernels: i_ index, o_ offsets, m_ mask.
 """
 
@@ -32,7 +37,14 @@ from torch import Generator, Tensor
 from sage_kernels import common, reference
 from sage_kernels.common import narrow
 from sage_kernels.custom_op import operator
-from sage_kernels.launch import Launch, LaunchTable, cdiv, launch, next_power_of_2, split_tokens
+from sage_kernels.launch import (
+    Launch,
+    LaunchTable,
+    cdiv,
+    launch,
+    next_power_of_2,
+    split_tokens,
+)
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
 
 TOKENS = ("q", "k", "q_text", "k_text")
@@ -44,19 +56,25 @@ BACKWARD_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(2, 1, 1))
 FROZEN_LAUNCH = LaunchTable.by_width((8, 16, 32), programs_per_sm=(4, 1, 1)).with_row(
     2048, Launch(num_warps=8, programs_per_sm=3), (8, 9), (10, 0)
 )
-"""Of a backward pass without sums over tokens, which needs fewer registers; on some GPUs a few more than elsewhere."""
+"""Of a backward pass without sums over tokens, which needs fewer registers; on some
+GPUs a few more than elsewhere.
+"""
 
 
 @triton.jit
 def quarter_turn(x, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr):
-    """(x0, x1, x2, x3, ...) -> (-x1, x0, -x3, x2, ...) along the last dimension of a (BLOCK_H, BLOCK_D) tile."""
+    """(x0, x1, x2, x3, ...) -> (-x1, x0, -x3, x2, ...) along the last dimension of a
+    (BLOCK_H, BLOCK_D) tile.
+    """
     even, odd = tl.split(tl.reshape(x, (BLOCK_H, BLOCK_D // 2, 2)))
     return tl.reshape(tl.join(-odd, even), (BLOCK_H, BLOCK_D))
 
 
 @triton.jit
 def rms_rstd(x, eps, HEAD_DIM: tl.constexpr):
-    """1 / root mean square of every row of a tile, as a column; columns beyond HEAD_DIM hold zeros."""
+    """1 / root mean square of every row of a tile, as a column; columns beyond HEAD_DIM
+    hold zeros.
+    """
     return tl.math.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
 
 
@@ -101,7 +119,9 @@ def qk_norm_rope_forward_kernel(
     BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Program (i, b) writes ROWS tokens of sample b: the first ceil(N / ROWS) programs video, the others text."""
+    """Program (i, b) writes ROWS tokens of sample b: the first ceil(N / ROWS) programs
+    video, the others text.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)[:, None]
@@ -117,17 +137,29 @@ def qk_norm_rope_forward_kernel(
         i_first = i_p * ROWS
         for i in range(0, tl.minimum(ROWS, num_video - i_first)):
             i_n = i_first + i
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
             o_out = (o_sample + i_n) * HEADS * HEAD_DIM + o_hd
-            q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = tl.load(
+                q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
+            k = tl.load(
+                k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
             q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
             k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
             q = q * cos + quarter_turn(q, BLOCK_H, BLOCK_D) * sin
             k = k * cos + quarter_turn(k, BLOCK_H, BLOCK_D) * sin
-            tl.store(q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd)
-            tl.store(k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(
+                q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd
+            )
+            tl.store(
+                k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd
+            )
     else:
         q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
         k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
@@ -141,8 +173,12 @@ def qk_norm_rope_forward_kernel(
             k = tl.load(p_k + o_hd, mask=m_hd, other=0.0).to(tl.float32)
             q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
             k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
-            tl.store(q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd)
-            tl.store(k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(
+                q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd
+            )
+            tl.store(
+                k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd
+            )
 
 
 @triton.jit
@@ -163,7 +199,9 @@ def qk_norm_rope_backward_kernel(
     dk_ptr,  # (B, N, H, D), contiguous
     dq_text_ptr,  # (B, L, H, D), contiguous
     dk_text_ptr,  # (B, L, H, D), contiguous
-    sums_ptr,  # (B, P, 2, D) float32: dw of queries and keys of every program, video programs first; None for no sums
+    # (B, P, 2, D) float32: dw of queries and keys of every program, video programs
+    # first; None for no sums
+    sums_ptr,
     num_video,
     num_text,
     video_programs,
@@ -186,7 +224,9 @@ def qk_norm_rope_backward_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Program (p, b) handles a range of the video or the text tokens of sample b and leaves its sums where wanted."""
+    """Program (p, b) handles a range of the video or the text tokens of sample b and
+    leaves its sums where wanted.
+    """
     i_b = tl.program_id(1).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)[:, None]
@@ -204,13 +244,25 @@ def qk_norm_rope_backward_kernel(
         i_first = i_p * tokens_per_program
         for i in range(0, tl.minimum(tokens_per_program, num_video - i_first)):
             i_n = i_first + i
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(tl.float32)
+            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
+            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
+                tl.float32
+            )
             o_out = (i_b * num_video + i_n) * HEADS * HEAD_DIM + o_hd
-            grad_q = tl.load(p_grad_q + i_n * grad_q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            grad_k = tl.load(p_grad_k + i_n * grad_k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            q = tl.load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            k = tl.load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            grad_q = tl.load(
+                p_grad_q + i_n * grad_q_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
+            grad_k = tl.load(
+                p_grad_k + i_n * grad_k_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
+            q = tl.load(
+                q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
+            k = tl.load(
+                k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0
+            ).to(tl.float32)
             # The transpose of a quarter turn is the turn backwards.
             grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
             grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
@@ -234,15 +286,23 @@ def qk_norm_rope_backward_kernel(
             o_grad_k = (num_video + i_l) * grad_k_stride_n + o_hd
             grad_q = tl.load(p_grad_q + o_grad_q, mask=m_hd, other=0.0).to(tl.float32)
             grad_k = tl.load(p_grad_k + o_grad_k, mask=m_hd, other=0.0).to(tl.float32)
-            q = tl.load(p_q + i_l * q_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = tl.load(p_q + i_l * q_text_stride_n + o_hd, mask=m_hd, other=0.0).to(
+                tl.float32
+            )
+            k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(
+                tl.float32
+            )
             dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
             dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
             if sums_ptr is not None:
                 dq_weight += dq_weight_part
                 dk_weight += dk_weight_part
-            tl.store(dq_text_ptr + o_out, narrow(dq, dq_text_ptr.dtype.element_ty), mask=m_hd)
-            tl.store(dk_text_ptr + o_out, narrow(dk, dk_text_ptr.dtype.element_ty), mask=m_hd)
+            tl.store(
+                dq_text_ptr + o_out, narrow(dq, dq_text_ptr.dtype.element_ty), mask=m_hd
+            )
+            tl.store(
+                dk_text_ptr + o_out, narrow(dk, dk_text_ptr.dtype.element_ty), mask=m_hd
+            )
     if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEAD_DIM
         o_sum = tl.arange(0, BLOCK_D)
@@ -252,8 +312,14 @@ def qk_norm_rope_backward_kernel(
 
 
 def dense_tokens(tensor: Tensor) -> Tensor:
-    """A (B, N, H, D) tensor as it is where the H * D elements of a token lie next to each other, else a copy."""
-    return tensor if tensor.numel() == 0 or tensor[0, 0].is_contiguous() else tensor.contiguous()
+    """A (B, N, H, D) tensor as it is where the H * D elements of a token lie next to
+    each other, else a copy.
+    """
+    return (
+        tensor
+        if tensor.numel() == 0 or tensor[0, 0].is_contiguous()
+        else tensor.contiguous()
+    )
 
 
 def strides(tensors: Iterable[Tensor]) -> list[int]:
@@ -268,14 +334,18 @@ def blocks_of(q: Tensor) -> dict[str, Any]:
     return {"HEADS": heads, "HEAD_DIM": head_dim, **tile}
 
 
-def launch_forward(q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def launch_forward(
+    q: Tensor, k: Tensor, q_text: Tensor, k_text: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_rope`."""
     *small, eps = rest
     tokens = [dense_tokens(tensor) for tensor in (q, k, q_text, k_text)]
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     joint = (batch, num_video + num_text, heads, head_dim)
-    q_out, k_out = (common.empty(joint, dtype=tensor.dtype, device=q.device) for tensor in (q, k))
+    q_out, k_out = (
+        common.empty(joint, dtype=tensor.dtype, device=q.device) for tensor in (q, k)
+    )
     settings = FORWARD_LAUNCH.find(heads * head_dim, q.device)
     launch(
         qk_norm_rope_forward_kernel,
@@ -296,29 +366,47 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
     batch, num_video, heads, head_dim = q.shape
     num_text = q_text.shape[1]
     gradients = [common.empty_like(tensor) for tensor in (q, k, q_text, k_text)]
-    settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(heads * head_dim, q.device)
+    settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(
+        heads * head_dim, q.device
+    )
     video_programs, each = split_tokens(num_video, batch, settings, q.device)
     # As many tokens as a video program, so that no program outlasts the others.
     programs = video_programs + cdiv(num_text, each)
     sums = None
     if weight_gradients:
-        sums = common.empty((batch, programs, 2, head_dim), dtype=torch.float32, device=q.device)
+        sums = common.empty(
+            (batch, programs, 2, head_dim), dtype=torch.float32, device=q.device
+        )
     launch(
         qk_norm_rope_backward_kernel,
         (programs, batch),
-        *(*tokens, *(tensor.contiguous() for tensor in (*weights, cos, sin)), *gradients, sums),
+        *(
+            *tokens,
+            *(tensor.contiguous() for tensor in (*weights, cos, sin)),
+            *gradients,
+            sums,
+        ),
         *(num_video, num_text, video_programs, each, *strides(tokens), eps),
         **blocks_of(q),
         settings=settings,
     )
     if sums is None:
         return *gradients, *(weight.new_empty(0) for weight in weights)
-    # Rows of the query and the key weight, first of the video, then of the text programs.
-    rows = (*sums[:, :video_programs].sum((0, 1)), *sums[:, video_programs:].sum((0, 1)))
-    return *gradients, *(row.to(weight.dtype, copy=True) for row, weight in zip(rows, weights, strict=True))
+    # Rows of the query and the key weight, first of the video, then of the text
+    # programs.
+    rows = (
+        *sums[:, :video_programs].sum((0, 1)),
+        *sums[:, video_programs:].sum((0, 1)),
+    )
+    return *gradients, *(
+        row.to(weight.dtype, copy=True)
+        for row, weight in zip(rows, weights, strict=True)
+    )
 
 
-def save_tensors(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_tensors(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
+) -> None:
     """Keep all inputs for the backward pass; the last one is eps."""
     *tensors, ctx.eps = inputs
     ctx.save_for_backward(*tensors)
@@ -361,67 +449,118 @@ def qk_norm_rope(
     sin: Tensor,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Normalised queries and keys of video (rotated) and text tokens, in one joint sequence with the video first.
+    """Normalised queries and keys of video (rotated) and text tokens, in one joint
+    sequence with the video first.
 
     Args:
-        q: (B, N, H, D) video queries, float32, bfloat16 or float16, D even. Tokens may be strided, as slices of a
-            fused projection are.
+        q: (B, N, H, D) video queries, float32, bfloat16 or float16, D even. Tokens may
+            be strided, as slices of a fused projection are.
         k: (B, N, H, D) video keys.
         q_text: (B, L, H, D) text queries; L may be 0.
         k_text: (B, L, H, D) text keys.
-        q_weight: (D,) RMSNorm weight of the video queries; the next three of the others.
+        q_weight: (D,) RMSNorm weight of the video queries; the next three of the
+            others.
         k_weight: (D,)
         q_text_weight: (D,)
         k_text_weight: (D,)
-        cos: (N, D) cosines of the rotary angles, each twice in a row for its pair, as diffusers builds them. No
-            gradient flows into cos and sin.
+        cos: (N, D) cosines of the rotary angles, each twice in a row for its pair, as
+            diffusers builds them. No gradient flows into cos and sin.
         sin: (N, D) sines.
         eps: added to the mean square.
 
     Returns:
-        Joint queries and keys, (B, N + L, H, D) contiguous, in the dtypes of q and k. Computed in float32, rounded
-        once.
+        Joint queries and keys, (B, N + L, H, D) contiguous, in the dtypes of q and k.
+        Computed in float32, rounded once.
 
     Raises:
-        ValueError: shapes that do not fit, odd D, another dtype, tensors on several devices, eps <= 0.
+        ValueError: shapes that do not fit, odd D, another dtype, tensors on several
+            devices, eps <= 0.
     """
     op = "qk_norm_rope"
-    weights = dict(zip(WEIGHTS, (q_weight, k_weight, q_text_weight, k_text_weight), strict=True))
-    tensors = {"q": q, "k": k, "q_text": q_text, "k_text": k_text, **weights, "cos": cos, "sin": sin}
+    weights = dict(
+        zip(WEIGHTS, (q_weight, k_weight, q_text_weight, k_text_weight), strict=True)
+    )
+    tensors = {
+        "q": q,
+        "k": k,
+        "q_text": q_text,
+        "k_text": k_text,
+        **weights,
+        "cos": cos,
+        "sin": sin,
+    }
     common.check_tensors(op, tensors)
     common.check_ndim(op, "q", q, "(B, N, H, D)")
     common.check_ndim(op, "q_text", q_text, "(B, L, H, D)")
     batch, num_video, heads, head_dim = q.shape
     if head_dim % 2:
-        raise ValueError(f"{op}: the head dim of q is {head_dim}; it must be even, the rotary embedding turns pairs")
+        raise ValueError(
+            f"{op}: the head dim of q is {head_dim}; it must be even, the rotary "
+            "embedding turns pairs"
+        )
     common.check_shape(op, "k", k, q.shape, "(B, N, H, D)")
-    common.check_shape(op, "q_text", q_text, (batch, q_text.shape[1], heads, head_dim), "(B, L, H, D)")
+    common.check_shape(
+        op, "q_text", q_text, (batch, q_text.shape[1], heads, head_dim), "(B, L, H, D)"
+    )
     common.check_shape(op, "k_text", k_text, q_text.shape, "(B, L, H, D)")
     for name, weight in weights.items():
         common.check_shape(op, name, weight, (head_dim,), "(D,)")
     for name, table in (("cos", cos), ("sin", sin)):
         common.check_shape(op, name, table, (num_video, head_dim), "(N, D)")
     common.check_eps(op, eps)
-    return _qk_norm_rope(q, k, q_text, k_text, q_weight, k_weight, q_text_weight, k_text_weight, cos, sin, eps)
+    return _qk_norm_rope(
+        q,
+        k,
+        q_text,
+        k_text,
+        q_weight,
+        k_weight,
+        q_text_weight,
+        k_text_weight,
+        cos,
+        sin,
+        eps,
+    )
 
 
-def draw_heads(case: Case, tokens: int, dtype: torch.dtype, device: Device, generator: Generator | None) -> Tensor:
-    """Random (B, N, H, D) of the case's sizes. Strided: slices of one row per token, as of a fused projection."""
-    batch, heads, head_dim = (case.shape[name] for name in ("batch", "heads", "head_dim"))
+def draw_heads(
+    case: Case,
+    tokens: int,
+    dtype: torch.dtype,
+    device: Device,
+    generator: Generator | None,
+) -> Tensor:
+    """Random (B, N, H, D) of the case's sizes. Strided: slices of one row per token, as
+    of a fused projection.
+    """
+    batch, heads, head_dim = (
+        case.shape[name] for name in ("batch", "heads", "head_dim")
+    )
     flat = random_tensor(
-        *(batch, tokens, heads * head_dim), dtype=dtype, device=device, generator=generator, strided=case.strided
+        *(batch, tokens, heads * head_dim),
+        dtype=dtype,
+        device=device,
+        generator=generator,
+        strided=case.strided,
     )
     return flat.unflatten(-1, (heads, head_dim))
 
 
-def _make_inputs(case: Case, dtype: torch.dtype, device: Device, generator: Generator | None) -> Inputs:
+def _make_inputs(
+    case: Case, dtype: torch.dtype, device: Device, generator: Generator | None
+) -> Inputs:
     video, text, head_dim = (case.shape[name] for name in ("video", "text", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
     counts = zip(TOKENS, (video, video, text, text), strict=True)
-    angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(2, dim=-1)
+    angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(
+        2, dim=-1
+    )
     return {
-        **{name: draw_heads(case, count, dtype, device, generator) for name, count in counts},
+        **{
+            name: draw_heads(case, count, dtype, device, generator)
+            for name, count in counts
+        },
         **{name: draw(head_dim, dtype=small, strided=case.strided) for name in WEIGHTS},
         **{"cos": angles.cos(), "sin": angles.sin()},
     }
@@ -431,19 +570,42 @@ _SHAPE = {"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}
 
 SPEC = OpSpec(
     name="qk_norm_rope",
-    formula="R(n) (w * x / sqrt(mean(x^2) + eps)) for video, without R for text; q and k, joint layout",
+    formula=(
+        "R(n) (w * x / sqrt(mean(x^2) + eps)) for video, without R for text; q and k, "
+        "joint layout"
+    ),
     op=qk_norm_rope,
     reference=reference.qk_norm_rope,
     eager=reference.qk_norm_rope_eager,
     make_inputs=_make_inputs,
     differentiable=(*TOKENS, *WEIGHTS),
     test_cases=(
-        Case(id="one-pair", shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2}),
-        Case(id="no-text", shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8}),
-        Case(id="odd", shape={"batch": 2, "video": 13, "text": 7, "heads": 3, "head_dim": 12}),
-        Case(id="strided", shape={"batch": 2, "video": 9, "text": 5, "heads": 2, "head_dim": 16}, strided=True),
-        Case(id="mixed", shape={"batch": 2, "video": 5, "text": 3, "heads": 2, "head_dim": 16}, mixed=True),
-        Case(id="model-width", shape={"batch": 1, "video": 3, "text": 2, "heads": 16, "head_dim": 128}),
+        Case(
+            id="one-pair",
+            shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2},
+        ),
+        Case(
+            id="no-text",
+            shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8},
+        ),
+        Case(
+            id="odd",
+            shape={"batch": 2, "video": 13, "text": 7, "heads": 3, "head_dim": 12},
+        ),
+        Case(
+            id="strided",
+            shape={"batch": 2, "video": 9, "text": 5, "heads": 2, "head_dim": 16},
+            strided=True,
+        ),
+        Case(
+            id="mixed",
+            shape={"batch": 2, "video": 5, "text": 3, "heads": 2, "head_dim": 16},
+            mixed=True,
+        ),
+        Case(
+            id="model-width",
+            shape={"batch": 1, "video": 3, "text": 2, "heads": 16, "head_dim": 128},
+        ),
     ),
     bench_cases=(
         Case(id="A", shape=_SHAPE | {"video": 18018}, frozen=WEIGHTS),
@@ -451,6 +613,10 @@ SPEC = OpSpec(
         Case(id="B, weights trained", shape=_SHAPE),
     ),
     wide_cases=(Case(id="24 heads", shape=_SHAPE | {"heads": 24}),),
-    letters=lambda i: {"S": nbytes(i["q"], i["q_text"]), "c": nbytes(i["cos"]), "w": nbytes(i["q_weight"])},
+    letters=lambda i: {
+        "S": nbytes(i["q"], i["q_text"]),
+        "c": nbytes(i["cos"]),
+        "w": nbytes(i["q_weight"]),
+    },
     bytes_formula=("4 S + 2 c + 4 w", "6 S + 2 c + 4 w"),
 )

@@ -1,4 +1,6 @@
-"""Adaptive layer norm in plain PyTorch; see sage_kernels.adaln. Shapes: B batch, N tokens, D width."""
+"""Adaptive layer norm in plain PyTorch; see sage_kernels.adaln. Shapes: B batch, N
+tokens, D width.
+"""
 
 import torch
 from torch import Tensor
@@ -7,16 +9,24 @@ from torch.nn import functional as F
 from sage_kernels.reference.precision import compute_dtype
 
 
-def adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
-    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as x, in rows of `row_length`."""
+def adaln(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0
+) -> Tensor:
+    """LayerNorm(x) * (1 + scale) + shift. x (B, N, D); scale, shift (B, D); result as
+    x, in rows of `row_length`.
+    """
     dtype = compute_dtype(x.dtype)
     normed = F.layer_norm(x.to(dtype), x.shape[-1:], eps=eps)
-    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(x.dtype)
+    out = (normed * (1 + scale.to(dtype)[:, None]) + shift.to(dtype)[:, None]).to(
+        x.dtype
+    )
     return F.pad(out, (0, row_length(x.shape[2], tail) - x.shape[2])) if tail else out
 
 
 def row_length(width: int, tail: int) -> int:
-    """Columns of a row with `tail` more behind it: a multiple of 16, of which compilers know that it is aligned."""
+    """Columns of a row with `tail` more behind it: a multiple of 16, of which compilers
+    know that it is aligned.
+    """
     return -(-(width + tail) // 16) * 16 if tail else width
 
 
@@ -31,8 +41,8 @@ def adaln_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x (B, N, D), scale and shift (B, D), each in its input's dtype.
 
-    Without `modulation` the last two are not wanted and empty. `grad_residual` (B, N, D), the gradient that reaches x
-    past the norm, is added to x's.
+    Without `modulation` the last two are not wanted and empty. `grad_residual` (B, N,
+    D), the gradient that reaches x past the norm, is added to x's.
     """
     dtype = compute_dtype(x.dtype)
     grad = grad.to(dtype)
@@ -43,7 +53,11 @@ def adaln_backward(
         dx = dx + grad_residual.to(dtype)
     if not modulation:
         return dx.to(x.dtype), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
-    return dx.to(x.dtype), (grad * normed).sum(1).to(scale.dtype), grad.sum(1).to(shift_dtype)
+    return (
+        dx.to(x.dtype),
+        (grad * normed).sum(1).to(scale.dtype),
+        grad.sum(1).to(shift_dtype),
+    )
 
 
 def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,11 +66,28 @@ def normalize(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def layer_norm_backward(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-    """Gradient of x from the gradient g of n = (x - mean) rstd:  rstd (g - mean(g) - n mean(g n))."""
+    """Gradient of x from the gradient g of n = (x - mean) rstd:  rstd (g - mean(g) - n
+    mean(g n)).
+    """
     backward = torch.ops.aten.native_layer_norm_backward
-    return backward(grad.contiguous(), x.contiguous(), x.shape[-1:], mean, rstd, None, None, [True, False, False])[0]
+    return backward(
+        grad.contiguous(),
+        x.contiguous(),
+        x.shape[-1:],
+        mean,
+        rstd,
+        None,
+        None,
+        [True, False, False],
+    )[0]
 
 
-def adaln_eager(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0) -> Tensor:
-    """As diffusers writes it (`AdaLayerNormZero.forward`): every step rounded to x's dtype, and no room behind rows."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+def adaln_eager(
+    x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-6, tail: int = 0
+) -> Tensor:
+    """As diffusers writes it (`AdaLayerNormZero.forward`): every step rounded to x's
+    dtype, and no room behind rows.
+    """
+    return (
+        F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale[:, None]) + shift[:, None]
+    )

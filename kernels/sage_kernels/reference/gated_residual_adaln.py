@@ -1,4 +1,5 @@
-"""Gated residual and adaptive layer norm in plain PyTorch; see sage_kernels.gated_residual_adaln.
+"""Gated residual and adaptive layer norm in plain PyTorch; see
+sage_kernels.gated_residual_adaln.
 
 Shapes: B batch, N tokens, D width.
 """
@@ -6,7 +7,12 @@ Shapes: B batch, N tokens, D width.
 import torch
 from torch import Tensor
 
-from sage_kernels.reference.adaln import adaln, adaln_eager, layer_norm_backward, normalize
+from sage_kernels.reference.adaln import (
+    adaln,
+    adaln_eager,
+    layer_norm_backward,
+    normalize,
+)
 from sage_kernels.reference.gated_residual import gated_residual, gated_residual_eager
 from sage_kernels.reference.precision import compute_dtype
 
@@ -30,7 +36,8 @@ def gated_residual_adaln_backward(
     shift_dtype: torch.dtype,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, y (B, N, D), gate, scale and shift (B, D), each in its input's dtype.
+    """Gradients of x, y (B, N, D), gate, scale and shift (B, D), each in its input's
+    dtype.
 
     Without y the last three are not wanted and empty.
     """
@@ -38,10 +45,16 @@ def gated_residual_adaln_backward(
     grad = grad.to(dtype)
     wide = residual.to(dtype)
     normed, mean, rstd = normalize(wide, eps)
-    dx = grad_residual.to(dtype) + layer_norm_backward(grad * (1 + scale.to(dtype)[:, None]), wide, mean, rstd)
+    dx = grad_residual.to(dtype) + layer_norm_backward(
+        grad * (1 + scale.to(dtype)[:, None]), wide, mean, rstd
+    )
     dy = (dx * gate.to(dtype)[:, None]).to(y_dtype)
     if y is None:
-        empty = gate.new_empty(0), scale.new_empty(0), scale.new_empty(0, dtype=shift_dtype)
+        empty = (
+            gate.new_empty(0),
+            scale.new_empty(0),
+            scale.new_empty(0, dtype=shift_dtype),
+        )
         return dx.to(residual.dtype), dy, *empty
     return (
         dx.to(residual.dtype),

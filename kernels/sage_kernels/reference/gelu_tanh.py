@@ -13,15 +13,21 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x.to(dtype), approximate="tanh").to(x.dtype)
 
 
-def gelu_tanh_backward(grad: Tensor, x: Tensor, output: bool = False) -> tuple[Tensor, Tensor]:
-    """Gradient of x, in x's dtype, and gelu_tanh(x) where `output` asks for it (else empty)."""
+def gelu_tanh_backward(
+    grad: Tensor, x: Tensor, output: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Gradient of x, in x's dtype, and gelu_tanh(x) where `output` asks for it (else
+    empty).
+    """
     dtype = compute_dtype(x.dtype)
     dx = torch.ops.aten.gelu_backward(grad.to(dtype), x.to(dtype), approximate="tanh")
     return dx.to(x.dtype), gelu_tanh(x) if output else x.new_empty(0)
 
 
 def linear_gelu_tanh(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """gelu_tanh(x @ weight.T + bias); x (..., K), weight (M, K), bias (M,) of one dtype."""
+    """gelu_tanh(x @ weight.T + bias); x (..., K), weight (M, K), bias (M,) of one
+    dtype.
+    """
     return gelu_tanh(F.linear(x, weight, bias))
 
 

@@ -1,4 +1,5 @@
-"""Query/key RMSNorm over all heads and rotary embedding in plain PyTorch; see sage_kernels.qk_norm_across_heads.
+"""Query/key RMSNorm over all heads and rotary embedding in plain PyTorch; see
+sage_kernels.qk_norm_across_heads.
 
 Shapes: B batch, N queries, M keys, H heads, D head dim.
 """
@@ -20,7 +21,8 @@ def qk_norm_across_heads(
     sin: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """Queries (B, N, H, D) and keys (B, M, H, D) normalised over their tokens' heads, and rotated by cos, sin (N, D).
+    """Queries (B, N, H, D) and keys (B, M, H, D) normalised over their tokens' heads,
+    and rotated by cos, sin (N, D).
 
     Weights (H * D,).
     """
@@ -56,12 +58,18 @@ def qk_norm_across_heads_backward(
         grad, wide = grad.to(dtype), x.to(dtype)
         if cos is not None and sin is not None:
             # The transpose of a quarter turn is the turn backwards.
-            grad = grad * cos.to(dtype)[:, None] - quarter_turn(grad * sin.to(dtype)[:, None])
+            grad = grad * cos.to(dtype)[:, None] - quarter_turn(
+                grad * sin.to(dtype)[:, None]
+            )
         rstd = torch.rsqrt(wide.square().mean((2, 3), keepdim=True) + eps)
         normed = wide * rstd
         inner = grad * weight.to(dtype).view(x.shape[2:])
         dx = rstd * (inner - normed * (inner * normed).mean((2, 3), keepdim=True))
-        dweight = (grad * normed).sum((0, 1)).flatten().to(weight.dtype) if weight_gradients else weight.new_empty(0)
+        dweight = (
+            (grad * normed).sum((0, 1)).flatten().to(weight.dtype)
+            if weight_gradients
+            else weight.new_empty(0)
+        )
         return dx.to(x.dtype), dweight
 
     dq, dq_weight = backward(grad_q, q, q_weight)
@@ -78,10 +86,14 @@ def qk_norm_across_heads_eager(
     sin: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor]:
-    """As diffusers writes it (`WanAttnProcessor`): torch's RMSNorm, then every step of the rotation by itself."""
+    """As diffusers writes it (`WanAttnProcessor`): torch's RMSNorm, then every step of
+    the rotation by itself.
+    """
 
     def one(x: Tensor, weight: Tensor) -> Tensor:
-        normed = F.rms_norm(x.flatten(2), weight.shape, weight.to(x.dtype), eps).unflatten(2, x.shape[2:])
+        normed = F.rms_norm(
+            x.flatten(2), weight.shape, weight.to(x.dtype), eps
+        ).unflatten(2, x.shape[2:])
         if cos is None or sin is None:
             return normed
         even, odd = normed.unflatten(-1, (-1, 2)).unbind(-1)

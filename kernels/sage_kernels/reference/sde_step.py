@@ -2,7 +2,8 @@
 
     x' = a x + b v + std eps              eps from `reference.philox`
 
-The state is float32, float64 if x is; it never passes through a 16-bit type. Shapes: B batch, N elements of a sample.
+The state is float32, float64 if x is; it never passes through a 16-bit type. Shapes: B
+batch, N elements of a sample.
 """
 
 import math
@@ -19,23 +20,38 @@ def draw_noise(noise_ids: Tensor, like: Tensor) -> Tensor:
     return philox_normal(noise_ids, like.shape[1:].numel()).view(like.shape)
 
 
-def sde_step(x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float) -> Tensor:
+def sde_step(
+    x: Tensor, v: Tensor, noise_ids: Tensor | None, a: float, b: float, std: float
+) -> Tensor:
     """Next state (B, ...). x, v (B, ...); noise_ids (B, 3) int64, None where std is 0."""
     noise = None if noise_ids is None else draw_noise(noise_ids, x)
     return transition(x, v, noise, a=a, b=b, std=std)
 
 
-def sde_step_log_prob(x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float) -> tuple[Tensor, Tensor]:
-    """Next state (B, ...) and the mean log-density per element (B,) of the noise that led there."""
+def sde_step_log_prob(
+    x: Tensor, v: Tensor, noise_ids: Tensor, a: float, b: float, std: float
+) -> tuple[Tensor, Tensor]:
+    """Next state (B, ...) and the mean log-density per element (B,) of the noise that
+    led there.
+    """
     noise = draw_noise(noise_ids, x).to(compute_dtype(x.dtype))
     x_next = transition(x, v, noise, a=a, b=b, std=std)
-    return x_next, -noise.square().flatten(1).mean(1) / 2 - math.log(std) - math.log(2 * math.pi) / 2
+    return x_next, -noise.square().flatten(1).mean(1) / 2 - math.log(std) - math.log(
+        2 * math.pi
+    ) / 2
 
 
 def gaussian_log_prob(
-    x_next: Tensor, x: Tensor, v: Tensor, *, a: float | Tensor, b: float | Tensor, std: float | Tensor
+    x_next: Tensor,
+    x: Tensor,
+    v: Tensor,
+    *,
+    a: float | Tensor,
+    b: float | Tensor,
+    std: float | Tensor,
 ) -> Tensor:
-    """Log-density of x' under N(a x + b v, std^2 I), the mean over the elements of a sample; differentiable.
+    """Log-density of x' under N(a x + b v, std^2 I), the mean over the elements of a
+    sample; differentiable.
 
     Args:
         x_next: (B, ...) state that was drawn.
@@ -53,7 +69,13 @@ def gaussian_log_prob(
 
 
 def transition(
-    x: Tensor, v: Tensor, noise: Tensor | None, *, a: float | Tensor, b: float | Tensor, std: float | Tensor
+    x: Tensor,
+    v: Tensor,
+    noise: Tensor | None,
+    *,
+    a: float | Tensor,
+    b: float | Tensor,
+    std: float | Tensor,
 ) -> Tensor:
     """One step  x' = a x + b v + std noise  with explicit noise.
 
@@ -67,18 +89,22 @@ def transition(
         (B, ...) next state, float32 (float64 if x is float64).
 
     Raises:
-        ValueError: for shapes that do not match, or if noise is missing where std is not 0.
+        ValueError: for shapes that do not match, or if noise is missing where std is
+            not 0.
     """
     if v.shape != x.shape or (noise is not None and noise.shape != x.shape):
         raise ValueError(
-            f"x, v and noise must have one shape; given {tuple(x.shape)}, {tuple(v.shape)}, "
+            f"x, v and noise must have one shape; given {tuple(x.shape)}, "
+            f"{tuple(v.shape)}, "
             f"{None if noise is None else tuple(noise.shape)}"
         )
     x = x.to(compute_dtype(x.dtype))
     mean = _per_row(a, x) * x + _per_row(b, x) * v.to(x.dtype)
     if noise is None:
         if not bool((torch.as_tensor(std) == 0).all()):
-            raise ValueError("noise is None but std is not 0; pass the noise of the step")
+            raise ValueError(
+                "noise is None but std is not 0; pass the noise of the step"
+            )
         return mean
     if not isinstance(std, Tensor) and std == 0:
         return mean
@@ -86,7 +112,9 @@ def transition(
 
 
 def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
-    """A coefficient that broadcasts against `like` (B, ...): a float, or a tensor (B,) as (B, 1, ..., 1)."""
+    """A coefficient that broadcasts against `like` (B, ...): a float, or a tensor (B,)
+    as (B, 1, ..., 1).
+    """
     if not isinstance(value, Tensor):
         return float(value)
     value = value.to(device=like.device, dtype=like.dtype)
@@ -94,6 +122,7 @@ def _per_row(value: float | Tensor, like: Tensor) -> float | Tensor:
         return value
     if value.shape != like.shape[:1]:
         raise ValueError(
-            f"a coefficient has shape {tuple(value.shape)} for a batch of {like.shape[0]}; give a number or one per row"
+            f"a coefficient has shape {tuple(value.shape)} for a batch of "
+            f"{like.shape[0]}; give a number or one per row"
         )
     return value.view(-1, *[1] * (like.ndim - 1))

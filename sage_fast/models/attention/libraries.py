@@ -1,12 +1,16 @@
-"""The libraries that compute attention, one class each: what it can run, and its forward and backward call.
+"""The libraries that compute attention, one class each: what it can run, and its
+forward and backward call.
 
-`LIBRARIES` is the table of them; `attention.py` chooses from it and makes the chosen one an op. To add a library, write
-a class and put it into the table. Each call names the function it was written against; optional packages are imported
-where they are called.
+`LIBRARIES` is the table of them; `attention.py` chooses from it and makes the chosen
+one an op. To add a library, write a class and put it into the table. Each call names
+the function it was written against; optional packages are imported where they are
+called.
 
-Every `forward` gives (out, lse) of  out = softmax(q k^T / sqrt(D)) v,  every `backward` the gradients from them.
+Every `forward` gives (out, lse) of  out = softmax(q k^T / sqrt(D)) v,  every `backward`
+the gradients from them.
 
-Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim; q (B, Nq, H, D), k and v (B, Nk, H, D).
+Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim; q (B, Nq, H,
+D), k and v (B, Nk, H, D).
 """
 
 import functools
@@ -26,7 +30,9 @@ from torch.nn import functional as F
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"]
+Backend = Literal[
+    "cudnn", "flash2", "flash3", "flash4", "xformers", "sdpa", "reference"
+]
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -34,7 +40,9 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Use(NamedTuple):
-    """Attention that is asked for: the device and type of q, k and v, and whether gradients repeat bit for bit."""
+    """Attention that is asked for: the device and type of q, k and v, and whether
+    gradients repeat bit for bit.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -63,11 +71,16 @@ def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> Gradients:
 
 @contextmanager
 def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
-    """Torch's deterministic mode for one call: the only way to ask its own attention kernels for it."""
+    """Torch's deterministic mode for one call: the only way to ask its own attention
+    kernels for it.
+    """
     if not wanted:
         yield
         return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
     torch.use_deterministic_algorithms(True)
     try:
         yield
@@ -78,7 +91,8 @@ def _deterministic_algorithms(wanted: bool) -> Iterator[None]:
 class Library:
     """The inputs that one backend can run, and its two calls.
 
-    `forward` and `backward` take and give (B, N, H, D); `attention.py` makes the results contiguous.
+    `forward` and `backward` take and give (B, N, H, D); `attention.py` makes the
+    results contiguous.
     """
 
     name: Backend
@@ -95,7 +109,9 @@ class Library:
     """Tells whether `backward` can give the same bits every time."""
 
     def unavailable(self, use: Use) -> str | None:
-        """Why this backend cannot run there, or None if it can. Cheap checks first: the last one imports."""
+        """Why this backend cannot run there, or None if it can. Cheap checks first: the
+        last one imports.
+        """
         if use.device.type == "meta":
             return None
         if use.device.type != "cuda":
@@ -103,13 +119,28 @@ class Library:
         major, minor = torch.cuda.get_device_capability(use.device)
         least, most = self.capabilities
         if not least <= major <= most:
-            span = f"{least}.x or newer" if most == 99 else f"{least}.x" if least == most else f"{least}.x to {most}.x"
-            return f"it needs a GPU of compute capability {span}, and this one has {major}.{minor}"
+            span = (
+                f"{least}.x or newer"
+                if most == 99
+                else f"{least}.x"
+                if least == most
+                else f"{least}.x to {most}.x"
+            )
+            return (
+                f"it needs a GPU of compute capability {span}, and this one has "
+                f"{major}.{minor}"
+            )
         if use.dtype not in self.dtypes:
-            return f"it computes in {dtype_names(self.dtypes)}, not in {dtype_names((use.dtype,))}"
+            return (
+                f"it computes in {dtype_names(self.dtypes)}, not in "
+                f"{dtype_names((use.dtype,))}"
+            )
         multiple, largest = self.head_dims
         if use.head_dim % multiple or use.head_dim > largest:
-            return f"it needs a head dim that is a multiple of {multiple} up to {largest}, not {use.head_dim}"
+            return (
+                f"it needs a head dim that is a multiple of {multiple} up to "
+                f"{largest}, not {use.head_dim}"
+            )
         if use.deterministic and not self.deterministic:
             return "its backward pass is not deterministic"
         return self._missing()
@@ -120,8 +151,12 @@ class Library:
         try:
             importlib.import_module(self.module)
         except (ImportError, OSError) as error:
-            # An installed library built for another torch or CUDA fails here too, so the error itself is shown.
-            return f"{self.module} does not import ({str(error).splitlines()[0]}); {self.install}"
+            # An installed library built for another torch or CUDA fails here too, so
+            # the error itself is shown.
+            return (
+                f"{self.module} does not import ({str(error).splitlines()[0]}); "
+                f"{self.install}"
+            )
         return None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,14 +164,23 @@ class Library:
         raise NotImplementedError
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """(dq, dk, dv); `deterministic` asks for the same bits every time."""
         raise NotImplementedError
 
 
 class Reference(Library):
-    """Plain PyTorch in float32, or float64 for float64. Stores Nq x Nk scores: for tests and small inputs."""
+    """Plain PyTorch in float32, or float64 for float64. Stores Nq x Nk scores: for
+    tests and small inputs.
+    """
 
     name = "reference"
     install = "it is part of this project"
@@ -153,19 +197,34 @@ class Reference(Library):
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = torch.einsum("bqhd,bkhd->bhqk", q.to(wide), k.to(wide)) * _scale(q)
         lse = scores.logsumexp(-1)
-        out = torch.einsum("bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.to(wide))
+        out = torch.einsum(
+            "bhqk,bkhd->bqhd", (scores - lse[..., None]).exp(), v.to(wide)
+        )
         return out.to(q.dtype), lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """The formulas of `attention.py`."""
         dtype = q.dtype
         # The lse is float32, or float64 for float64: the type to compute in.
-        grad_out, q, k, v, out = (tensor.to(lse.dtype) for tensor in (grad_out, q, k, v, out))
+        grad_out, q, k, v, out = (
+            tensor.to(lse.dtype) for tensor in (grad_out, q, k, v, out)
+        )
         p = (torch.einsum("bqhd,bkhd->bhqk", q, k) * _scale(q) - lse[..., None]).exp()
         delta = torch.einsum("bqhd,bqhd->bhq", grad_out, out)
-        ds = _scale(q) * p * (torch.einsum("bqhd,bkhd->bhqk", grad_out, v) - delta[..., None])
+        ds = (
+            _scale(q)
+            * p
+            * (torch.einsum("bqhd,bkhd->bhqk", grad_out, v) - delta[..., None])
+        )
         dq = torch.einsum("bhqk,bkhd->bqhd", ds, k)
         dk = torch.einsum("bhqk,bqhd->bkhd", ds, q)
         dv = torch.einsum("bhqk,bqhd->bkhd", p, grad_out)
@@ -175,9 +234,10 @@ class Reference(Library):
 class Sdpa(Library):
     """The kernels inside torch, through the aten ops that return the lse.
 
-    CPU: flash. CUDA: flash (FlashAttention-2) for half precision from compute capability 8.0 on, the memory-efficient
-    kernel for float32 and older GPUs. aten's layout is (B, H, N, D), a transposed view of ours. With dropout 0 the
-    backward kernels do not read their random state, so they are given empty tensors.
+    CPU: flash. CUDA: flash (FlashAttention-2) for half precision from compute
+    capability 8.0 on, the memory-efficient kernel for float32 and older GPUs. aten's
+    layout is (B, H, N, D), a transposed view of ours. With dropout 0 the backward
+    kernels do not read their random state, so they are given empty tensors.
     """
 
     name = "sdpa"
@@ -190,8 +250,15 @@ class Sdpa(Library):
         """CPU: any head dim and float dtype."""
         if use.device.type == "cpu":
             allowed = (*self.dtypes, torch.float64)
-            return None if use.dtype in allowed else f"it computes in {dtype_names(allowed)}, not in {use.dtype}"
-        older = use.device.type == "cuda" and torch.cuda.get_device_capability(use.device)[0] < 8
+            return (
+                None
+                if use.dtype in allowed
+                else f"it computes in {dtype_names(allowed)}, not in {use.dtype}"
+            )
+        older = (
+            use.device.type == "cuda"
+            and torch.cuda.get_device_capability(use.device)[0] < 8
+        )
         if older and use.dtype == torch.bfloat16:
             return "bfloat16 needs a GPU of compute capability 8.x or newer"
         return super().unavailable(use)
@@ -209,16 +276,29 @@ class Sdpa(Library):
         query, key, value = _heads_first(q, k, v)
         kernel = self.kernel(q)
         if kernel == "cpu":
-            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, scale=_scale(q))
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                query, key, value, scale=_scale(q)
+            )
         elif kernel == "flash":
-            out, lse, *_ = aten._scaled_dot_product_flash_attention(query, key, value, scale=_scale(q))
+            out, lse, *_ = aten._scaled_dot_product_flash_attention(
+                query, key, value, scale=_scale(q)
+            )
         else:
-            out, lse, *_ = aten._scaled_dot_product_efficient_attention(query, key, value, None, True, scale=_scale(q))
+            out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+                query, key, value, None, True, scale=_scale(q)
+            )
             lse = lse[..., : q.shape[1]]  # rounded up to a multiple of 32 queries
         return out.transpose(1, 2), lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`."""
         aten = torch.ops.aten
@@ -230,55 +310,121 @@ class Sdpa(Library):
                 grad, query, key, value, result, lse, 0.0, False, scale=_scale(q)
             )
         elif kernel == "flash":
-            seed, offset = (torch.empty(size, dtype=torch.uint64, device=q.device) for size in (2, 0))
+            seed, offset = (
+                torch.empty(size, dtype=torch.uint64, device=q.device)
+                for size in (2, 0)
+            )
             lengths = (None, None, q.shape[1], k.shape[1])
             with _deterministic_algorithms(deterministic):
                 dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-                    grad, query, key, value, result, lse, *lengths, 0.0, False, seed, offset, scale=_scale(q)
+                    grad,
+                    query,
+                    key,
+                    value,
+                    result,
+                    lse,
+                    *lengths,
+                    0.0,
+                    False,
+                    seed,
+                    offset,
+                    scale=_scale(q),
                 )
         else:
-            # The kernel wants rows of the lse at multiples of 32, and infinity where there is no query: exp(-inf) = 0.
+            # The kernel wants rows of the lse at multiples of 32, and infinity where
+            # there is no query: exp(-inf) = 0.
             padded = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
-            seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+            seed, offset = (
+                torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
+            )
             wanted = [True, True, True, False]
             with _deterministic_algorithms(deterministic):
                 dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-                    grad, query, key, value, None, result, padded, seed, offset, 0.0, wanted, scale=_scale(q)
+                    grad,
+                    query,
+                    key,
+                    value,
+                    None,
+                    result,
+                    padded,
+                    seed,
+                    offset,
+                    0.0,
+                    wanted,
+                    scale=_scale(q),
                 )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 class Cudnn(Library):
-    """cuDNN's fused attention as torch ships it. torch itself refuses it where determinism is asked for."""
+    """cuDNN's fused attention as torch ships it. torch itself refuses it where
+    determinism is asked for.
+    """
 
     name = "cudnn"
     install = "install a torch that is built for CUDA, with cuDNN 9 or newer"
     head_dims = (8, 128)
 
     def _missing(self) -> str | None:
-        version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
-        return None if version is not None and version >= 90000 else f"cuDNN is {version or 'missing'}; {self.install}"
+        version = (
+            torch.backends.cudnn.version()
+            if torch.backends.cudnn.is_available()
+            else None
+        )
+        return (
+            None
+            if version is not None and version >= 90000
+            else f"cuDNN is {version or 'missing'}; {self.install}"
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in `Library`."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(q, k, v), None, True, scale=_scale(q)
         )
-        return out.transpose(1, 2), lse.reshape(lse.shape[:3])  # from (B, H, Nq, 1), torch 2.9 and newer
+        # from (B, H, Nq, 1), torch 2.9 and newer
+        return out.transpose(1, 2), lse.reshape(lse.shape[:3])
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`; by torch's flash kernel where cuDNN's would be wrong."""
-        if k.shape[1] % 128 == 64 and torch.cuda.get_device_capability(q.device)[0] == 9:
-            # On Hopper the padded half of the last 128 keys has a score of 0: exp(0 - lse) overflows where an lse is
-            # below -88.7, and dq is NaN (pytorch/pytorch, issue 196678; NVIDIA/cudnn-frontend, pull request 628).
-            return LIBRARIES["sdpa"].backward(grad_out, q, k, v, out, lse, deterministic)
+        if (
+            k.shape[1] % 128 == 64
+            and torch.cuda.get_device_capability(q.device)[0] == 9
+        ):
+            # On Hopper the padded half of the last 128 keys has a score of 0: exp(0 -
+            # lse) overflows where an lse is below -88.7, and dq is NaN
+            # (pytorch/pytorch, issue 196678; NVIDIA/cudnn-frontend, pull request 628).
+            return LIBRARIES["sdpa"].backward(
+                grad_out, q, k, v, out, lse, deterministic
+            )
         grad, query, key, value, result = _heads_first(grad_out, q, k, v, out)
-        seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
+        seed, offset = (
+            torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2)
+        )
         lengths = (None, None, q.shape[1], k.shape[1])
         dq, dk, dv = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            grad, query, key, value, result, lse[..., None], seed, offset, None, *lengths, 0.0, False, scale=_scale(q)
+            grad,
+            query,
+            key,
+            value,
+            result,
+            lse[..., None],
+            seed,
+            offset,
+            None,
+            *lengths,
+            0.0,
+            False,
+            scale=_scale(q),
         )
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
@@ -295,7 +441,9 @@ _FLASH2_DENSE: Mapping[str, Any] = {
 
 
 class Flash2(Library):
-    """flash-attn 2.7 and newer: `flash_attn.flash_attn_interface`, whose private pair is the one that gives the lse."""
+    """flash-attn 2.7 and newer: `flash_attn.flash_attn_interface`, whose private pair
+    is the one that gives the lse.
+    """
 
     name = "flash2"
     install = 'install flash-attn: pip install --no-build-isolation "flash-attn>=2.7"'
@@ -306,25 +454,39 @@ class Flash2(Library):
         """As in `Library`."""
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
-        out, lse, *_ = _flash_attn_forward(q, k, v, softmax_scale=_scale(q), return_softmax=False, **_FLASH2_DENSE)
+        out, lse, *_ = _flash_attn_forward(
+            q, k, v, softmax_scale=_scale(q), return_softmax=False, **_FLASH2_DENSE
+        )
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`."""
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         dq, dk, dv = empty_gradients(q, k, v)
-        options = {"softmax_scale": _scale(q), "deterministic": deterministic, **_FLASH2_DENSE}
+        options = {
+            "softmax_scale": _scale(q),
+            "deterministic": deterministic,
+            **_FLASH2_DENSE,
+        }
         _flash_attn_backward(grad_out, q, k, v, out, lse, dq, dk, dv, **options)
         return dq, dk, dv
 
 
 @functools.cache
 def _hub_flash3() -> Any:
-    """The interface of the newest build that the `kernels` package has in its cache on this machine; None where there
-    is none that loads. Nothing is downloaded: it is code.
+    """The interface of the newest build that the `kernels` package has in its cache on
+    this machine; None where there is none that loads. Nothing is downloaded: it is
+    code.
     """
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -333,26 +495,31 @@ def _hub_flash3() -> Any:
         cache = Path(os.environ.get("KERNELS_CACHE") or HF_HUB_CACHE)
         folders = cache.glob("*s--kernels-community--flash-attn3/snapshots/*")
         folder = max(folders, key=lambda path: path.stat().st_mtime)
-        # By name, because a checkout of this project has a folder that is called so too.
+        # By name, because a checkout of this project has a folder that is called so
+        # too.
         load = importlib.import_module("kernels").get_local_kernel
         old = "package_name" in inspect.signature(load).parameters
-        return (load(folder, "flash_attn3") if old else load(folder)).flash_attn_interface
+        return (
+            load(folder, "flash_attn3") if old else load(folder)
+        ).flash_attn_interface
     except Exception as error:  # noqa: BLE001  releases of that package raise AssertionError and more
         logger.debug("No FlashAttention-3 from the hub: %s", error)
         return None
 
 
 class Flash3(Library):
-    """FlashAttention-3: `flash_attn_interface` of the `hopper` folder of flash-attention, or the hub's build of it.
+    """FlashAttention-3: `flash_attn_interface` of the `hopper` folder of
+    flash-attention, or the hub's build of it.
 
-    Arguments go by position: between releases the optional ones gained defaults and `causal` became `is_causal`, but
-    their order stayed.
+    Arguments go by position: between releases the optional ones gained defaults and
+    `causal` became `is_causal`, but their order stayed.
     """
 
     name = "flash3"
     install = (
         "install FlashAttention-3, the fastest on this GPU: pip install kernels, then "
-        "`python -c \"from kernels import get_kernel; get_kernel('kernels-community/flash-attn3')\"`, "
+        '`python -c "from kernels import get_kernel; '
+        "get_kernel('kernels-community/flash-attn3')\"`, "
         "or build the hopper folder of github.com/Dao-AILab/flash-attention"
     )
     module = "flash_attn_interface"
@@ -365,30 +532,58 @@ class Flash3(Library):
 
     def _interface(self) -> Any:
         """The source build's module, or the hub's."""
-        return importlib.import_module("flash_attn_interface") if super()._missing() is None else _hub_flash3()
+        return (
+            importlib.import_module("flash_attn_interface")
+            if super()._missing() is None
+            else _hub_flash3()
+        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """As in `Library`."""
-        # From k_new to v_descale: caches, pages, ragged lengths, rotary tables, float8 scales.
+        # From k_new to v_descale: caches, pages, ragged lengths, rotary tables, float8
+        # scales.
         absent = (None,) * 20
-        out, lse, *_ = self._interface()._flash_attn_forward(q, k, v, *absent, _scale(q), False)
+        out, lse, *_ = self._interface()._flash_attn_forward(
+            q, k, v, *absent, _scale(q), False
+        )
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`."""
         dq, dk, dv = empty_gradients(q, k, v)
         # From cu_seqlens_q to max_seqlen_k: ragged lengths.
         absent = (None,) * 6
         self._interface()._flash_attn_backward(
-            grad_out, q, k, v, out, lse, *absent, dq, dk, dv, _scale(q), False, deterministic=deterministic
+            grad_out,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *absent,
+            dq,
+            dk,
+            dv,
+            _scale(q),
+            False,
+            deterministic=deterministic,
         )
         return dq, dk, dv
 
 
 class Flash4(Library):
-    """FlashAttention-4, in CuTe-DSL: `flash_attn.cute`. Deterministic from Blackwell on."""
+    """FlashAttention-4, in CuTe-DSL: `flash_attn.cute`. Deterministic from Blackwell
+    on.
+    """
 
     name = "flash4"
     install = "install FlashAttention-4: pip install flash-attn-4"
@@ -399,7 +594,11 @@ class Flash4(Library):
 
     def unavailable(self, use: Use) -> str | None:
         """As in `Library`."""
-        if use.deterministic and use.device.type == "cuda" and torch.cuda.get_device_capability(use.device)[0] < 10:
+        if (
+            use.deterministic
+            and use.device.type == "cuda"
+            and torch.cuda.get_device_capability(use.device)[0] < 10
+        ):
             return "its backward pass is deterministic on Blackwell GPUs only"
         return super().unavailable(use)
 
@@ -407,23 +606,37 @@ class Flash4(Library):
         """As in `Library`."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        out, lse, *_ = _flash_attn_fwd(q, k, v, softmax_scale=_scale(q), causal=False, return_lse=True)
+        out, lse, *_ = _flash_attn_fwd(
+            q, k, v, softmax_scale=_scale(q), causal=False, return_lse=True
+        )
         return out, lse
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
-        # Releases before the option existed are asked for it only by those who need it, and then refuse.
+        # Releases before the option existed are asked for it only by those who need it,
+        # and then refuse.
         option = {"deterministic": True} if deterministic else {}
-        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad_out, lse, softmax_scale=_scale(q), causal=False, **option)
+        dq, dk, dv, *_ = _flash_attn_bwd(
+            q, k, v, out, grad_out, lse, softmax_scale=_scale(q), causal=False, **option
+        )
         return dq, dk, dv
 
 
 class Xformers(Library):
-    """xformers' memory-efficient attention, which picks its own kernel and warns that it may not be deterministic."""
+    """xformers' memory-efficient attention, which picks its own kernel and warns that
+    it may not be deterministic.
+    """
 
     name = "xformers"
     install = 'install xformers: pip install "xformers>=0.0.33"'
@@ -434,19 +647,40 @@ class Xformers(Library):
         """As in `Library`."""
         from xformers.ops.fmha import memory_efficient_attention_forward_requires_grad
 
-        out, lse = memory_efficient_attention_forward_requires_grad(q, k, v, scale=_scale(q))
-        return out, lse[..., : q.shape[1]]  # some of its kernels round up to a multiple of 32 queries
+        out, lse = memory_efficient_attention_forward_requires_grad(
+            q, k, v, scale=_scale(q)
+        )
+        # some of its kernels round up to a multiple of 32 queries
+        return out, lse[..., : q.shape[1]]
 
     def backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, deterministic: bool
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        deterministic: bool,
     ) -> Gradients:
         """As in `Library`; xformers pads the lse by itself."""
         from xformers.ops.fmha import memory_efficient_attention_backward
 
-        dq, dk, dv, *_ = memory_efficient_attention_backward(grad_out, out, lse, q, k, v, scale=_scale(q))
+        dq, dk, dv, *_ = memory_efficient_attention_backward(
+            grad_out, out, lse, q, k, v, scale=_scale(q)
+        )
         return dq, dk, dv
 
 
 LIBRARIES: Mapping[str, Library] = {
-    library.name: library for library in (Cudnn(), Flash2(), Flash3(), Flash4(), Xformers(), Sdpa(), Reference())
+    library.name: library
+    for library in (
+        Cudnn(),
+        Flash2(),
+        Flash3(),
+        Flash4(),
+        Xformers(),
+        Sdpa(),
+        Reference(),
+    )
 }

@@ -1,4 +1,6 @@
-"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints, and its description for the planner."""
+"""The model family `hunyuan15`: HunyuanVideo-1.5 from its public checkpoints, and its
+description for the planner.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -18,7 +20,12 @@ from sage_fast.models.hunyuan15 import (
     animates_pictures,
     likely_repository,
 )
-from sage_fast.models.hunyuan15.backbone import IMAGE_TOKENS, HunyuanTransformer, forward_work, modulation
+from sage_fast.models.hunyuan15.backbone import (
+    IMAGE_TOKENS,
+    HunyuanTransformer,
+    forward_work,
+    modulation,
+)
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.snapshot import check_known, requirement, stored_config
 
@@ -67,27 +74,37 @@ LANGUAGE_MODEL: dict[str, Any] = {
 TEMPLATE_TOKENS = 108
 END_TOKENS = 5
 TOKENS_PER_WORD = 4 / 3
-"""Tokens before a prompt, which are cropped, and behind it, which are not; and of a word of English."""
+"""Tokens before a prompt, which are cropped, and behind it, which are not; and of a
+word of English.
+"""
 
 VAE_GB = 2.5
 TEXT_ENCODER_GB = 15.1
-"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model, 7.07 B in bfloat16, and ByT5's
-encoder, 0.22 B in float32."""
+"""Published weights: the video autoencoder in float16; Qwen2.5-VL's language model,
+7.07 B in bfloat16, and ByT5's encoder, 0.22 B in float32.
+"""
 
 VISION_GB = 1.7
 PICTURE_FLOPS = 0.6e12
 PICTURE_BYTES = 729 * 1152 * 4
-"""SigLIP's 0.43 B parameters in float32, 1e9 bytes; its work for a picture, and its tokens."""
+"""SigLIP's 0.43 B parameters in float32, 1e9 bytes; its work for a picture, and its
+tokens.
+"""
 
 DOWNLOAD_GB = 33.3 + 5.0 + 14.2 + 0.9
-"""1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder, at most: from their numbers of
-parameters in float32, of the language model in bfloat16."""
+"""1e9 bytes of transformer, autoencoder, Qwen2.5-VL's language model and glyph encoder,
+at most: from their numbers of parameters in float32, of the language model in bfloat16.
+"""
 
 
-def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -> tuple[float, float]:
-    """FLOPs of the language model for a prompt of so many words, and bytes of its tokens; with those of a picture.
+def encoding(
+    language: dict[str, Any], words: float, *, picture: bool = False
+) -> tuple[float, float]:
+    """FLOPs of the language model for a prompt of so many words, and bytes of its
+    tokens; with those of a picture.
 
-    Example: 150 words are 205 tokens, 313 with the template before them: 4.1e12 FLOPs and 1.5e6 bytes.
+    Example: 150 words are 205 tokens, 313 with the template before them: 4.1e12 FLOPs
+    and 1.5e6 bytes.
     """
     width = language["hidden_size"]
     layers = language["num_hidden_layers"]
@@ -95,7 +112,8 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
     length = TEMPLATE_TOKENS + tokens
     # Several heads of queries share one of keys and values, so these are narrower.
     keys = width * language["num_key_value_heads"] / language["num_attention_heads"]
-    # Of a layer: queries and output, keys and values; and the three matrices of its gated feed-forward.
+    # Of a layer: queries and output, keys and values; and the three matrices of its
+    # gated feed-forward.
     weights = 2 * width * (width + keys) + 3 * width * language["intermediate_size"]
     flops = 2 * layers * (weights * length + width * length**2)
     size = tokens * width * (4 if language.get("dtype") == "float32" else 2)
@@ -103,15 +121,19 @@ def encoding(language: dict[str, Any], words: float, *, picture: bool = False) -
 
 
 def published_model(**changes: Any) -> ModelDescription:
-    """The published HunyuanVideo-1.5, with other values for some fields of the description."""
+    """The published HunyuanVideo-1.5, with other values for some fields of the
+    description.
+    """
     fields: dict[str, Any] = {
         "transformer": dict(HUNYUAN_VIDEO_15),
         "text_tokens": TEXT_TOKENS,
         "latent_shape": VAEDecoder.empty().latent_shape,
-        "decoding": lambda latent, videos, model, on_gpu: VAEDecoder.empty(model.decode_dtype(on_gpu)).decoding(
-            latent, videos, model.decode_limit_gib
+        "decoding": lambda latent, videos, model, on_gpu: VAEDecoder.empty(
+            model.decode_dtype(on_gpu)
+        ).decoding(latent, videos, model.decode_limit_gib),
+        "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(
+            latent, tiled
         ),
-        "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(latent, tiled),
         "forward_work": forward_work,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,
@@ -122,9 +144,14 @@ def published_model(**changes: Any) -> ModelDescription:
 
 
 class HunyuanVideo15(HunyuanTransformer):
-    """See `ModelFamily`. The pipeline and its encoders take seconds to import, so only what needs them does."""
+    """See `ModelFamily`. The pipeline and its encoders take seconds to import, so only
+    what needs them does.
+    """
 
-    licence = "tencent-hunyuan-community", "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE"
+    licence = (
+        "tencent-hunyuan-community",
+        "https://github.com/Tencent-Hunyuan/HunyuanVideo-1.5/blob/main/LICENSE",
+    )
 
     def load(self, model: ModelConfig) -> Components:
         from sage_fast.models.hunyuan15.loading import load_components
@@ -137,17 +164,29 @@ class HunyuanVideo15(HunyuanTransformer):
         folder = local_folder(path)
         pictures = animates_pictures(path)
         published = HUNYUAN_VIDEO_15 | {"reads_pictures": pictures}
-        transformer = stored_config(folder, "transformer", published, HunyuanVideo15Transformer3DModel)
+        transformer = stored_config(
+            folder, "transformer", published, HunyuanVideo15Transformer3DModel
+        )
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {
             "transformer": transformer,
-            "latent_shape": lambda *size: (transformer["out_channels"], *VAEDecoder.empty().latent_shape(*size)[1:]),
+            "latent_shape": lambda *size: (
+                transformer["out_channels"],
+                *VAEDecoder.empty().latent_shape(*size)[1:],
+            ),
             "encoding": partial(encoding, language, picture=pictures),
         }
         if pictures:
-            changes |= {"text_tokens": TEXT_TOKENS + IMAGE_TOKENS, "image_tokens": IMAGE_TOKENS}
+            changes |= {
+                "text_tokens": TEXT_TOKENS + IMAGE_TOKENS,
+                "image_tokens": IMAGE_TOKENS,
+            }
             changes["encoder_gb"] = TEXT_ENCODER_GB + VISION_GB
-        if folder and (size := sum(file.stat().st_size for file in (folder / "vae").glob("*.safetensors"))):
+        if folder and (
+            size := sum(
+                file.stat().st_size for file in (folder / "vae").glob("*.safetensors")
+            )
+        ):
             changes["decoder_gb"] = size / 1e9
         return published_model(**changes)
 
@@ -159,8 +198,12 @@ class HunyuanVideo15(HunyuanTransformer):
         if pictures:
             parts = parts + PICTURE_PARTS
             size = size + VISION_GB
-        whole = requirement("HunyuanVideo-1.5", path, parts, likely_repository(path), gigabytes=size)
-        licence = "not licensed in the European Union, the United Kingdom and South Korea"
+        whole = requirement(
+            "HunyuanVideo-1.5", path, parts, likely_repository(path), gigabytes=size
+        )
+        licence = (
+            "not licensed in the European Union, the United Kingdom and South Korea"
+        )
         return [replace(whole, licence=licence)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
@@ -169,16 +212,24 @@ class HunyuanVideo15(HunyuanTransformer):
         return find_model(model, download=False)[1]
 
     def pipeline_class(self, model: ModelConfig) -> str:
-        return IMAGE_TO_VIDEO if model.path and animates_pictures(model.path) else self.pipeline
+        return (
+            IMAGE_TO_VIDEO
+            if model.path and animates_pictures(model.path)
+            else self.pipeline
+        )
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.
 
-        A folder without the whole pipeline is of the repository that it most likely came from. A path that no longer
-        exists is returned as it is: code that fails on it is better than another model.
+        A folder without the whole pipeline is of the repository that it most likely
+        came from. A path that no longer exists is returned as it is: code that fails on
+        it is better than another model.
         """
         if model.path is None:
             return DEFAULT_REPOSITORY
-        if super().pipeline_base(model) is None and (Path(model.path) / "transformer" / "config.json").is_file():
+        if (
+            super().pipeline_base(model) is None
+            and (Path(model.path) / "transformer" / "config.json").is_file()
+        ):
             return likely_repository(model.path)
         return model.path

@@ -1,4 +1,6 @@
-"""Load a toy model: a tiny transformer of HunyuanVideo-1.5's class, the word encoder and the patch codec."""
+"""Load a toy model: a tiny transformer of HunyuanVideo-1.5's class, the word encoder
+and the patch codec.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +14,11 @@ from sage_fast.config.files import loads
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.family import Components, Decoding, ModelDescription
-from sage_fast.models.hunyuan15.backbone import HunyuanTransformer, forward_work, modulation
+from sage_fast.models.hunyuan15.backbone import (
+    HunyuanTransformer,
+    forward_work,
+    modulation,
+)
 from sage_fast.models.stored import check_fit, misfits, open_weights
 from sage_fast.models.toy.codec import LATENT_CHANNELS, PatchCodec
 from sage_fast.models.toy.renderer import tokenize
@@ -25,8 +31,9 @@ WEIGHTS_NAME = "weights.safetensors"
 EMBED_DIM = 24
 GLYPH_DIM = 32
 
-# The class creates these whatever the task. Without glyph and image tokens they never act, and their hidden
-# layer of fixed width 2048 would be two thirds of the file: they are not stored, not trained, and loaded as zeros.
+# The class creates these whatever the task. Without glyph and image tokens they never
+# act, and their hidden layer of fixed width 2048 would be two thirds of the file: they
+# are not stored, not trained, and loaded as zeros.
 UNUSED_MODULES = ("context_embedder_2", "image_embedder")
 
 TRANSFORMER_CONFIG: dict[str, Any] = {
@@ -52,10 +59,11 @@ TRANSFORMER_CONFIG: dict[str, Any] = {
 
 
 class WordEncoder:
-    """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to unit root mean square.
+    """Prompt encoder of the toy world: one fixed one-hot vector per word, scaled to
+    unit root mean square.
 
-    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`). It has no glyph
-    branch.
+    The vectors are as wide as the vocabulary padded to a multiple of 8 (`EMBED_DIM`).
+    It has no glyph branch.
     """
 
     def __init__(self) -> None:
@@ -71,11 +79,16 @@ class WordEncoder:
         return [embeds.lengths for embeds in self.encode(texts)]
 
     def encode(self, texts: Sequence[str]) -> list[PromptEmbeds]:
-        """One record per text: `text` float32 (L, 24), L words (1 for the empty text); `glyph` float32 (0, 32).
+        """One record per text: `text` float32 (L, 24), L words (1 for the empty text);
+        `glyph` float32 (0, 32).
 
-        ValueError names an unknown word. A sentence of known words that describes no scene is allowed.
+        ValueError names an unknown word. A sentence of known words that describes no
+        scene is allowed.
         """
-        return [PromptEmbeds(text=self.features(text), glyph=torch.zeros(0, GLYPH_DIM)) for text in texts]
+        return [
+            PromptEmbeds(text=self.features(text), glyph=torch.zeros(0, GLYPH_DIM))
+            for text in texts
+        ]
 
     def features(self, text: str) -> Tensor:
         """The words of one text, (L, width)."""
@@ -83,14 +96,19 @@ class WordEncoder:
 
 
 def is_unused(name: str) -> bool:
-    """Tell whether a parameter (by its qualified name) belongs to a module that the toy world never uses."""
+    """Tell whether a parameter (by its qualified name) belongs to a module that the toy
+    world never uses.
+    """
     return name.split(".", 1)[0] in UNUSED_MODULES
 
 
 def build_transformer(config: Mapping[str, Any]) -> Any:
-    """A freshly initialised float32 transformer in training mode, its unused modules zero."""
+    """A freshly initialised float32 transformer in training mode, its unused modules
+    zero.
+    """
     transformer = HunyuanTransformer.build(config)
-    # No caption quotes a text, and Muon's products of the glyph projection's 2048 x 2048 matrices take minutes.
+    # No caption quotes a text, and Muon's products of the glyph projection's 2048 x
+    # 2048 matrices take minutes.
     transformer.unread_modules = UNUSED_MODULES
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
@@ -101,7 +119,11 @@ def build_transformer(config: Mapping[str, Any]) -> Any:
 
 def stored_parameters(transformer: Any) -> dict[str, Tensor]:
     """The parameters that a toy checkpoint holds: all but the unused modules."""
-    return {name: value for name, value in transformer.state_dict().items() if not is_unused(name)}
+    return {
+        name: value
+        for name, value in transformer.state_dict().items()
+        if not is_unused(name)
+    }
 
 
 def _open(model: ModelConfig, shipped: Path) -> tuple[Path, dict[str, Any]]:
@@ -110,14 +132,18 @@ def _open(model: ModelConfig, shipped: Path) -> tuple[Path, dict[str, Any]]:
     for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise ValueError(
-                f"{directory} has no {name}. Give a folder written by 'python -m experiments.pretrain "
-                "--output_dir FOLDER', or no path for the model that ships with the project."
+                f"{directory} has no {name}. Give a folder written by 'python -m "
+                "experiments.pretrain "
+                "--output_dir FOLDER', or no path for the model that ships with the "
+                "project."
             )
     return directory, dict(loads((directory / CONFIG_NAME).read_text(encoding="utf-8")))
 
 
 class Toy(HunyuanTransformer):
-    """The model family `toy`, see `ModelFamily`. It needs no files but those of the package."""
+    """The model family `toy`, see `ModelFamily`. It needs no files but those of the
+    package.
+    """
 
     shipped = ASSETS
     text_tokens = len(["a", "red", "circle", "moving", "left"])
@@ -125,11 +151,14 @@ class Toy(HunyuanTransformer):
     codec: type[PatchCodec] = PatchCodec
 
     def load(self, model: ModelConfig) -> Components:
-        """Load a toy model from plain files; the transformer is float32, on the CPU, in evaluation mode.
+        """Load a toy model from plain files; the transformer is float32, on the CPU, in
+        evaluation mode.
 
         Args:
-            model: its `path` is a folder with `config.json` and `weights.safetensors`, as
-                `python -m experiments.pretrain` writes it; None means the base model that ships with the project.
+            model: its `path` is a folder with `config.json` and `weights.safetensors`,
+                as
+                `python -m experiments.pretrain` writes it; None means the base model
+                that ships with the project.
 
         ValueError when a file is missing or the weights do not fit the config.
         """
@@ -142,9 +171,14 @@ class Toy(HunyuanTransformer):
             for values in (stored_parameters(transformer), weights)
         )
         check_fit(directory, **misfits(described, stored))
-        # Not strict, because the unused modules are not stored; `check_fit` has been strict about the others.
+        # Not strict, because the unused modules are not stored; `check_fit` has been
+        # strict about the others.
         transformer.load_state_dict(weights, strict=False)
-        return Components(transformer=transformer.eval(), prompt_encoder=self.encoder(), video_decoder=self.codec())
+        return Components(
+            transformer=transformer.eval(),
+            prompt_encoder=self.encoder(),
+            video_decoder=self.codec(),
+        )
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         transformer = _open(model, self.shipped)[1] | {"unread_modules": UNUSED_MODULES}
@@ -153,9 +187,15 @@ class Toy(HunyuanTransformer):
             transformer=transformer,
             text_tokens=self.text_tokens,
             latent_shape=codec.latent_shape,
-            # A product with the codec's basis; its result, a reordered copy and two rescaled ones are alive at once.
-            decoding=lambda latent, videos, section, on_gpu: Decoding(peak_bytes=16.0 * videos * math.prod(latent)),
-            decode_work=lambda latent, tiled, dtype: (2.0 * math.prod(latent) * latent[0], 0.0),
+            # A product with the codec's basis; its result, a reordered copy and two
+            # rescaled ones are alive at once.
+            decoding=lambda latent, videos, section, on_gpu: Decoding(
+                peak_bytes=16.0 * videos * math.prod(latent)
+            ),
+            decode_work=lambda latent, tiled, dtype: (
+                2.0 * math.prod(latent) * latent[0],
+                0.0,
+            ),
             forward_work=forward_work,
             modulation=modulation(transformer),
         )

@@ -1,10 +1,13 @@
-"""The toy world: one coloured shape that moves with constant velocity over a plain dark background.
+"""The toy world: one coloured shape that moves with constant velocity over a plain dark
+background.
 
 Scenes with their captions, and the videos that are drawn of them. The finite set of
-scenes (6 colours x 4 shapes x 5 motions x 15 positions = 1,800 videos) *is* the data manifold of the toy world: every
-legal video can be written down, so the distance of a sample from it can be measured.
+scenes (6 colours x 4 shapes x 5 motions x 15 positions = 1,800 videos) *is* the data
+manifold of the toy world: every legal video can be written down, so the distance of a
+sample from it can be measured.
 
-Geometry is in units of 1/16 of the shorter side of the frame, so a 16 x 16 frame has one unit per pixel.
+Geometry is in units of 1/16 of the shorter side of the frame, so a 16 x 16 frame has
+one unit per pixel.
 """
 
 from collections.abc import Sequence
@@ -58,9 +61,9 @@ _DIRECTIONS = {
 class Scene:
     """Everything that determines one legal video.
 
-    `along` and `across` are the nuisance: the whole track is shifted by `along` units in the direction of
-    its axis of motion and by `across` units at right angles to it (for "closer": down and to the right).
-    They are not in the caption.
+    `along` and `across` are the nuisance: the whole track is shifted by `along` units
+    in the direction of its axis of motion and by `across` units at right angles to it
+    (for "closer": down and to the right). They are not in the caption.
 
     Example: `Scene(colour="red", shape="circle", motion="left", along=0, across=2)`.
     """
@@ -76,19 +79,28 @@ class Scene:
         for field, values in zip(fields(self), allowed, strict=True):
             value = getattr(self, field.name)
             if value not in values:
-                raise ValueError(f"Scene.{field.name} is {value!r}; use one of {', '.join(map(str, values))}.")
+                raise ValueError(
+                    f"Scene.{field.name} is {value!r}; use one of "
+                    f"{', '.join(map(str, values))}."
+                )
 
 
 def all_scenes() -> tuple[Scene, ...]:
-    """The 1,800 legal scenes, ordered by colour, shape, motion, along, across (the last varies fastest)."""
+    """The 1,800 legal scenes, ordered by colour, shape, motion, along, across (the last
+    varies fastest).
+    """
     return tuple(
         Scene(colour=colour, shape=shape, motion=motion, along=along, across=across)
-        for colour, shape, motion, along, across in product(COLOURS, SHAPES, MOTIONS, ALONG, ACROSS)
+        for colour, shape, motion, along, across in product(
+            COLOURS, SHAPES, MOTIONS, ALONG, ACROSS
+        )
     )
 
 
 class Caption(NamedTuple):
-    """The attributes that a caption names, e.g. `Caption(colour="red", shape="circle", motion="left")`."""
+    """The attributes that a caption names, e.g. `Caption(colour="red", shape="circle",
+    motion="left")`.
+    """
 
     colour: str
     shape: str
@@ -111,7 +123,8 @@ def all_captions() -> tuple[Caption, ...]:
 
 
 def tokenize(text: str) -> list[int]:
-    """Vocabulary indices of the words of `text`; the empty text is the one unconditional token.
+    """Vocabulary indices of the words of `text`; the empty text is the one
+    unconditional token.
 
     ValueError names the first unknown word and the vocabulary.
     """
@@ -119,7 +132,10 @@ def tokenize(text: str) -> list[int]:
     for word in words:
         if word not in VOCABULARY or (word == UNCONDITIONAL and text.strip()):
             known = ", ".join(VOCABULARY[1:])
-            raise ValueError(f"Unknown word {word!r} in the toy prompt {text!r}; the toy world knows: {known}.")
+            raise ValueError(
+                f"Unknown word {word!r} in the toy prompt {text!r}; the toy world "
+                f"knows: {known}."
+            )
     return [VOCABULARY.index(word) for word in words]
 
 
@@ -132,8 +148,10 @@ def parse_caption(text: str) -> Caption:
     caption = Caption(words[1], words[2], words[4]) if len(words) == 5 else None
     if caption not in all_captions() or caption.text.split() != words:
         raise ValueError(
-            f"The toy prompt {text!r} is not of the form 'a COLOUR SHAPE moving DIRECTION', with a colour of "
-            f"{', '.join(COLOURS)}; a shape of {', '.join(SHAPES)}; a direction of {', '.join(MOTIONS)}."
+            f"The toy prompt {text!r} is not of the form 'a COLOUR SHAPE moving "
+            "DIRECTION', with a colour of "
+            f"{', '.join(COLOURS)}; a shape of {', '.join(SHAPES)}; a direction of "
+            f"{', '.join(MOTIONS)}."
         )
     return caption
 
@@ -141,13 +159,16 @@ def parse_caption(text: str) -> Caption:
 def track(scene: Scene, num_frames: int = NUM_FRAMES) -> Tensor:
     """Centre and size of the object in every frame.
 
-    Returns float32 (F, 3): x and y of the centre relative to the centre of the frame (x to the right, y
-    down, units), and the radius (units). Positions are linear in time; so is the radius of "closer".
+    Returns float32 (F, 3): x and y of the centre relative to the centre of the frame (x
+    to the right, y down, units), and the radius (units). Positions are linear in time;
+    so is the radius of "closer".
     """
     time = torch.linspace(-0.5, 0.5, num_frames)
     direction_x, direction_y = _DIRECTIONS[scene.motion]
     horizontal = direction_x != 0
-    shift_x, shift_y = (scene.along, scene.across) if horizontal else (scene.across, scene.along)
+    shift_x, shift_y = (
+        (scene.along, scene.across) if horizontal else (scene.across, scene.along)
+    )
     x = shift_x + direction_x * TRAVEL * time
     y = shift_y + direction_y * TRAVEL * time
     small, large = CLOSER_SCALE if scene.motion == "closer" else (1.0, 1.0)
@@ -156,7 +177,9 @@ def track(scene: Scene, num_frames: int = NUM_FRAMES) -> Tensor:
 
 
 def _inside(shape: str, dx: Tensor, dy: Tensor, radius: Tensor) -> Tensor:
-    """Tell whether the points at (dx, dy) from the centre belong to the shape; all have about equal area."""
+    """Tell whether the points at (dx, dy) from the centre belong to the shape; all have
+    about equal area.
+    """
     if shape == "circle":
         return dx**2 + dy**2 <= (1.05 * radius) ** 2
     if shape == "square":
@@ -170,7 +193,9 @@ def _inside(shape: str, dx: Tensor, dy: Tensor, radius: Tensor) -> Tensor:
     return upright | level
 
 
-def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDTH) -> Tensor:
+def coverage(
+    shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDTH
+) -> Tensor:
     """Anti-aliased masks of one shape.
 
     Args:
@@ -178,8 +203,8 @@ def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDT
         tracks: (..., 3), as `track` returns them.
         height, width: size of the frame in pixels.
 
-    Returns float32 (..., H, W) in [0, 1]: the share of each pixel that the shape covers, by 8 x 8 samples a
-    pixel.
+    Returns float32 (..., H, W) in [0, 1]: the share of each pixel that the shape
+    covers, by 8 x 8 samples a pixel.
     """
     pixels_per_unit = min(height, width) / UNITS_PER_SIDE
     lead = tracks.shape[:-1]
@@ -187,30 +212,51 @@ def coverage(shape: str, tracks: Tensor, height: int = HEIGHT, width: int = WIDT
 
     # Places of the samples from the middle of the frame, in units.
     samples_x, samples_y = (
-        ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2) / pixels_per_unit
+        ((torch.arange(size * SUPERSAMPLING) + 0.5) / SUPERSAMPLING - size / 2)
+        / pixels_per_unit
         for size in (width, height)
     )
-    inside = _inside(shape, samples_x.view(1, 1, -1) - x, samples_y.view(1, -1, 1) - y, radius)
-    return torch.nn.functional.avg_pool2d(inside.float(), SUPERSAMPLING).view(*lead, height, width)
+    inside = _inside(
+        shape, samples_x.view(1, 1, -1) - x, samples_y.view(1, -1, 1) - y, radius
+    )
+    return torch.nn.functional.avg_pool2d(inside.float(), SUPERSAMPLING).view(
+        *lead, height, width
+    )
 
 
 def render_batch(
-    scenes: Sequence[Scene], num_frames: int = NUM_FRAMES, height: int = HEIGHT, width: int = WIDTH
+    scenes: Sequence[Scene],
+    num_frames: int = NUM_FRAMES,
+    height: int = HEIGHT,
+    width: int = WIDTH,
 ) -> Tensor:
-    """Render scenes to float32 (B, F, 3, H, W) in [0, 1]. ValueError for sizes that cannot show a motion."""
+    """Render scenes to float32 (B, F, 3, H, W) in [0, 1]. ValueError for sizes that
+    cannot show a motion.
+    """
     if num_frames < 2 or min(height, width) < 8:
         raise ValueError(
-            f"Cannot draw {num_frames} frames of {height} x {width}: use at least 2 frames and 8 pixels a side."
+            f"Cannot draw {num_frames} frames of {height} x {width}: use at least 2 "
+            "frames and 8 pixels a side."
         )
     masks = torch.empty(len(scenes), num_frames, height, width)
     for shape in SHAPES:
         rows = [row for row, scene in enumerate(scenes) if scene.shape == shape]
         # The colour does not change the mask: each distinct track is rasterised once.
-        distinct = {(scenes[row].motion, scenes[row].along, scenes[row].across): row for row in rows}
-        drawn = {key: coverage(shape, track(scenes[row], num_frames), height, width) for key, row in distinct.items()}
+        distinct = {
+            (scenes[row].motion, scenes[row].along, scenes[row].across): row
+            for row in rows
+        }
+        drawn = {
+            key: coverage(shape, track(scenes[row], num_frames), height, width)
+            for key, row in distinct.items()
+        }
         for row in rows:
-            masks[row] = drawn[scenes[row].motion, scenes[row].along, scenes[row].across]
-    colours = torch.tensor([COLOURS[scene.colour] for scene in scenes]).view(-1, 1, 3, 1, 1)
+            masks[row] = drawn[
+                scenes[row].motion, scenes[row].along, scenes[row].across
+            ]
+    colours = torch.tensor([COLOURS[scene.colour] for scene in scenes]).view(
+        -1, 1, 3, 1, 1
+    )
     background = torch.tensor(BACKGROUND).view(1, 1, 3, 1, 1)
     return background + masks[:, :, None] * (colours - background)
 
@@ -221,47 +267,65 @@ def to_uint8(videos: Tensor) -> Tensor:
 
 
 class Manifold:
-    """Every legal video of one size, rendered once (8 x 16 x 16: 1,800 videos, 44 MB as float32, on the CPU).
+    """Every legal video of one size, rendered once (8 x 16 x 16: 1,800 videos, 44 MB as
+    float32, on the CPU).
 
     Attributes:
         scenes: the M scenes, in the order of `all_scenes`.
         videos: uint8 (M, F, 3, H, W), the rendering of each scene.
-        table: float32 (M, F*3*H*W), the same videos in [0, 1] minus the background colour.
-        energy: float32 (M,), squared norm of each row of `table`; a blank video would have 0.
+        table: float32 (M, F*3*H*W), the same videos in [0, 1] minus the background
+            colour.
+        energy: float32 (M,), squared norm of each row of `table`; a blank video would
+            have 0.
     """
 
     def __init__(self, num_frames: int, height: int, width: int) -> None:
         self.scenes: tuple[Scene, ...] = all_scenes()
         self.videos = to_uint8(render_batch(self.scenes, num_frames, height, width))
-        # The background as it is after rounding, so that background pixels of the table are exactly zero.
+        # The background as it is after rounding, so that background pixels of the table
+        # are exactly zero.
         self.background = to_uint8(torch.tensor(BACKGROUND)).float().view(3, 1, 1) / 255
         self.table = self.flatten(self.videos)
         self.energy = self.table.square().sum(1)
 
     def flatten(self, videos: Tensor) -> Tensor:
-        """uint8 (B, F, 3, H, W) -> float32 (B, F*3*H*W) on the CPU, in [0, 1] minus the background colour.
+        """uint8 (B, F, 3, H, W) -> float32 (B, F*3*H*W) on the CPU, in [0, 1] minus the
+        background colour.
 
         ValueError when the videos have another dtype or size than this manifold.
         """
         if videos.dtype != torch.uint8 or videos.shape[1:] != self.videos.shape[1:]:
             expected = ", ".join(map(str, self.videos.shape[1:]))
-            raise ValueError(f"Expected uint8 videos (B, {expected}), got {videos.dtype} {tuple(videos.shape)}.")
+            raise ValueError(
+                f"Expected uint8 videos (B, {expected}), got {videos.dtype} "
+                f"{tuple(videos.shape)}."
+            )
         return (videos.cpu().float() / 255 - self.background).flatten(1)
 
     def squared_distances(self, flat: Tensor) -> Tensor:
-        """Squared distances, float32 (B, M), of flattened videos to the legal ones, to about 1e-4."""
+        """Squared distances, float32 (B, M), of flattened videos to the legal ones, to
+        about 1e-4.
+        """
         # |a - b|^2 = |a|^2 - 2 a b + |b|^2, which rounding can make slightly negative.
-        parts = [part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy for part in flat.split(256)]
-        return torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
+        parts = [
+            part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy
+            for part in flat.split(256)
+        ]
+        return (
+            torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
+        )
 
     def distance(self, videos: Tensor) -> Tensor:
-        """Root mean square pixel distance to the nearest legal video, float32 (B,), pixels in [0, 1].
+        """Root mean square pixel distance to the nearest legal video, float32 (B,),
+        pixels in [0, 1].
 
-        Exactly 0 for a legal video; about 0.14 to 0.25 for a blank one, about 0.5 for noise.
+        Exactly 0 for a legal video; about 0.14 to 0.25 for a blank one, about 0.5 for
+        noise.
         """
         flat = self.flatten(videos)
         nearest = self.squared_distances(flat).argmin(1)
-        # The matmul form finds the neighbour; the distance itself is taken directly, free of cancellation.
+        # The matmul form finds the neighbour; the distance itself is taken directly,
+        # free of cancellation.
         return (flat - self.table[nearest]).square().mean(1).sqrt().to(videos.device)
 
 

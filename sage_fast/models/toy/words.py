@@ -1,7 +1,8 @@
-"""The world of words: short videos of a word that moves or grows, whose base model often draws a wrong letter.
+"""The world of words: short videos of a word that moves or grows, whose base model
+often draws a wrong letter.
 
-Its reward is a text reader that nobody here trained, `rewards/ocr.py`. The renderer and the pretraining are
-`experiments/words.py` of the repository: a run needs neither.
+Its reward is a text reader that nobody here trained, `rewards/ocr.py`. The renderer and
+the pretraining are `experiments/words.py` of the repository: a run needs neither.
 """
 
 import re
@@ -22,7 +23,9 @@ HEIGHT = 16
 WIDTH = 48
 
 PLACES = range(-4, 5)
-"""Middles of letters in half cells from the middle of the word: -2, 0, 2 of three letters, -3, -1, 1, 3 of four."""
+"""Middles of letters in half cells from the middle of the word: -2, 0, 2 of three
+letters, -3, -1, 1, 3 of four.
+"""
 UNCONDITIONAL = "<unconditional>"
 VOCABULARY = (UNCONDITIONAL, *ALPHABET, *MOTIONS)
 
@@ -44,13 +47,21 @@ def prompt_of(word: str, motion: str) -> str:
 
 
 def parse_prompt(text: str) -> tuple[str, str]:
-    """Word and motion of a prompt. ValueError, naming the form and the letters, for any other sentence."""
+    """Word and motion of a prompt. ValueError, naming the form and the letters, for any
+    other sentence.
+    """
     found = PROMPT.fullmatch(text)
     word, motion = found.groups() if found else ("", "")
-    if len(word) not in LENGTHS or not set(word) <= set(ALPHABET) or motion not in MOTIONS:
+    if (
+        len(word) not in LENGTHS
+        or not set(word) <= set(ALPHABET)
+        or motion not in MOTIONS
+    ):
         raise ValueError(
-            f"The prompt {text!r} is not of the form 'the word \"WORD\" moving DIRECTION', with a word of "
-            f"{LENGTHS[0]} to {LENGTHS[-1]} letters of {ALPHABET} and a direction of {', '.join(MOTIONS)}."
+            f'The prompt {text!r} is not of the form \'the word "WORD" moving '
+            "DIRECTION', with a word of "
+            f"{LENGTHS[0]} to {LENGTHS[-1]} letters of {ALPHABET} and a direction of "
+            f"{', '.join(MOTIONS)}."
         )
     return word, motion
 
@@ -68,23 +79,32 @@ class GreyCodec(PatchCodec):
 
 
 class LetterEncoder(WordEncoder):
-    """Prompt encoder of the world of words: a vector for each letter, which also says its place, one for the motion.
+    """Prompt encoder of the world of words: a vector for each letter, which also says
+    its place, one for the motion.
 
-    A letter's vector is the sum of two one-hot vectors, of the letter and of its place: the features of a text encoder
-    say both. All have unit root mean square.
+    A letter's vector is the sum of two one-hot vectors, of the letter and of its place:
+    the features of a text encoder say both. All have unit root mean square.
     """
 
     def __init__(self) -> None:
         self._table = torch.eye(TRANSFORMER_CONFIG["text_embed_dim"])
 
     def features(self, text: str) -> Tensor:
-        """Letters and motion of one text, float32 (L, 32), L = 1 for the empty text. ValueError as `parse_prompt`."""
+        """Letters and motion of one text, float32 (L, 32), L = 1 for the empty text.
+        ValueError as `parse_prompt`.
+        """
         if not text.strip():
             rows = self._table[[VOCABULARY.index(UNCONDITIONAL)]]
         else:
             word, motion = parse_prompt(text)
-            # Vectors of places lie behind those of the vocabulary; the motion has no place.
-            at = self._table[[len(VOCABULARY) + PLACES.index(place) for place in letter_places(len(word))]]
+            # Vectors of places lie behind those of the vocabulary; the motion has no
+            # place.
+            at = self._table[
+                [
+                    len(VOCABULARY) + PLACES.index(place)
+                    for place in letter_places(len(word))
+                ]
+            ]
             rows = self._table[[VOCABULARY.index(name) for name in (*word, motion)]]
             rows = rows + torch.cat([at, torch.zeros_like(rows[:1])])
         return rows / rows.square().mean(1, keepdim=True).sqrt()

@@ -1,15 +1,18 @@
-"""Code for diffusers' `WanTransformer3DModel`: its velocity, fused or by diffusers' forward, closed forms and names.
+"""Code for diffusers' `WanTransformer3DModel`: its velocity, fused or by diffusers'
+forward, closed forms and names.
 
 Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
-* a prompt is always 512 tokens, its own and zeros: there is no mask, and the zeros act, because the text projection has
-  biases;
-* the time input is sigma * 1000 and stays float32. `UniPCMultistepScheduler`, which the repositories name, rounds it to
-  whole numbers;
-* time embedding, modulation tables and norms are float32 also in a bfloat16 model (`_keep_in_fp32_modules`);
-* one projection of the time embedding serves all blocks, and each adds its table: no weight of a block's
-  modulation is worth a table of its results;
-* names of adapters elsewhere: diffusion_model.blocks.0.self_attn.q.lora_A.weight in ComfyUI, with the names of the
-  official class; lora_unet_blocks_0_self_attn_q.lora_down.weight in musubi-tuner.
+* a prompt is always 512 tokens, its own and zeros: there is no mask, and the zeros act,
+  because the text projection has biases;
+* the time input is sigma * 1000 and stays float32. `UniPCMultistepScheduler`, which the
+  repositories name, rounds it to whole numbers;
+* time embedding, modulation tables and norms are float32 also in a bfloat16 model
+  (`_keep_in_fp32_modules`);
+* one projection of the time embedding serves all blocks, and each adds its table: no
+  weight of a block's modulation is worth a table of its results;
+* names of adapters elsewhere: diffusion_model.blocks.0.self_attn.q.lora_A.weight in
+  ComfyUI, with the names of the official class;
+  lora_unet_blocks_0_self_attn_q.lora_down.weight in musubi-tuner.
 """
 
 import math
@@ -71,13 +74,15 @@ class WanTransformer(ModelFamily):
         "diffusers": Client("diffusers"),
         "comfyui": Client(
             "ComfyUI",
-            "# then load it with the node LoraLoaderModelOnly behind the Wan 2.1 model\n"
+            "# then load it with the node LoraLoaderModelOnly behind the Wan 2.1 "
+            "model\n"
             "cp {folder}/{file} ComfyUI/models/loras/",
         ),
         "musubi": Client(
             "musubi-tuner",
             "# musubi-tuner, with the other options of a generation\n"
-            "python src/musubi_tuner/wan_generate_video.py --lora_weight {folder}/{file}",
+            "python src/musubi_tuner/wan_generate_video.py --lora_weight "
+            "{folder}/{file}",
         ),
         "peft": Client("peft"),
     }
@@ -86,15 +91,22 @@ class WanTransformer(ModelFamily):
 
     @staticmethod
     def build(config: Mapping[str, Any]) -> WanTransformer3DModel:
-        return WanTransformer3DModel(**{key: value for key, value in config.items() if not key.startswith("_")})
+        return WanTransformer3DModel(
+            **{key: value for key, value in config.items() if not key.startswith("_")}
+        )
 
     @staticmethod
     def velocity(
-        transformer: WanTransformer3DModel, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
+        transformer: WanTransformer3DModel,
+        latents: Tensor,
+        sigma: Tensor,
+        prompts: Sequence[PromptEmbeds],
     ) -> Tensor:
         # The type of the products: a 16-bit model keeps other weights in float32.
         dtype = transformer.patch_embedding.weight.dtype
-        text = latents.new_zeros(len(prompts), TEXT_TOKENS, prompts[0].text.shape[1], dtype=dtype)
+        text = latents.new_zeros(
+            len(prompts), TEXT_TOKENS, prompts[0].text.shape[1], dtype=dtype
+        )
         for row, prompt in zip(text, prompts, strict=True):
             row[: len(prompt.text)] = prompt.text
         result: Tensor = transformer(
@@ -106,16 +118,22 @@ class WanTransformer(ModelFamily):
         return result.to(velocity_dtype(transformer))
 
     @staticmethod
-    def empty_prompt(config: Mapping[str, Any], tokens: int, dtype: torch.dtype) -> PromptEmbeds:
+    def empty_prompt(
+        config: Mapping[str, Any], tokens: int, dtype: torch.dtype
+    ) -> PromptEmbeds:
         text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
         # There is no glyph encoder, so any width of no tokens will do.
         return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
 
 
-def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """One forward: in each block 12 N D^2 + 4 N D f linear FLOPs, and for the 512 keys and values of the text 4 L D^2.
+def forward_work(
+    config: Mapping[str, Any], video_tokens: int, text_tokens: int
+) -> Work:
+    """One forward: in each block 12 N D^2 + 4 N D f linear FLOPs, and for the 512 keys
+    and values of the text 4 L D^2.
 
-    N, L: tokens of the video and of the text, f: width of the feed-forward. Attention is over N and over L keys.
+    N, L: tokens of the video and of the text, f: width of the feed-forward. Attention
+    is over N and over L keys.
 
     Args:
         config: of diffusers' transformer.
@@ -124,8 +142,20 @@ def forward_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int)
     f = config["ffn_dim"]
     n = video_tokens
     block = 2 * n * (6 * d * d + 2 * d * f) + 2 * TEXT_TOKENS * 2 * d * d
-    ends = 2 * n * d * math.prod(config["patch_size"]) * (config["in_channels"] + config["out_channels"])
-    # The text's projection of two layers; the time's embedding of two, and its projection to six vectors.
-    ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (config["freq_dim"] * d + 7 * d * d)
+    ends = (
+        2
+        * n
+        * d
+        * math.prod(config["patch_size"])
+        * (config["in_channels"] + config["out_channels"])
+    )
+    # The text's projection of two layers; the time's embedding of two, and its
+    # projection to six vectors.
+    ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (
+        config["freq_dim"] * d + 7 * d * d
+    )
     attention = 4 * n * (n + TEXT_TOKENS) * d
-    return Work(linear=config["num_layers"] * block + ends, attention=config["num_layers"] * attention)
+    return Work(
+        linear=config["num_layers"] * block + ends,
+        attention=config["num_layers"] * attention,
+    )

@@ -1,6 +1,8 @@
-"""One block of Wan 2.1: the fused forward, and a backward that recomputes what was not saved.
+"""One block of Wan 2.1: the fused forward, and a backward that recomputes what was not
+saved.
 
-The video tokens x attend to each other, then to the text, whose tokens stay as they are:
+The video tokens x attend to each other, then to the text, whose tokens stay as they
+are:
 
     y  = LayerNorm(x) (1 + scale_msa) + shift_msa                              adaln
     q, k, v = y W_qkv + b;  q, k = RoPE(RMSNorm(q, k))                         one product; qk_norm_across_heads
@@ -9,19 +11,23 @@ The video tokens x attend to each other, then to the text, whose tokens stay as 
     x2 = x1 + o2 W_o2 + b;  y3 = LayerNorm(x2) (1 + scale_mlp) + shift_mlp     gated_residual_adaln, gate 1
     x3 = x2 + gate_mlp (gelu(y3 W_1 + b) W_2 + b)                              gelu_tanh, gated_residual
 
-o and o2 are the results of attention. This is `WanTransformerBlock.forward` of diffusers without rounding between the
-elementwise steps. The affine layer norm is a modulation of scale w - 1 and shift b that all samples share.
+o and o2 are the results of attention. This is `WanTransformerBlock.forward` of
+diffusers without rounding between the elementwise steps. The affine layer norm is a
+modulation of scale w - 1 and shift b that all samples share.
 
-What the forward saves for the backward (S = one tensor of all video tokens; f = width of the feed-forward over D):
+What the forward saves for the backward (S = one tensor of all video tokens; f = width
+of the feed-forward over D):
 
     none          x, qkv, o, o W_o, q2, o2, o2 W_o2, y3 W_1: 8 S + f S; only elementwise work is recomputed
     feed_forward  x, qkv, o, o W_o, q2, o2, o2 W_o2: 9 S; the product with W_1 is recomputed too
     selective     x, o, o2: 3 S; matrix products are recomputed except the one with W_2, attention is not
     full          x: 1 S; attention is recomputed too
 
-Every stage is computed when it is first asked for, so a backward pass computes what it asks for and was not saved.
+Every stage is computed when it is first asked for, so a backward pass computes what it
+asks for and was not saved.
 
-Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all samples.
+Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are tokens of all
+samples.
 """
 
 from collections.abc import Callable
@@ -36,7 +42,15 @@ from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import Gradients, read_adapters
 
-_INPUTS = ("qkv", "attention", "attended", "text_q", "text_kv", "text_attention", "text_attended")
+_INPUTS = (
+    "qkv",
+    "attention",
+    "attended",
+    "text_q",
+    "text_kv",
+    "text_attention",
+    "text_attended",
+)
 SAVED = {
     "none": (*_INPUTS, "hidden"),
     "feed_forward": _INPUTS,
@@ -47,7 +61,9 @@ SAVED = {
 
 
 def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
-    """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list that ends in four norms."""
+    """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list
+    that ends in four norms.
+    """
     flat: list[Tensor] = []
     own = block.attn1
     text = block.attn2
@@ -61,12 +77,19 @@ def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
         "ff_in": read_layers(flat, ffn[0].proj),
         "ff_out": read_layers(flat, ffn[2]),
     }
-    flat += [own.norm_q.weight, own.norm_k.weight, text.norm_q.weight, text.norm_k.weight]
+    flat += [
+        own.norm_q.weight,
+        own.norm_k.weight,
+        text.norm_q.weight,
+        text.norm_k.weight,
+    ]
     return Weights(groups, len(flat) - 4), flat
 
 
 class Modulation(NamedTuple):
-    """The eight (B, D) vectors of a block: diffusers' table in its order, and the affine layer norm's w - 1 and b."""
+    """The eight (B, D) vectors of a block: diffusers' table in its order, and the
+    affine layer norm's w - 1 and b.
+    """
 
     shift_msa: Tensor
     scale_msa: Tensor
@@ -78,15 +101,18 @@ class Modulation(NamedTuple):
     shift_text: Tensor
 
 
-def block_forward(settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> Tensor:
+def block_forward(
+    settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor
+) -> Tensor:
     """Run one block, (B, N, D); with autograd where a gradient is wanted.
 
     Args:
         settings: how.
         weights: from `read_block`.
         rotary: tables of the video tokens.
-        tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D); modulation (B, 8, D), see
-            `Modulation`; and the weights as `read_block` lists them.
+        tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D);
+            modulation (B, 8, D), see `Modulation`; and the weights as `read_block`
+            lists them.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         result: Tensor = _BlockFunction.apply(settings, weights, rotary, *tensors)
@@ -101,14 +127,16 @@ T = TypeVar("T")
 class Stage(Generic[T]):
     """An attribute that is computed when it is first read, and may be set or deleted.
 
-    `functools.cached_property` of Python 3.11 has one lock for all blocks, which threads that exchange tokens wait for.
+    `functools.cached_property` of Python 3.11 has one lock for all blocks, which
+    threads that exchange tokens wait for.
     """
 
     def __init__(self, compute: "Callable[[_Block], T]") -> None:
         self.compute = compute
 
     def __get__(self, block: "_Block", owner: type) -> T:
-        # Python looks into the instance before a descriptor without `__set__`, so the next read does not come here.
+        # Python looks into the instance before a descriptor without `__set__`, so the
+        # next read does not come here.
         value = block.__dict__[self.compute.__name__] = self.compute(block)
         return value
 
@@ -116,11 +144,19 @@ class Stage(Generic[T]):
 class _Block(BlockPass):
     """One pass of one block."""
 
-    def __init__(self, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> None:
+    def __init__(
+        self,
+        settings: BlockSettings,
+        weights: Weights,
+        rotary: Rotary,
+        *tensors: Tensor,
+    ) -> None:
         self.x, self.text, modulation, *flat = tensors
         adapters = read_adapters(list(weights.groups.values()), self.x.dtype)
         kernels = without_graph(settings.kernels, self.x.device)
-        super().__init__(kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True)))
+        super().__init__(
+            kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True))
+        )
         self.settings = settings
         self.rotary = rotary
         self.first_norm = weights.norms
@@ -135,7 +171,9 @@ class _Block(BlockPass):
         """Layers' results (B, tokens, n D) as n views (B, tokens, H, head dim)."""
         width = self.x.shape[2]
         head_dim = self.rotary.cos.shape[1]
-        return tuple(part.unflatten(2, (-1, head_dim)) for part in tokens.split(width, dim=2))
+        return tuple(
+            part.unflatten(2, (-1, head_dim)) for part in tokens.split(width, dim=2)
+        )
 
     def forget(self, *stages: str) -> None:
         """Free what is not saved."""
@@ -143,11 +181,14 @@ class _Block(BlockPass):
             if stage not in self.saved:
                 self.__dict__.pop(stage, None)
 
-    # ---------------------------------------------------------------------------------------------------- stages
+    # ----------------------------------------------------------------------------------------------------
+    # stages
 
     @Stage
     def y(self) -> Tensor:
-        return self.modulate(self.x, self.modulation.scale_msa, self.modulation.shift_msa)
+        return self.modulate(
+            self.x, self.modulation.scale_msa, self.modulation.shift_msa
+        )
 
     @Stage
     def qkv(self) -> Tensor:
@@ -156,12 +197,16 @@ class _Block(BlockPass):
     @Stage
     def rotated(self) -> tuple[Tensor, Tensor]:
         q, k, _ = self.heads(self.qkv)
-        return self.kernels.qk_norm_across_heads(q, k, *self.norms[0], *self.rotary, EPS)
+        return self.kernels.qk_norm_across_heads(
+            q, k, *self.norms[0], *self.rotary, EPS
+        )
 
     @Stage
     def attention(self) -> tuple[Tensor, Tensor]:
         """o and its log-sum-exp."""
-        return self.settings.attention.forward(*self.rotated, self.heads(self.qkv)[2], self.x.shape[1])
+        return self.settings.attention.forward(
+            *self.rotated, self.heads(self.qkv)[2], self.x.shape[1]
+        )
 
     @Stage
     def attended(self) -> Tensor:
@@ -171,7 +216,9 @@ class _Block(BlockPass):
     def residual(self) -> tuple[Tensor, Tensor]:
         """x1 and y2."""
         m = self.modulation
-        return self.kernels.gated_residual_adaln(self.x, self.attended, m.gate_msa, m.scale_text, m.shift_text, EPS)
+        return self.kernels.gated_residual_adaln(
+            self.x, self.attended, m.gate_msa, m.scale_text, m.shift_text, EPS
+        )
 
     @Stage
     def text_q(self) -> Tensor:
@@ -189,8 +236,12 @@ class _Block(BlockPass):
 
     @Stage
     def text_attention(self) -> tuple[Tensor, Tensor]:
-        """o2 and its log-sum-exp: every rank has all of the text, so no token is exchanged."""
-        return self.settings.local.forward(*self.text_normed, self.heads(self.text_kv)[1], self.x.shape[1])
+        """o2 and its log-sum-exp: every rank has all of the text, so no token is
+        exchanged.
+        """
+        return self.settings.local.forward(
+            *self.text_normed, self.heads(self.text_kv)[1], self.x.shape[1]
+        )
 
     @Stage
     def text_attended(self) -> Tensor:
@@ -201,7 +252,9 @@ class _Block(BlockPass):
         """x2 and y3."""
         m = self.modulation
         x1 = self.residual[0]
-        return self.kernels.gated_residual_adaln(x1, self.text_attended, self.one, m.scale_mlp, m.shift_mlp, EPS)
+        return self.kernels.gated_residual_adaln(
+            x1, self.text_attended, self.one, m.scale_mlp, m.shift_mlp, EPS
+        )
 
     @Stage
     def hidden(self) -> Tensor:
@@ -209,7 +262,8 @@ class _Block(BlockPass):
 
     def forward(self) -> Tensor:
         """x3."""
-        # Reading a stage computes it. Each is freed after its last reader, unless the backward has it saved.
+        # Reading a stage computes it. Each is freed after its last reader, unless the
+        # backward has it saved.
         _ = self.attention
         self.forget("y", "qkv", "rotated")
         _ = self.residual
@@ -220,9 +274,12 @@ class _Block(BlockPass):
         self.forget("residual", "text_attended")
         activated = self.kernels.gelu_tanh(self.hidden)
         self.forget("text_residual", "hidden")
-        return self.kernels.gated_residual(residual, self.project("ff_out", activated), self.modulation.gate_mlp)
+        return self.kernels.gated_residual(
+            residual, self.project("ff_out", activated), self.modulation.gate_mlp
+        )
 
-    # -------------------------------------------------------------------------------------------------- backward
+    # --------------------------------------------------------------------------------------------------
+    # backward
 
     def backward(
         self, grad: Tensor, gradients: Gradients, *, modulation: bool, inputs: bool
@@ -240,31 +297,60 @@ class _Block(BlockPass):
         found = dict[str, Tensor]()
         # From the end: the feed-forward, from x3 to y3.
         y3_grad, gate_grad = self.feed_forward_backward(
-            grad, self.hidden, self.text_residual[1], m.gate_mlp, gradients, modulation=modulation
+            grad,
+            self.hidden,
+            self.text_residual[1],
+            m.gate_mlp,
+            gradients,
+            modulation=modulation,
         )
         self.forget("hidden")
         # Without gradients of the modulation the kernel does not read o2 W_o2.
         residual = self.text_residual[0]
         attended = self.text_attended if modulation else None
-        grad, branch, _, found["scale_mlp"], found["shift_mlp"] = kernels.gated_residual_adaln_backward(
-            grad, y3_grad, residual, attended, self.one, m.scale_mlp, residual.dtype, m.shift_mlp.dtype, EPS
+        grad, branch, _, found["scale_mlp"], found["shift_mlp"] = (
+            kernels.gated_residual_adaln_backward(
+                grad,
+                y3_grad,
+                residual,
+                attended,
+                self.one,
+                m.scale_mlp,
+                residual.dtype,
+                m.shift_mlp.dtype,
+                EPS,
+            )
         )
         self.forget("text_residual", "text_attended")
         # Attention to the text: from x2 to y2 and to the text's own tokens.
         out, lse = self.text_attention
-        out_grad = self.project_backward("text_out", [branch], out.flatten(2), gradients).view(out.shape)
+        out_grad = self.project_backward(
+            "text_out", [branch], out.flatten(2), gradients
+        ).view(out.shape)
         (raw_q,) = self.heads(self.text_q)
         raw_k, v = self.heads(self.text_kv)
-        dq, dk, dv = self.settings.local.backward(out_grad, *self.text_normed, v, out, lse, self.x.shape[1])
+        dq, dk, dv = self.settings.local.backward(
+            out_grad, *self.text_normed, v, out, lse, self.x.shape[1]
+        )
         dq, dk = self.norm_backward(1, dq, dk, raw_q, raw_k, None, gradients)
-        text_grad = self.project_backward("text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients)
+        text_grad = self.project_backward(
+            "text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients
+        )
         residual, normed = self.residual
         y2_grad = self.project_backward("text_q", [dq.flatten(2)], normed, gradients)
         self.forget("text_q", "text_kv", "text_normed")
         attended = self.attended if modulation else None
         grad, branch, found["gate_msa"], found["scale_text"], found["shift_text"] = (
             kernels.gated_residual_adaln_backward(
-                grad, y2_grad, residual, attended, m.gate_msa, m.scale_text, residual.dtype, m.shift_text.dtype, EPS
+                grad,
+                y2_grad,
+                residual,
+                attended,
+                m.gate_msa,
+                m.scale_text,
+                residual.dtype,
+                m.shift_text.dtype,
+                EPS,
             )
         )
         # Local names hold these tensors too: with them `forget` would free nothing.
@@ -272,13 +358,19 @@ class _Block(BlockPass):
         self.forget("residual", "attended")
         # The video's own attention: from x1 to x.
         out, lse = self.attention
-        out_grad = self.project_backward("out", [branch], out.flatten(2), gradients).view(out.shape)
+        out_grad = self.project_backward(
+            "out", [branch], out.flatten(2), gradients
+        ).view(out.shape)
         raw_q, raw_k, v = self.heads(self.qkv)
-        dq, dk, dv = self.settings.attention.backward(out_grad, *self.rotated, v, out, lse, self.x.shape[1])
+        dq, dk, dv = self.settings.attention.backward(
+            out_grad, *self.rotated, v, out, lse, self.x.shape[1]
+        )
         dq, dk = self.norm_backward(0, dq, dk, raw_q, raw_k, self.rotary, gradients)
         # y is elementwise and never saved. Only gradients of weights read it.
         y = self.y if gradients.wants(*self.layers["qkv"]) else None
-        y_grad = self.project_backward("qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients)
+        y_grad = self.project_backward(
+            "qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients
+        )
         if inputs or modulation:
             grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(
                 y_grad, self.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, grad
@@ -286,12 +378,25 @@ class _Block(BlockPass):
         if gate_grad is None:
             return grad, text_grad, None
         found["gate_mlp"] = gate_grad
-        return grad, text_grad, torch.stack([found[name] for name in Modulation._fields], 1)
+        return (
+            grad,
+            text_grad,
+            torch.stack([found[name] for name in Modulation._fields], 1),
+        )
 
     def norm_backward(
-        self, index: int, dq: Tensor, dk: Tensor, q: Tensor, k: Tensor, rotary: Rotary | None, gradients: Gradients
+        self,
+        index: int,
+        dq: Tensor,
+        dk: Tensor,
+        q: Tensor,
+        k: Tensor,
+        rotary: Rotary | None,
+        gradients: Gradients,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of raw queries and keys: of the video's own attention (0), or of that to the text (1)."""
+        """Gradients of raw queries and keys: of the video's own attention (0), or of
+        that to the text (1).
+        """
         # In the flat list norms lie in pairs, of the queries and of the keys.
         position = self.first_norm + 2 * index
         cos, sin = rotary or (None, None)
@@ -305,10 +410,18 @@ class _Block(BlockPass):
 
 
 class _BlockFunction(torch.autograd.Function):
-    """`_Block` for autograd: takes settings, weights, tables, x, text, modulation and the flat weights."""
+    """`_Block` for autograd: takes settings, weights, tables, x, text, modulation and
+    the flat weights.
+    """
 
     @staticmethod
-    def forward(ctx: Any, settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        settings: BlockSettings,
+        weights: Weights,
+        rotary: Rotary,
+        *tensors: Tensor,
+    ) -> Tensor:
         block = _Block(settings, weights, rotary, *tensors)
         out = block.forward()
         ctx.settings = settings
@@ -316,9 +429,16 @@ class _BlockFunction(torch.autograd.Function):
         ctx.rotary = rotary
         ctx.count = len(tensors)
         ctx.stages = {name: getattr(block, name) for name in block.saved}
-        # Autograd saves a flat list. Of each stage `ctx.stages` keeps the size of its tuple, 0 for a plain tensor.
-        kept = [tensor for value in ctx.stages.values() for tensor in (value if type(value) is tuple else (value,))]
-        ctx.stages = {name: 2 if type(value) is tuple else 0 for name, value in ctx.stages.items()}
+        # Autograd saves a flat list. Of each stage `ctx.stages` keeps the size of its
+        # tuple, 0 for a plain tensor.
+        kept = [
+            tensor
+            for value in ctx.stages.values()
+            for tensor in (value if type(value) is tuple else (value,))
+        ]
+        ctx.stages = {
+            name: 2 if type(value) is tuple else 0 for name, value in ctx.stages.items()
+        }
         ctx.save_for_backward(*tensors, *kept)
         return out
 
@@ -327,14 +447,25 @@ class _BlockFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tensors = ctx.saved_tensors[: ctx.count]
         kept = iter(ctx.saved_tensors[ctx.count :])
-        block = _Block(ctx.settings, ctx.weights.rebuilt(tensors[3:]), ctx.rotary, *tensors)
+        block = _Block(
+            ctx.settings, ctx.weights.rebuilt(tensors[3:]), ctx.rotary, *tensors
+        )
         for name, count in ctx.stages.items():
-            block.__dict__[name] = tuple(next(kept) for _ in range(count)) if count else next(kept)
+            block.__dict__[name] = (
+                tuple(next(kept) for _ in range(count)) if count else next(kept)
+            )
         *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]
         gradients = Gradients(ctx.needs_input_grad[6:])
         with without_autocast(grad):
             x_grad, text_grad, modulation_grad = block.backward(
-                grad.contiguous(), gradients, modulation=wants_modulation, inputs=wants_x or wants_text
+                grad.contiguous(),
+                gradients,
+                modulation=wants_modulation,
+                inputs=wants_x or wants_text,
             )
-        found = x_grad if wants_x else None, text_grad if wants_text else None, modulation_grad
+        found = (
+            x_grad if wants_x else None,
+            text_grad if wants_text else None,
+            modulation_grad,
+        )
         return None, None, None, *found, *gradients.values

@@ -1,10 +1,13 @@
 """Decoding latents to pixels with the VAE of Wan 2.1, diffusers' `AutoencoderKLWan`.
 
 Facts used here (diffusers 0.36 - 0.42):
-* 8 x spatial and 4 x temporal compression, causal in time; the transformer's patches double the spatial step;
-* latents are normalised by channel: z / (1 / latents_std) + latents_mean is decoded, in this order of operations;
-* it decodes one latent frame at a time with a cache, one video per call, and clamps to [-1, 1] itself, which makes an
-  infinite pixel look like any other: what is decoded in a type that can overflow cannot be checked afterwards.
+* 8 x spatial and 4 x temporal compression, causal in time; the transformer's patches
+  double the spatial step;
+* latents are normalised by channel: z / (1 / latents_std) + latents_mean is decoded, in
+  this order of operations;
+* it decodes one latent frame at a time with a cache, one video per call, and clamps to
+  [-1, 1] itself, which makes an infinite pixel look like any other: what is decoded in
+  a type that can overflow cannot be checked afterwards.
 """
 
 import torch
@@ -24,7 +27,9 @@ class WanDecoder(AutoencoderDecoder):
     most = 1
     """Its cache is of one call."""
 
-    def __init__(self, vae: AutoencoderKLWan, *, memory_gib: float | None = None) -> None:
+    def __init__(
+        self, vae: AutoencoderKLWan, *, memory_gib: float | None = None
+    ) -> None:
         super().__init__(vae, memory_gib=memory_gib)
         self.channels = vae.config["z_dim"]
         self.time = vae.config["scale_factor_temporal"]
@@ -34,7 +39,9 @@ class WanDecoder(AutoencoderDecoder):
     def scaled(self, latents: Tensor) -> Tensor:
         latents = latents.to(self.vae.dtype)
         mean, std = (
-            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1).to(latents.device, latents.dtype)
+            torch.tensor(self.vae.config[name])
+            .view(1, -1, 1, 1, 1)
+            .to(latents.device, latents.dtype)
             for name in ("latents_mean", "latents_std")
         )
         return latents / (1.0 / std) + mean
@@ -42,7 +49,8 @@ class WanDecoder(AutoencoderDecoder):
     def peak_bytes(self, frames: int, height: int, width: int) -> int:
         """See `AutoencoderDecoder`.
 
-        The widest layers hold the four frames of one latent frame, and beside them is the video in float32.
+        The widest layers hold the four frames of one latent frame, and beside them is
+        the video in float32.
         """
         pixels = height * width * int(self.space) ** 2
         item = self.vae.dtype.itemsize
@@ -54,12 +62,21 @@ class WanDecoder(AutoencoderDecoder):
         space = self.space
         rows = vae.tile_sample_min_height // space
         columns = vae.tile_sample_min_width // space
-        return rows, columns, vae.tile_sample_stride_height // space, vae.tile_sample_stride_width // space
+        return (
+            rows,
+            columns,
+            vae.tile_sample_stride_height // space,
+            vae.tile_sample_stride_width // space,
+        )
 
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
         # The first latent frame is one of pixels, and all others cost the same.
         if frames <= 3:
             return super().work_of(frames, height, width)
-        two, three = (super(WanDecoder, self).work_of(count, height, width) for count in (2, 3))
-        flops, moved = (b + (frames - 3) * (b - a) for a, b in zip(two, three, strict=True))
+        two, three = (
+            super(WanDecoder, self).work_of(count, height, width) for count in (2, 3)
+        )
+        flops, moved = (
+            b + (frames - 3) * (b - a) for a, b in zip(two, three, strict=True)
+        )
         return flops, moved

@@ -1,7 +1,9 @@
-"""The model family `wan`: Wan 2.1 text-to-video from its repositories in diffusers' layout, and its description.
+"""The model family `wan`: Wan 2.1 text-to-video from its repositories in diffusers'
+layout, and its description.
 
-`model.path` is a folder as diffusers saves a `WanPipeline`, or the id of such a repository on the hub; 1.3B and 14B are
-one class. Wan 2.2 with two experts (`transformer_2`) and with a noise level per token (`expand_timesteps`) is refused.
+`model.path` is a folder as diffusers saves a `WanPipeline`, or the id of such a
+repository on the hub; 1.3B and 14B are one class. Wan 2.2 with two experts
+(`transformer_2`) and with a noise level per token (`expand_timesteps`) is refused.
 """
 
 from functools import partial
@@ -56,13 +58,23 @@ PUBLISHED = {DEFAULT_REPOSITORY: WAN_1_3B, LARGE_REPOSITORY: WAN_14B}
 
 VAE_GB = 0.25
 TEXT_ENCODER_GB = 11.4
-"""Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder, 5.68 B in bfloat16."""
+"""Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder,
+5.68 B in bfloat16.
+"""
 
 TRANSFORMER_GB = {DEFAULT_REPOSITORY: 5.7, LARGE_REPOSITORY: 57.2}
 OTHERS_GB = 0.5 + 22.7
-"""1e9 bytes of a download in float32, at most: transformers; autoencoder and text encoder."""
+"""1e9 bytes of a download in float32, at most: transformers; autoencoder and text
+encoder.
+"""
 
-TEXT_ENCODER: dict[str, Any] = {"d_model": 4096, "d_ff": 10240, "num_layers": 24, "d_kv": 64, "num_heads": 64}
+TEXT_ENCODER: dict[str, Any] = {
+    "d_model": 4096,
+    "d_ff": 10240,
+    "num_layers": 24,
+    "d_kv": 64,
+    "num_heads": 64,
+}
 """The published UMT5-XXL."""
 
 PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
@@ -80,14 +92,19 @@ class Wan(WanTransformer):
         cache = cache_folder(model)
         root, facts = _find(model)
         transformer, weights = open_transformer(
-            WanTransformer3DModel, root / "transformer", getattr(torch, model.dtype), buffers=("rope",)
+            WanTransformer3DModel,
+            root / "transformer",
+            getattr(torch, model.dtype),
+            buffers=("rope",),
         )
         # Its authors decode in float32 on a GPU too, and float16 overflows.
         vae = load_vae(AutoencoderKLWan, root / "vae", model.decode_dtype(on_gpu=False))
         return Components(
             transformer=transformer,
             weights=weights,
-            prompt_encoder=WanPromptEncoder(root=root, cache=cache / "prompts", device=model_device(model)),
+            prompt_encoder=WanPromptEncoder(
+                root=root, cache=cache / "prompts", device=model_device(model)
+            ),
             video_decoder=WanDecoder(vae, memory_gib=model.decode_limit_gib),
             **vars(facts),
         )
@@ -99,20 +116,27 @@ class Wan(WanTransformer):
         folder = local_folder(path)
         autoencoder = stored_config(folder, "vae", {}, AutoencoderKLWan)
         # `empty` is cached by its arguments, and a list has no hash.
-        hashable = ((key, tuple(value) if isinstance(value, list) else value) for key, value in autoencoder.items())
+        hashable = (
+            (key, tuple(value) if isinstance(value, list) else value)
+            for key, value in autoencoder.items()
+        )
         decoder = partial(WanDecoder.empty, config=tuple(hashable))
         return ModelDescription(
-            transformer=stored_config(folder, "transformer", PUBLISHED[likely], WanTransformer3DModel),
+            transformer=stored_config(
+                folder, "transformer", PUBLISHED[likely], WanTransformer3DModel
+            ),
             text_tokens=TEXT_TOKENS,
             latent_shape=decoder().latent_shape,
-            decoding=lambda latent, videos, section, on_gpu: decoder(section.decode_dtype(on_gpu=False)).decoding(
-                latent, videos, section.decode_limit_gib
-            ),
+            decoding=lambda latent, videos, section, on_gpu: decoder(
+                section.decode_dtype(on_gpu=False)
+            ).decoding(latent, videos, section.decode_limit_gib),
             decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,
             encoder_gb=TEXT_ENCODER_GB,
-            encoding=partial(_encoding, stored_config(folder, "text_encoder", TEXT_ENCODER)),
+            encoding=partial(
+                _encoding, stored_config(folder, "text_encoder", TEXT_ENCODER)
+            ),
         )
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
@@ -130,7 +154,9 @@ class Wan(WanTransformer):
 
 
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
-    """The folder of the weights, and their facts. ValueError for missing files, and for what cannot be trained."""
+    """The folder of the weights, and their facts. ValueError for missing files, and for
+    what cannot be trained.
+    """
     path = model.path or DEFAULT_REPOSITORY
     parts = (*PARTS, "scheduler")
     likely = likely_repository(path)
@@ -142,25 +168,45 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     # A pipeline's file has [null, null] for a part that it lacks.
     for wrong, why in (
         (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
-        ((index.get("transformer_2") or [None])[0] is not None, "has two experts (Wan 2.2 A14B)"),
-        (index.get("boundary_ratio") is not None, "says at which noise level two experts take turns (Wan 2.2 A14B)"),
-        ((root / "transformer_2").exists(), "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)"),
+        (
+            (index.get("transformer_2") or [None])[0] is not None,
+            "has two experts (Wan 2.2 A14B)",
+        ),
+        (
+            index.get("boundary_ratio") is not None,
+            "says at which noise level two experts take turns (Wan 2.2 A14B)",
+        ),
+        (
+            (root / "transformer_2").exists(),
+            "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)",
+        ),
         (index.get("expand_timesteps"), "has a noise level per token (Wan 2.2 5B)"),
     ):
         if wrong:
-            raise ValueError(f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for example: {command}")
+            raise ValueError(
+                f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for "
+                f"example: {command}"
+            )
     require_parts(root, PARTS, path, likely)
     config = read_json(root / "transformer" / "config.json")
     if config.get("image_dim") is not None:
-        raise ValueError(f"These weights cannot be trained: {root / 'transformer'} animates an image. Use a T2V model.")
+        raise ValueError(
+            f"These weights cannot be trained: {root / 'transformer'} animates an "
+            "image. Use a T2V model."
+        )
     return root, WeightFacts(shift=published_shift(root))
 
 
 def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:
-    """FLOPs of the text encoder for a prompt of so many words, and bytes of its tokens in bfloat16."""
+    """FLOPs of the text encoder for a prompt of so many words, and bytes of its tokens
+    in bfloat16.
+    """
     width = config["d_model"]
     inner = config["d_kv"] * config["num_heads"]
     tokens = min(4 / 3 * words + 1, TEXT_TOKENS)
-    # Of a layer: queries, keys, values and output; and the three matrices of its gated feed-forward.
+    # Of a layer: queries, keys, values and output; and the three matrices of its gated
+    # feed-forward.
     weights = 4 * width * inner + 3 * width * config["d_ff"]
-    return 2 * config["num_layers"] * (weights * tokens + 2 * inner * tokens**2), 2 * tokens * width
+    return 2 * config["num_layers"] * (
+        weights * tokens + 2 * inner * tokens**2
+    ), 2 * tokens * width

@@ -11,7 +11,12 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.models.attention import attention as module
-from sage_fast.models.attention.attention import BACKENDS, attention, backend_report, resolve_backend
+from sage_fast.models.attention.attention import (
+    BACKENDS,
+    attention,
+    backend_report,
+    resolve_backend,
+)
 from sage_fast.models.attention.libraries import LIBRARIES, Use
 from tests.models.attention.attention_cases import (
     CASES,
@@ -28,7 +33,9 @@ from tests.models.attention.attention_cases import (
 ON_CPU = ("sdpa", "reference")
 
 
-def run(inputs: Inputs, backend: str, deterministic: bool = False) -> tuple[Tensor, ...]:
+def run(
+    inputs: Inputs, backend: str, deterministic: bool = False
+) -> tuple[Tensor, ...]:
     """out, lse and gradients through autograd."""
     *leaves, grad_out = inputs
     q, k, v = (tensor.detach().requires_grad_() for tensor in leaves)
@@ -40,16 +47,24 @@ def run(inputs: Inputs, backend: str, deterministic: bool = False) -> tuple[Tens
 
 LAYOUTS = ("contiguous", "fused", "tokens-first")
 # Every case in every type; the layouts take turns.
-GRID = [(case, dtype, LAYOUTS[(i + j) % 3]) for i, case in enumerate(CASES) for j, dtype in enumerate(TOLERANCE)]
+GRID = [
+    (case, dtype, LAYOUTS[(i + j) % 3])
+    for i, case in enumerate(CASES)
+    for j, dtype in enumerate(TOLERANCE)
+]
 
 
 @pytest.mark.parametrize(("case", "dtype", "layout"), GRID, ids=str)
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_out_lse_and_gradients_match_float64(backend: str, case: str, dtype: torch.dtype, layout: str) -> None:
+def test_out_lse_and_gradients_match_float64(
+    backend: str, case: str, dtype: torch.dtype, layout: str
+) -> None:
     inputs = make_inputs(case, dtype, layout)
     results = run(inputs, backend)
     assert_matches_oracle(results, inputs, TOLERANCE[dtype])
-    assert results[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert results[1].dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
     assert all(tensor.dtype == dtype for tensor in (results[0], *results[2:]))
 
 
@@ -64,7 +79,9 @@ def test_scores_of_a_thousand_do_not_overflow(backend: str) -> None:
     assert_close("lse", lse, expected_lse, 1e-6)
 
 
-def test_broadcast_and_strided_gradients_reach_a_library_contiguous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broadcast_and_strided_gradients_reach_a_library_contiguous(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     library = type(LIBRARIES["reference"])
     backward = library.backward
 
@@ -82,20 +99,28 @@ def test_broadcast_and_strided_gradients_reach_a_library_contiguous(monkeypatch:
 def test_ops_pass_opcheck(backend: str) -> None:
     q, k, v, grad_out = make_inputs("more-keys", torch.float32, "fused")
     out, lse = attention(q, k, v, backend=backend)
-    torch.library.opcheck(module._attention_backward, (grad_out, q, k, v, out, lse, backend, False))
+    torch.library.opcheck(
+        module._attention_backward, (grad_out, q, k, v, out, lse, backend, False)
+    )
     q, k, v = (tensor.detach().requires_grad_() for tensor in (q, k, v))
     torch.library.opcheck(module._attention, (q, k, v, backend, False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_meta_tensors_need_no_library(backend: str) -> None:
-    q = torch.empty(2, 5, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True)
-    k, v = torch.empty(2, 9, 2, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True).unbind(2)
+    q = torch.empty(
+        2, 5, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True
+    )
+    k, v = torch.empty(
+        2, 9, 2, 4, 128, dtype=torch.bfloat16, device="meta", requires_grad=True
+    ).unbind(2)
     out, lse = attention(q, k, v, backend=backend)
     assert out.shape == q.shape and out.dtype == q.dtype and out.is_contiguous()
     assert lse.shape == (2, 4, 5) and lse.dtype == torch.float32
     gradients = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
-    assert [(x.shape, x.dtype) for x in gradients] == [(x.shape, x.dtype) for x in (q, k, v)]
+    assert [(x.shape, x.dtype) for x in gradients] == [
+        (x.shape, x.dtype) for x in (q, k, v)
+    ]
 
 
 # Choosing
@@ -103,12 +128,18 @@ def test_meta_tensors_need_no_library(backend: str) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`gpu(9, 0)` pretends to a GPU of that compute capability with every library installed, or those named."""
+    """`gpu(9, 0)` pretends to a GPU of that compute capability with every library
+    installed, or those named.
+    """
     module._require_runnable.cache_clear()
     monkeypatch.setattr(module, "_logged", set())
 
-    def pretend(major: int, minor: int = 0, installed: tuple[str, ...] = BACKENDS) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+    def pretend(
+        major: int, minor: int = 0, installed: tuple[str, ...] = BACKENDS
+    ) -> None:
+        monkeypatch.setattr(
+            torch.cuda, "get_device_capability", lambda device=None: (major, minor)
+        )
         for name in installed:
             monkeypatch.setattr(type(LIBRARIES[name]), "_missing", lambda self: None)
 
@@ -117,7 +148,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def resolve(name: str = "auto", device: torch.device = GPU, **options: Any) -> str:
-    return resolve_backend(name, **{"device": device, "dtype": torch.bfloat16, "head_dim": 128, **options})
+    return resolve_backend(
+        name, **{"device": device, "dtype": torch.bfloat16, "head_dim": 128, **options}
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,12 +164,17 @@ def resolve(name: str = "auto", device: torch.device = GPU, **options: Any) -> s
     ],
 )
 def test_auto_takes_the_fastest_of_each_gpu(
-    gpu: Callable[..., None], capability: tuple[int, int], fastest: str, deterministic: str
+    gpu: Callable[..., None],
+    capability: tuple[int, int],
+    fastest: str,
+    deterministic: str,
 ) -> None:
     gpu(*capability)
     assert resolve() == fastest
     assert resolve(deterministic=True) == deterministic
-    assert resolve(dtype=torch.float32) == ("sdpa" if capability[0] == 7 else "xformers")
+    assert resolve(dtype=torch.float32) == (
+        "sdpa" if capability[0] == 7 else "xformers"
+    )
     assert resolve(dtype=torch.float32, deterministic=True) == "sdpa"
     assert resolve(dtype=torch.float64) == "reference"
 
@@ -149,17 +187,27 @@ def test_auto_passes_over_what_is_not_installed(gpu: Callable[..., None]) -> Non
     assert resolve(device=CPU, dtype=torch.float64, deterministic=True) == "reference"
 
 
-def test_auto_says_its_choice_and_why_once(gpu: Callable[..., None], caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_says_its_choice_and_why_once(
+    gpu: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
     gpu(9, installed=("cudnn",))
     with caplog.at_level(logging.INFO, logger="sage_fast"):
         for _ in range(3):
             resolve()
             resolve("sdpa", device=CPU)
     (message,) = caplog.messages
-    assert message.startswith("Attention on cuda:0: cudnn (not flash3: flash_attn_interface does not import")
+    assert message.startswith(
+        "Attention on cuda:0: cudnn (not flash3: flash_attn_interface does not import"
+    )
 
 
-@pytest.mark.parametrize("error", ["No module named 'flash_attn'", "flash_attn_2_cuda.so: undefined symbol: _ZN3c105"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        "No module named 'flash_attn'",
+        "flash_attn_2_cuda.so: undefined symbol: _ZN3c105",
+    ],
+)
 def test_a_named_backend_that_does_not_import_fails_with_the_error_and_the_way_to_install_it(
     gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: str
 ) -> None:
@@ -171,7 +219,10 @@ def test_a_named_backend_that_does_not_import_fails_with_the_error_and_the_way_t
     with pytest.raises(ConfigError) as caught:
         resolve("flash2")
     message = str(caught.value)
-    assert f"{error})" in message and 'pip install --no-build-isolation "flash-attn>=2.7"' in message
+    assert (
+        f"{error})" in message
+        and 'pip install --no-build-isolation "flash-attn>=2.7"' in message
+    )
     assert "'flash2' cannot run on cuda:0" in message
     assert "set model.attention to auto" in message and "sdpa, reference" in message
 
@@ -181,14 +232,33 @@ def test_a_named_backend_that_does_not_import_fails_with_the_error_and_the_way_t
     [
         ("flash3", (8, 0), {}, "compute capability 9.x, and this one has 8.0"),
         ("sdpa", (7, 5), {}, "bfloat16 needs a GPU of compute capability 8.x"),
-        ("flash2", (9, 0), {"dtype": torch.float32}, "it computes in bfloat16, float16, not in float32"),
+        (
+            "flash2",
+            (9, 0),
+            {"dtype": torch.float32},
+            "it computes in bfloat16, float16, not in float32",
+        ),
         ("cudnn", (9, 0), {"head_dim": 136}, "a multiple of 8 up to 128, not 136"),
-        ("xformers", (9, 0), {"deterministic": True}, "backward pass is not deterministic"),
-        ("flash4", (9, 0), {"deterministic": True}, "deterministic on Blackwell GPUs only"),
+        (
+            "xformers",
+            (9, 0),
+            {"deterministic": True},
+            "backward pass is not deterministic",
+        ),
+        (
+            "flash4",
+            (9, 0),
+            {"deterministic": True},
+            "deterministic on Blackwell GPUs only",
+        ),
     ],
 )
 def test_a_named_backend_that_cannot_run_says_why(
-    gpu: Callable[..., None], name: str, capability: tuple[int, int], options: dict[str, Any], reason: str
+    gpu: Callable[..., None],
+    name: str,
+    capability: tuple[int, int],
+    options: dict[str, Any],
+    reason: str,
 ) -> None:
     gpu(*capability)
     with pytest.raises(ConfigError, match=reason):
@@ -196,9 +266,14 @@ def test_a_named_backend_that_cannot_run_says_why(
 
 
 def test_unknown_names_and_types_are_refused() -> None:
-    with pytest.raises(ConfigError, match="model.attention is 'flash', but it must be auto or one of cudnn, flash2"):
+    with pytest.raises(
+        ConfigError,
+        match="model.attention is 'flash', but it must be auto or one of cudnn, flash2",
+    ):
         resolve("flash", device=CPU)
-    with pytest.raises(ConfigError, match="No attention backend can run on cpu in int64"):
+    with pytest.raises(
+        ConfigError, match="No attention backend can run on cpu in int64"
+    ):
         resolve(device=CPU, dtype=torch.int64)
 
 
@@ -216,7 +291,11 @@ def test_report_names_every_backend() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, backend: str, dtype: torch.dtype, layout: str, deterministic: bool
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    dtype: torch.dtype,
+    layout: str,
+    deterministic: bool,
 ) -> None:
     monkeypatch.setitem(CASES, "gpu", (2, 333, 1011, 4, 128))
     reason = LIBRARIES[backend].unavailable(Use(GPU, dtype, 128, deterministic))
@@ -226,10 +305,16 @@ def test_on_a_gpu(
     results = run(inputs, backend, deterministic)
     expected = oracle(*inputs)
     reference = run(inputs, "reference")
-    for name, actual, plain, exact in zip(("out", "lse", "dq", "dk", "dv"), results, reference, expected, strict=True):
-        # Rounding p and ds to half precision before their products, as kernels do, costs up to this.
+    for name, actual, plain, exact in zip(
+        ("out", "lse", "dq", "dk", "dv"), results, reference, expected, strict=True
+    ):
+        # Rounding p and ds to half precision before their products, as kernels do,
+        # costs up to this.
         bound = 4 * (plain.double() - exact).norm() + 1e-5 * exact.norm()
         assert (actual.double() - exact).norm() <= bound, name
     if deterministic:
         again = run(inputs, backend, deterministic)
-        assert all(torch.equal(first, second) for first, second in zip(results, again, strict=True))
+        assert all(
+            torch.equal(first, second)
+            for first, second in zip(results, again, strict=True)
+        )

@@ -1,4 +1,6 @@
-"""Stock diffusers as the oracle of the fused forward: tiny models, padded inputs, float64 without float32 islands."""
+"""Stock diffusers as the oracle of the fused forward: tiny models, padded inputs,
+float64 without float32 islands.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +18,16 @@ TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH, CHANNELS = 24, 20, 12, 4
 SIZE = 2, 3, 4
 
 
-def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, seed: int = 0, **config: object):
-    """A random model whose every weight matters: biases, norms and modulation are drawn too."""
+def tiny_transformer(
+    *,
+    layers: int = 3,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **config: object,
+):
+    """A random model whose every weight matters: biases, norms and modulation are drawn
+    too.
+    """
     settings = {
         "in_channels": 2 * CHANNELS + 1,
         "out_channels": CHANNELS,
@@ -38,12 +48,19 @@ def tiny_transformer(*, layers: int = 3, dtype: torch.dtype = torch.float32, see
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if parameter.ndim == 1 or "norm1" in name or "norm_out" in name:
-                    parameter.normal_(1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.3)
+                    parameter.normal_(
+                        1.0 if "norm_" in name and name.endswith("weight") else 0.0, 0.3
+                    )
     return (model.double() if dtype == torch.float64 else model.to(dtype)).eval()
 
 
 def prompt(
-    text: int, glyph: int = 0, image: int = 0, *, seed: int = 0, dtype: torch.dtype = torch.float32
+    text: int,
+    glyph: int = 0,
+    image: int = 0,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> PromptEmbeds:
     """Random tokens of one prompt, and of its picture where that has any."""
     generator = torch.Generator().manual_seed(seed)
@@ -53,18 +70,29 @@ def prompt(
 
     words = PromptEmbeds(text=draw(text, TEXT_WIDTH), glyph=draw(glyph, GLYPH_WIDTH))
     frame = draw(CHANNELS, 1, *SIZE[1:]).float()  # the type of latents, in any model
-    return replace(words, image=draw(image, IMAGE_WIDTH), frame=frame) if image else words
+    return (
+        replace(words, image=draw(image, IMAGE_WIDTH), frame=frame) if image else words
+    )
 
 
 def latents(batch: int, *, seed: int = 0, size: Sequence[int] = SIZE) -> Tensor:
     """Random float32 latents (B, C, F, H, W)."""
-    return torch.randn(batch, CHANNELS, *size, generator=torch.Generator().manual_seed(100 + seed))
+    return torch.randn(
+        batch, CHANNELS, *size, generator=torch.Generator().manual_seed(100 + seed)
+    )
 
 
 def padded_arguments(
-    x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], dtype: torch.dtype, *, extra: int = 3
+    x: Tensor,
+    timestep: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    dtype: torch.dtype,
+    *,
+    extra: int = 3,
 ) -> dict[str, object]:
-    """Arguments of diffusers' pipelines: latents with condition channels, padded tokens with masks, image tokens."""
+    """Arguments of diffusers' pipelines: latents with condition channels, padded tokens
+    with masks, image tokens.
+    """
     batch = len(prompts)
 
     def pad(tokens: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -77,10 +105,15 @@ def padded_arguments(
 
     text, text_mask = pad([p.text for p in prompts])
     glyph, glyph_mask = pad([p.glyph for p in prompts])
-    condition, image = x.new_zeros(batch, CHANNELS + 1, *x.shape[2:], dtype=dtype), torch.zeros(batch, 5, IMAGE_WIDTH)
+    condition, image = (
+        x.new_zeros(batch, CHANNELS + 1, *x.shape[2:], dtype=dtype),
+        torch.zeros(batch, 5, IMAGE_WIDTH),
+    )
     if prompts[0].image is not None:
         image = torch.stack([p.image for p in prompts])
-        condition[:, :CHANNELS, 0] = torch.stack([p.frame[:, 0] for p in prompts]).to(dtype)
+        condition[:, :CHANNELS, 0] = torch.stack([p.frame[:, 0] for p in prompts]).to(
+            dtype
+        )
         condition[:, CHANNELS, 0] = 1
     return {
         "hidden_states": torch.cat([x.to(dtype), condition], dim=1),
@@ -96,12 +129,18 @@ def padded_arguments(
 
 @contextmanager
 def widened() -> Iterator[None]:
-    """In float64, let diffusers compute RMSNorm and the rotary embedding in float64 as well, instead of float32."""
+    """In float64, let diffusers compute RMSNorm and the rotary embedding in float64 as
+    well, instead of float32.
+    """
 
     def norm(self: RMSNorm, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        )
 
-    def rope(x: Tensor, tables: tuple[Tensor, Tensor], sequence_dim: int = 1, **_: object) -> Tensor:
+    def rope(
+        x: Tensor, tables: tuple[Tensor, Tensor], sequence_dim: int = 1, **_: object
+    ) -> Tensor:
         cos, sin = (table.to(x.dtype)[None, :, None] for table in tables)
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
         return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin

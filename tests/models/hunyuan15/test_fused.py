@@ -1,4 +1,6 @@
-"""The fused forward against stock diffusers: outputs, gradients, and what an accelerated model keeps."""
+"""The fused forward against stock diffusers: outputs, gradients, and what an
+accelerated model keeps.
+"""
 
 import copy
 import pickle
@@ -25,7 +27,13 @@ from sage_fast.models.transformer import is_dead
 from sage_fast.planning.trace import Tracer
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
-from tests.models.hunyuan15.oracle import latents, padded_arguments, prompt, tiny_transformer, widened
+from tests.models.hunyuan15.oracle import (
+    latents,
+    padded_arguments,
+    prompt,
+    tiny_transformer,
+    widened,
+)
 
 PROMPTS = {
     "one": [(5, 0)],
@@ -39,63 +47,99 @@ Gradients = dict[str, Tensor]
 
 
 def prompts_of(case: str, dtype: torch.dtype) -> list[PromptEmbeds]:
-    return [prompt(*lengths, seed=i, dtype=dtype) for i, lengths in enumerate(PROMPTS[case])]
+    return [
+        prompt(*lengths, seed=i, dtype=dtype) for i, lengths in enumerate(PROMPTS[case])
+    ]
 
 
 def cotangent(like: Tensor) -> Tensor:
-    return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(like.dtype)
+    return torch.randn(
+        like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64
+    ).to(like.dtype)
 
 
-def differentiate(model: torch.nn.Module, forward: Callable[[], Tensor]) -> tuple[Tensor, Gradients]:
+def differentiate(
+    model: torch.nn.Module, forward: Callable[[], Tensor]
+) -> tuple[Tensor, Gradients]:
     """Output and the gradients of all parameters that get one."""
     model.zero_grad()
     output = forward()
     output.backward(cotangent(output))
-    return output.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), {
+        n: p.grad for n, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def stock(model: Any, x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds], dtype: torch.dtype) -> Tensor:
+def stock(
+    model: Any,
+    x: Tensor,
+    timestep: Tensor,
+    prompts: Sequence[PromptEmbeds],
+    dtype: torch.dtype,
+) -> Tensor:
     with widened():
         return model(**padded_arguments(x, timestep, prompts, dtype))[0]
 
 
-def packed(model: Any, x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
-    return model(hidden_states=x, timestep=timestep, prompts=prompts, return_dict=False)[0]
+def packed(
+    model: Any, x: Tensor, timestep: Tensor, prompts: Sequence[PromptEmbeds]
+) -> Tensor:
+    return model(
+        hidden_states=x, timestep=timestep, prompts=prompts, return_dict=False
+    )[0]
 
 
-def assert_same_gradients(given: Gradients, expected: Gradients, tolerance: float) -> None:
-    """The same parameters have gradients, and these agree; stock's exactly zero ones may be absent.
+def assert_same_gradients(
+    given: Gradients, expected: Gradients, tolerance: float
+) -> None:
+    """The same parameters have gradients, and these agree; stock's exactly zero ones
+    may be absent.
 
-    A gradient that is zero in exact arithmetic (a key's bias before a softmax) is rounding alone: it is compared with a
-    thousandth of the largest gradient of all.
+    A gradient that is zero in exact arithmetic (a key's bias before a softmax) is
+    rounding alone: it is compared with a thousandth of the largest gradient of all.
     """
     assert set(given) <= set(expected)
     largest = max(float(g.abs().max()) for g in expected.values())
     for name, gradient in expected.items():
         size = max(float(gradient.abs().max()), 1e-3 * largest)
         if name in given:
-            assert float((given[name].double() - gradient.double()).abs().max()) <= tolerance * size, name
+            assert (
+                float((given[name].double() - gradient.double()).abs().max())
+                <= tolerance * size
+            ), name
         else:
             assert not gradient.any(), name
 
 
 @pytest.mark.parametrize(
     ("case", "checkpointing", "dtype"),
-    [(case, mode, torch.float64) for case in PROMPTS for mode in CHECKPOINTING] + [("ragged", "none", torch.float32)],
+    [(case, mode, torch.float64) for case in PROMPTS for mode in CHECKPOINTING]
+    + [("ragged", "none", torch.float32)],
 )
-def test_outputs_and_every_gradient_are_those_of_diffusers(case: str, checkpointing: Any, dtype: torch.dtype) -> None:
-    model, tolerance = tiny_transformer(dtype=dtype), 1e-10 if dtype == torch.float64 else 1e-5
+def test_outputs_and_every_gradient_are_those_of_diffusers(
+    case: str, checkpointing: Any, dtype: torch.dtype
+) -> None:
+    model, tolerance = (
+        tiny_transformer(dtype=dtype),
+        1e-10 if dtype == torch.float64 else 1e-5,
+    )
     model.reads_pictures = case == "pictures"
     prompts = prompts_of(case, dtype)
     x, timestep = latents(len(prompts)), torch.linspace(100.3, 900.7, len(prompts))
-    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, dtype))
+    expected, gradients = differentiate(
+        model, lambda: stock(model, x, timestep, prompts, dtype)
+    )
     accelerate(model, checkpointing=checkpointing)
     forwards = [lambda: packed(model, x, timestep, prompts)]
     if checkpointing == "none":
-        forwards.append(lambda: model(**padded_arguments(x, timestep, prompts, dtype))[0])
+        forwards.append(
+            lambda: model(**padded_arguments(x, timestep, prompts, dtype))[0]
+        )
     for forward in forwards:
         output, given = differentiate(model, forward)
-        assert float((output - expected).abs().max()) <= tolerance * float(expected.abs().max())
+        assert float((output - expected).abs().max()) <= tolerance * float(
+            expected.abs().max()
+        )
         assert_same_gradients(given, gradients, tolerance)
     dead = dead_modules(model)
     assert not any(is_dead(name, dead) for name in given)
@@ -105,7 +149,9 @@ def test_triton_kernels_in_float32() -> None:
     model = tiny_transformer(layers=2)
     prompts = prompts_of("glyph", torch.float32)[:1]
     x, timestep = latents(1, size=(1, 2, 2)), torch.tensor([700.0])
-    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float32))
+    expected, gradients = differentiate(
+        model, lambda: stock(model, x, timestep, prompts, torch.float32)
+    )
     accelerate(model, kernels="triton", checkpointing="selective")
     output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
     assert float((output - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
@@ -114,7 +160,8 @@ def test_triton_kernels_in_float32() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_bfloat16_is_as_close_to_float64_as_diffusers_is(checkpointing: Any) -> None:
-    """Errors to float64 in the mean square over three models: of the output, and of each kind of parameter's gradient.
+    """Errors to float64 in the mean square over three models: of the output, and of
+    each kind of parameter's gradient.
 
     A single bias of 32 entries would compare one draw of rounding noise with another.
     """
@@ -123,21 +170,39 @@ def test_bfloat16_is_as_close_to_float64_as_diffusers_is(checkpointing: Any) -> 
         model = tiny_transformer(layers=2, seed=seed)
         family_of(model).cast(model, torch.bfloat16)
         prompts = [prompt(5, 3, seed=seed + i, dtype=torch.bfloat16) for i in range(2)]
-        x, timestep = latents(2, size=(2, 4, 6), seed=seed).bfloat16().float(), torch.tensor([104.0, 896.0])
+        x, timestep = (
+            latents(2, size=(2, 4, 6), seed=seed).bfloat16().float(),
+            torch.tensor([104.0, 896.0]),
+        )
         oracle = copy.deepcopy(model).double()
-        exact, exact_gradients = differentiate(oracle, partial(stock, oracle, x, timestep, prompts, torch.float64))
-        arguments = padded_arguments(x, timestep, prompts, torch.bfloat16) | {"timestep": timestep}
-        plain, plain_gradients = differentiate(model, lambda m=model, a=arguments: m(**a)[0])
+        exact, exact_gradients = differentiate(
+            oracle, partial(stock, oracle, x, timestep, prompts, torch.float64)
+        )
+        arguments = padded_arguments(x, timestep, prompts, torch.bfloat16) | {
+            "timestep": timestep
+        }
+        plain, plain_gradients = differentiate(
+            model, lambda m=model, a=arguments: m(**a)[0]
+        )
         accelerate(model, checkpointing=checkpointing)
-        fused, fused_gradients = differentiate(model, partial(packed, model, x, timestep, prompts))
-        for errors, output, gradients in ((theirs, plain, plain_gradients), (own, fused, fused_gradients)):
+        fused, fused_gradients = differentiate(
+            model, partial(packed, model, x, timestep, prompts)
+        )
+        for errors, output, gradients in (
+            (theirs, plain, plain_gradients),
+            (own, fused, fused_gradients),
+        ):
             errors["output"] += float((output.double() - exact).square().sum())
             for name in fused_gradients:
                 kind = re.sub(r"transformer_blocks\.\d+\.", "", name)
-                errors[kind] += float((gradients[name].double() - exact_gradients[name]).square().sum())
+                errors[kind] += float(
+                    (gradients[name].double() - exact_gradients[name]).square().sum()
+                )
     # A key's bias before a softmax has no gradient in exact arithmetic, only rounding.
     ratios = {
-        kind: (own[kind] / theirs[kind]) ** 0.5 for kind in own if not kind.endswith("refiner_blocks.0.attn.to_k.bias")
+        kind: (own[kind] / theirs[kind]) ** 0.5
+        for kind in own
+        if not kind.endswith("refiner_blocks.0.attn.to_k.bias")
     }
     assert max(ratios.values()) <= 2, ratios
     assert ratios["output"] <= 1.2
@@ -160,7 +225,9 @@ def with_lora(
         if parameter.requires_grad:
             if dtype == torch.float64:
                 parameter.data = parameter.data.double()
-            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(
+                parameter, std=0.1, generator=torch.Generator().manual_seed(len(name))
+            )
     return model
 
 
@@ -168,17 +235,28 @@ def with_lora(
 @pytest.mark.parametrize(
     ("targets", "checkpointing"),
     [(LORA_TARGETS, mode) for mode in CHECKPOINTING]
-    + [(LORA_TARGETS[:1], "selective"), (["norm1.linear", "norm1_context.linear", "ff.net.2"], "full")],
+    + [
+        (LORA_TARGETS[:1], "selective"),
+        (["norm1.linear", "norm1_context.linear", "ff.net.2"], "full"),
+    ],
 )
-def test_lora_wrapped(targets: list[str], checkpointing: Any, wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the updates beside the products of the weights, and within them as with many tokens."""
+def test_lora_wrapped(
+    targets: list[str], checkpointing: Any, wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the updates beside the products of the weights, and within them as with many
+    tokens.
+    """
     monkeypatch.setattr(
-        shared_block, "room_for_low", lambda adapter, tokens: 0 if adapter is None or not wide else len(adapter.a)
+        shared_block,
+        "room_for_low",
+        lambda adapter, tokens: 0 if adapter is None or not wide else len(adapter.a),
     )
     model = with_lora(tiny_transformer(dtype=torch.float64), targets)
     prompts = prompts_of("ragged", torch.float64)
     x, timestep = latents(3), torch.tensor([20.0, 500.0, 980.0])
-    expected, gradients = differentiate(model, lambda: stock(model, x, timestep, prompts, torch.float64))
+    expected, gradients = differentiate(
+        model, lambda: stock(model, x, timestep, prompts, torch.float64)
+    )
     accelerate(model, checkpointing=checkpointing)
     output, given = differentiate(model, lambda: packed(model, x, timestep, prompts))
     assert float((output - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
@@ -188,13 +266,20 @@ def test_lora_wrapped(targets: list[str], checkpointing: Any, wide: bool, monkey
 
 def test_adapters_can_be_switched_off_scaled_and_merged() -> None:
     model = with_lora(tiny_transformer(dtype=torch.float64))
-    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+    prompts, x, timestep = (
+        prompts_of("one", torch.float64),
+        latents(1),
+        torch.tensor([300.0]),
+    )
 
     @torch.no_grad()
     def outputs() -> list[Tensor]:
         arguments = padded_arguments(x, timestep, prompts, torch.float64)
         with widened():
-            results = [model(**arguments)[0], model(**arguments, attention_kwargs={"scale": 0.5})[0]]
+            results = [
+                model(**arguments)[0],
+                model(**arguments, attention_kwargs={"scale": 0.5})[0],
+            ]
             model.disable_adapters()
             results.append(model(**arguments)[0])
             model.enable_adapters()
@@ -238,16 +323,31 @@ def test_rollout_and_update_compute_the_same_bits(checkpointing: Any) -> None:
         if not parameter.requires_grad:
             parameter.data = parameter.data.bfloat16()
     accelerate(model, checkpointing=checkpointing)
-    update = velocity(model, latents(3), torch.tensor([0.3, 0.7, 0.9]), prompts_of("ragged", torch.float32))
+    update = velocity(
+        model,
+        latents(3),
+        torch.tensor([0.3, 0.7, 0.9]),
+        prompts_of("ragged", torch.float32),
+    )
     with torch.no_grad():
-        rollout = velocity(model, latents(3), torch.tensor([0.3, 0.7, 0.9]), prompts_of("ragged", torch.float32))
-    assert update.requires_grad and update.dtype == torch.float32 and torch.equal(update, rollout)
+        rollout = velocity(
+            model,
+            latents(3),
+            torch.tensor([0.3, 0.7, 0.9]),
+            prompts_of("ragged", torch.float32),
+        )
+    assert (
+        update.requires_grad
+        and update.dtype == torch.float32
+        and torch.equal(update, rollout)
+    )
 
 
 @pytest.mark.parametrize(
     ("checkpointing", "trained", "alive"),
     [
-        # Tensors of all tokens at the peak of the forward, kept for the backward, and at the peak of the backward.
+        # Tensors of all tokens at the peak of the forward, kept for the backward, and
+        # at the peak of the backward.
         ("none", "adapters", (15.024, 10.016, 22.815)),
         ("feed_forward", "adapters", (13.524, 6.016, 21.321)),
         ("selective", "adapters", (10.524, 2.016, 17.961)),
@@ -256,19 +356,31 @@ def test_rollout_and_update_compute_the_same_bits(checkpointing: Any) -> None:
         ("none", "everything", (14.391, 10.016, 32.652)),
     ],
 )
-def test_a_block_lets_go_of_what_it_no_longer_reads(checkpointing: Any, trained: str, alive: Sequence[float]) -> None:
-    """On the meta device; with more tokens of the text, so that what the video's stream has left shows."""
+def test_a_block_lets_go_of_what_it_no_longer_reads(
+    checkpointing: Any, trained: str, alive: Sequence[float]
+) -> None:
+    """On the meta device; with more tokens of the text, so that what the video's stream
+    has left shows.
+    """
     video, text, width = 1200, 2000, 2048
     transformer = meta_transformer(3, "nothing")
     transformer.requires_grad_(trained == "everything")
     if trained == "adapters":
         add_lora(transformer, rank=32, alpha=None, target_modules=LORA_TARGETS, seed=0)
-    accelerate(transformer, kernels="triton", checkpointing=checkpointing, adaln="weights")
+    accelerate(
+        transformer, kernels="triton", checkpointing=checkpointing, adaln="weights"
+    )
     made = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     table = made(video, transformer.config["attention_head_dim"])
     transformer._acceleration.rotary = block.Rotary(table, table)  # type: ignore[attr-defined]
-    streams, cotangents = ([made(1, video, width), made(1, text, width)] for _ in range(2))
-    given = [*(stream.requires_grad_() for stream in streams), made(1, width), *(made(1, 6 * width) for _ in range(2))]
+    streams, cotangents = (
+        [made(1, video, width), made(1, text, width)] for _ in range(2)
+    )
+    given = [
+        *(stream.requires_grad_() for stream in streams),
+        made(1, width),
+        *(made(1, 6 * width) for _ in range(2)),
+    ]
     run = partial(transformer.transformer_blocks[1], *given)
     with torch.no_grad():
         run()  # fills what is cached
@@ -277,27 +389,41 @@ def test_a_block_lets_go_of_what_it_no_longer_reads(checkpointing: Any, trained:
         found = [tracer.peak, tracer.now]
         tracer.peak = tracer.now
         torch.autograd.backward(outputs, cotangents)
-    assert [round(b / 2 / (video + text) / width, 3) for b in (*found, tracer.peak)] == list(alive)
+    assert [
+        round(b / 2 / (video + text) / width, 3) for b in (*found, tracer.peak)
+    ] == list(alive)
 
 
 def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:
     model, other = tiny_transformer(), tiny_transformer()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    x, timestep, prompts = (
+        latents(1),
+        torch.tensor([300.0]),
+        prompts_of("glyph", torch.float32)[:1],
+    )
     expected = stock(model, x, timestep, prompts, torch.float32)
     acceleration = accelerate(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, before[name]) for name, value in model.state_dict().items()
+    )
     with pytest.raises(ValueError, match="accelerated already"):
         accelerate(model)
     model.enable_gradient_checkpointing()  # diffusers' own switch
-    assert acceleration.settings(torch.device("cpu"), torch.float32).checkpointing == "full"
+    assert (
+        acceleration.settings(torch.device("cpu"), torch.float32).checkpointing
+        == "full"
+    )
     model.disable_gradient_checkpointing()
     acceleration.undo()
     with pytest.raises(KeyError, match="inside"), accelerate(model):
         acceleration.undo()  # of what is undone already: the other one stays
         assert "forward" in model.__dict__
         raise KeyError("inside")
-    assert "forward" not in model.__dict__ and "forward" not in model.transformer_blocks[0].__dict__
+    assert (
+        "forward" not in model.__dict__
+        and "forward" not in model.transformer_blocks[0].__dict__
+    )
     assert torch.equal(stock(model, x, timestep, prompts, torch.float32), expected)
     assert torch.equal(stock(other, x, timestep, prompts, torch.float32), expected)
     storages = [p.untyped_storage().data_ptr() for p in model.parameters()]
@@ -311,21 +437,33 @@ class CountProducts(TorchDispatchMode):
         super().__init__()
         self.count = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.count += func.overloadpacket.__name__ in ("mm", "addmm")
         return func(*args, **(kwargs or {}))
 
 
-def test_the_gradient_of_the_gate_costs_no_product_where_tokens_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from dx2^T h, which the gradient of W_2 takes in any case: h W_2 is not recomputed."""
-    prompts, x, timestep = prompts_of("one", torch.float64), latents(1), torch.tensor([300.0])
+def test_the_gradient_of_the_gate_costs_no_product_where_tokens_are_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes from dx2^T h, which the gradient of W_2 takes in any case: h W_2 is not
+    recomputed.
+    """
+    prompts, x, timestep = (
+        prompts_of("one", torch.float64),
+        latents(1),
+        torch.tensor([300.0]),
+    )
     counts, gradients = [], []
     for few in (1000, 10):  # the video has 24 tokens, the text 5
         monkeypatch.setattr(shared_block, "_FEW_TOKENS", few)
         model = tiny_transformer(dtype=torch.float64)
         accelerate(model)
         with CountProducts() as products:
-            gradients.append(differentiate(model, partial(packed, model, x, timestep, prompts))[1])
+            gradients.append(
+                differentiate(model, partial(packed, model, x, timestep, prompts))[1]
+            )
         counts.append(products.count)
     assert_same_gradients(gradients[1], gradients[0], 1e-10)
     assert counts[0] - counts[1] == 3, "one for the video in each block"
@@ -336,13 +474,18 @@ def test_modulation_of_frozen_weights_is_a_table(adaln: Any) -> None:
     model = with_lora(tiny_transformer(dtype=torch.float64))
     prompts = prompts_of("glyph", torch.float64)
     x = latents(2)
-    arguments = [(x, torch.tensor(t), prompts) for t in ([300.0, 700.0], [700.0, 300.0], [300.0, 300.0])]
+    arguments = [
+        (x, torch.tensor(t), prompts)
+        for t in ([300.0, 700.0], [700.0, 300.0], [300.0, 300.0])
+    ]
     acceleration = accelerate(model, adaln="weights")
     expected = [packed(model, *a).detach() for a in arguments]
     acceleration.undo()
     acceleration = accelerate(model, adaln=adaln)
     for a, wanted in zip(arguments, expected, strict=True):
-        torch.testing.assert_close(packed(model, *a).detach(), wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            packed(model, *a).detach(), wanted, rtol=1e-12, atol=1e-12
+        )
     assert acceleration.table is not None
     assert len(acceleration.table.rows) == 2
 
@@ -353,20 +496,36 @@ def test_a_table_of_trained_weights_is_refused() -> None:
             with pytest.raises(ValueError, match="Freeze them first, or choose auto"):
                 accelerate(model, adaln=adaln)  # type: ignore[arg-type]
         acceleration = accelerate(model)
-        packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+        packed(
+            model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+        )
         assert acceleration.table is None
 
 
 def test_the_table_follows_the_weights_it_depends_on() -> None:
-    """The output is what it is after `forget`, which a change through `.data` needs, as that leaves no trace."""
-    model, other = tiny_transformer().requires_grad_(False), tiny_transformer(seed=3).state_dict()
-    layer, embedder = model.transformer_blocks[1].norm1.linear, model.time_embed.timestep_embedder.linear_2
+    """The output is what it is after `forget`, which a change through `.data` needs, as
+    that leaves no trace.
+    """
+    model, other = (
+        tiny_transformer().requires_grad_(False),
+        tiny_transformer(seed=3).state_dict(),
+    )
+    layer, embedder = (
+        model.transformer_blocks[1].norm1.linear,
+        model.time_embed.timestep_embedder.linear_2,
+    )
     changes: dict[str, Callable[[], object]] = {
         "weight": lambda: layer.weight.mul_(1.5),
         "time embedding": lambda: embedder.weight.mul_(1.5),
         "assigned": lambda: model.load_state_dict(other, assign=True),
     }
-    forward = partial(packed, model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+    forward = partial(
+        packed,
+        model,
+        latents(1),
+        torch.tensor([300.0]),
+        prompts_of("one", torch.float32),
+    )
     acceleration = accelerate(model)
     output = forward()
     assert acceleration.table is not None
@@ -382,9 +541,17 @@ def test_the_table_follows_the_weights_it_depends_on() -> None:
 
 def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
     """The scale of an adapter, one that was merged, and the gradient of the timestep."""
-    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("one", torch.float64)
+    x, timestep, prompts = (
+        latents(1),
+        torch.tensor([300.0]),
+        prompts_of("one", torch.float64),
+    )
     scaled = tiny_transformer(dtype=torch.float64)
-    adapter = LoraConfig(r=2, target_modules=["time_embed.timestep_embedder.linear_1"], init_lora_weights=False)
+    adapter = LoraConfig(
+        r=2,
+        target_modules=["time_embed.timestep_embedder.linear_1"],
+        init_lora_weights=False,
+    )
     scaled.add_adapter(adapter)
     arguments = padded_arguments(x, timestep, prompts, torch.float64)
     with accelerate(scaled.requires_grad_(False).double()):
@@ -394,7 +561,9 @@ def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
         expected = scaled(**arguments, attention_kwargs={"scale": 0.5})[0]
     torch.testing.assert_close(given, expected, rtol=1e-9, atol=1e-9)
 
-    merged = with_lora(tiny_transformer(dtype=torch.float64).requires_grad_(False), ["norm1.linear"])
+    merged = with_lora(
+        tiny_transformer(dtype=torch.float64).requires_grad_(False), ["norm1.linear"]
+    )
     accelerate(merged.requires_grad_(False))
     merged.disable_adapters()
     base = packed(merged, x, timestep, prompts)
@@ -402,7 +571,9 @@ def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
     expected = packed(merged, x, timestep, prompts)
     merged.fuse_lora()
     merged.unload_lora()
-    torch.testing.assert_close(packed(merged, x, timestep, prompts), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        packed(merged, x, timestep, prompts), expected, rtol=1e-9, atol=1e-9
+    )
     assert not torch.allclose(base, expected)
 
     model, found = tiny_transformer(dtype=torch.float64).requires_grad_(False), []
@@ -419,15 +590,25 @@ def test_an_adapter_that_the_forward_does_not_read_is_refused() -> None:
         model = tiny_transformer()
         model.add_adapter(LoraConfig(r=2, target_modules=[target]))
         accelerate(model)
-        with pytest.raises(ValueError, match=rf"{target} carries an adapter, which the fused forward does not"):
-            packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+        with pytest.raises(
+            ValueError,
+            match=rf"{target} carries an adapter, which the fused forward does not",
+        ):
+            packed(
+                model,
+                latents(1),
+                torch.tensor([300.0]),
+                prompts_of("one", torch.float32),
+            )
 
 
 def test_a_model_that_was_made_in_inference_mode_has_a_table() -> None:
     with torch.inference_mode():
         model = tiny_transformer().requires_grad_(False)
         acceleration = accelerate(model)
-        packed(model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32))
+        packed(
+            model, latents(1), torch.tensor([300.0]), prompts_of("one", torch.float32)
+        )
     assert acceleration.table is not None and len(acceleration.table.rows) == 1
 
 
@@ -436,18 +617,30 @@ def test_rows_of_the_table_do_not_depend_on_the_batch_that_met_them_first() -> N
     assert table is not None
     alone = table.lookup([300.0], torch.device("cpu"))
     table.rows.clear()
-    assert torch.equal(table.lookup([700.0, 300.0, 20.0], torch.device("cpu"))[:, 1:2], alone)
+    assert torch.equal(
+        table.lookup([700.0, 300.0, 20.0], torch.device("cpu"))[:, 1:2], alone
+    )
 
 
 def test_generating_in_inference_mode_then_training() -> None:
     model = with_lora(tiny_transformer())
     accelerate(model)
-    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    x, timestep, prompts = (
+        latents(1),
+        torch.tensor([300.0]),
+        prompts_of("glyph", torch.float32)[:1],
+    )
     expected = packed(model, x, timestep, prompts).detach()
     with torch.inference_mode():
-        torch.testing.assert_close(packed(model, x.clone(), timestep.clone(), prompts), expected)
-        arguments = padded_arguments(x.clone(), timestep.clone(), prompts, torch.float32)
-        torch.testing.assert_close(model(**arguments)[0], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            packed(model, x.clone(), timestep.clone(), prompts), expected
+        )
+        arguments = padded_arguments(
+            x.clone(), timestep.clone(), prompts, torch.float32
+        )
+        torch.testing.assert_close(
+            model(**arguments)[0], expected, rtol=1e-5, atol=1e-6
+        )
     # Another timestep, size and prompt, first met in inference mode.
     other = latents(1, size=(1, 4, 4)), torch.tensor([500.0]), [prompt(6, 2)]
     with torch.inference_mode():
@@ -455,7 +648,8 @@ def test_generating_in_inference_mode_then_training() -> None:
     differentiate(model, lambda: packed(model, *other))
 
 
-# ---------------------------------------------------------------------------------------------- refused
+# ----------------------------------------------------------------------------------------------
+# refused
 
 
 def test_what_is_more_than_plain_lora_is_refused() -> None:
@@ -464,8 +658,14 @@ def test_what_is_more_than_plain_lora_is_refused() -> None:
 
     model = tiny_transformer()
     accelerate(model)
-    prompts, x, timestep = prompts_of("one", torch.float32), latents(1), torch.tensor([300.0])
-    with pytest.raises(ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"):
+    prompts, x, timestep = (
+        prompts_of("one", torch.float32),
+        latents(1),
+        torch.tensor([300.0]),
+    )
+    with pytest.raises(
+        ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"
+    ):
         packed(model, x, timestep.bfloat16(), prompts)
     with pytest.raises(ValueError, match="use_meanflow"):
         accelerate(tiny_transformer(use_meanflow=True))
@@ -482,7 +682,9 @@ def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
     block: Any = model.transformer_blocks[1]
     own = block.forward
     block.forward = lambda *args, **kwargs: own(*args, **kwargs)
-    with pytest.raises(ValueError, match=r"transformer_blocks\.1 has been replaced already"):
+    with pytest.raises(
+        ValueError, match=r"transformer_blocks\.1 has been replaced already"
+    ):
         accelerate(model)
     del block.forward
     acceleration = accelerate(model)
@@ -494,12 +696,17 @@ def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
 def test_autocast_changes_nothing_and_neither_does_a_pickle() -> None:
     model = tiny_transformer()
     accelerate(model)
-    x, timestep, prompts = latents(1), torch.tensor([300.0]), prompts_of("glyph", torch.float32)[:1]
+    x, timestep, prompts = (
+        latents(1),
+        torch.tensor([300.0]),
+        prompts_of("glyph", torch.float32)[:1],
+    )
     expected = packed(model, x, timestep, prompts)
     gradients = differentiate(model, partial(packed, model, x, timestep, prompts))[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(packed(model, x, timestep, prompts), expected)
         within = differentiate(model, partial(packed, model, x, timestep, prompts))[1]
-    assert_same_gradients(within, gradients, 0.03)  # outside of blocks torch's own backward computes in bfloat16
+    # outside of blocks torch's own backward computes in bfloat16
+    assert_same_gradients(within, gradients, 0.03)
     loaded = pickle.loads(pickle.dumps(model))
     assert torch.equal(packed(loaded, x, timestep, prompts), expected)

@@ -1,4 +1,5 @@
-"""HunyuanVideo-1.5 from pictures: against the stock pipeline, and by all that a run does.
+"""HunyuanVideo-1.5 from pictures: against the stock pipeline, and by all that a run
+does.
 
 The fused forward with pictures is held against diffusers in float64 in test_fused.py.
 """
@@ -24,7 +25,12 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.family import Components, describe_model, family_of, load_components
+from sage_fast.models.family import (
+    Components,
+    describe_model,
+    family_of,
+    load_components,
+)
 from sage_fast.models.hunyuan15.backbone import dead_modules, unused_work
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.guidance import GuidedPolicy
@@ -36,7 +42,12 @@ from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks, train
 from tests.made_runs import numbers
 from tests.run.test_media import damaged
-from tests.tiny.checkpoints import IMAGE_TOKENS, LATENT_CHANNELS, build_image_to_video, picture
+from tests.tiny.checkpoints import (
+    IMAGE_TOKENS,
+    LATENT_CHANNELS,
+    build_image_to_video,
+    picture,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
@@ -50,7 +61,10 @@ def animator() -> HunyuanVideo15ImageToVideoPipeline:
 
 
 @pytest.fixture(scope="module")
-def world(animator: HunyuanVideo15ImageToVideoPipeline, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def world(
+    animator: HunyuanVideo15ImageToVideoPipeline,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A model, and a prompt file with two pictures."""
     folder = tmp_path_factory.mktemp("i2v")
     animator.save_pretrained(folder / "model")
@@ -58,7 +72,9 @@ def world(animator: HunyuanVideo15ImageToVideoPipeline, tmp_path_factory: pytest
     picture(folder / "pictures/fox.png", seed=1)
     picture(folder / "sign.png", seed=2, size=(80, 90))
     rows = [("a red fox", "pictures/fox.png"), (SIGN, "sign.png")]
-    (folder / "p.jsonl").write_text("\n".join(json.dumps({"prompt": text, "image": file}) for text, file in rows))
+    (folder / "p.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": text, "image": file}) for text, file in rows)
+    )
     return folder
 
 
@@ -68,9 +84,17 @@ def write(world: Path, folder: Path, **changes: dict[str, Any]) -> str:
     tree |= {
         "output_dir": str(folder / "run"),
         "data": {"prompts": str(world / "p.jsonl")},
-        "model": {"family": "hunyuan15", "path": str(world / "model"), "device": "cpu", "adaln": "weights"},
+        "model": {
+            "family": "hunyuan15",
+            "path": str(world / "model"),
+            "device": "cpu",
+            "adaln": "weights",
+        },
         "video": {"num_frames": 5, "height": HEIGHT, "width": WIDTH, "fps": 24},
-        "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
+        "reward": {
+            "rewards": ["tests.rewards.support:brightness"],
+            "weights": {"brightness": 1.0},
+        },
         "training": {"num_updates": 3},
         "evaluation": {"num_prompts": 2, "every": 3, "batch_size": 1, "num_samples": 0},
     }
@@ -84,46 +108,79 @@ def write(world: Path, folder: Path, **changes: dict[str, Any]) -> str:
 
 def load(world: Path, cache: Path) -> Components:
     path = str(world / "model")
-    return load_components(ModelConfig(family="hunyuan15", path=path, device="cpu", cache_dir=str(cache)))
+    return load_components(
+        ModelConfig(family="hunyuan15", path=path, device="cpu", cache_dir=str(cache))
+    )
 
 
 def pair(components: Components, world: Path) -> list[PromptEmbeds]:
     """Conditioning of the empty prompt, and of the sign with the picture of the fox."""
-    return components.prompt_encoder.encode(["", Pictured(SIGN, str(world / "pictures/fox.png"), HEIGHT, WIDTH)])
+    return components.prompt_encoder.encode(
+        ["", Pictured(SIGN, str(world / "pictures/fox.png"), HEIGHT, WIDTH)]
+    )
 
 
-# ------------------------------------------------------------------------------------------ the stock pipeline
+# ------------------------------------------------------------------------------------------
+# the stock pipeline
 
 
-def test_the_whole_pipeline_is_the_stock_one(animator: HunyuanVideo15ImageToVideoPipeline, world: Path) -> None:
+def test_the_whole_pipeline_is_the_stock_one(
+    animator: HunyuanVideo15ImageToVideoPipeline, world: Path
+) -> None:
     size = HEIGHT // 16, WIDTH // 16
-    noise = torch.randn(1, LATENT_CHANNELS, 2, *size, generator=torch.Generator().manual_seed(4))
-    options = {"num_frames": 5, "num_inference_steps": 4, "output_type": "latent", "negative_prompt": ""}
+    noise = torch.randn(
+        1, LATENT_CHANNELS, 2, *size, generator=torch.Generator().manual_seed(4)
+    )
+    options = {
+        "num_frames": 5,
+        "num_inference_steps": 4,
+        "output_type": "latent",
+        "negative_prompt": "",
+    }
     image = load_image(str(world / "pictures/fox.png"))
 
     def stock() -> Tensor:
-        return animator(image=image, prompt=SIGN, latents=noise.clone(), **options).frames
+        return animator(
+            image=image, prompt=SIGN, latents=noise.clone(), **options
+        ).frames
 
     expected, sigmas = stock(), animator.scheduler.sigmas
     uncond, prompt = pair(load(world, world / "cache"), world)
-    assert prompt.lengths[2] == IMAGE_TOKENS and prompt.frame is not None and prompt.frame.shape[2:] == size
+    assert (
+        prompt.lengths[2] == IMAGE_TOKENS
+        and prompt.frame is not None
+        and prompt.frame.shape[2:] == size
+    )
     policy = GuidedPolicy(animator.transformer, uncond, animator.guider.guidance_scale)
 
     def own() -> Tensor:
         x = noise.clone()
         with torch.no_grad():
             for step, sigma in enumerate(sigmas[:-1]):
-                x += (sigmas[step + 1] - sigma) * policy.velocity(x, sigma[None], [prompt])
+                x += (sigmas[step + 1] - sigma) * policy.velocity(
+                    x, sigma[None], [prompt]
+                )
         return x
 
     found = [own()]
     with accelerate(animator):
         found += [own(), stock()]
-    assert len({float(x.double().sum()) for x in [expected, *found[1:]]}) == 3, "three computations"
-    for name, x in zip(("stock velocity", "fused velocity", "accelerated pipeline"), found, strict=True):
+    assert len({float(x.double().sum()) for x in [expected, *found[1:]]}) == 3, (
+        "three computations"
+    )
+    for name, x in zip(
+        ("stock velocity", "fused velocity", "accelerated pipeline"), found, strict=True
+    ):
         assert float((x - expected).norm() / expected.norm()) <= 1e-6, name
-    blank = replace(prompt, image=torch.zeros_like(prompt.image[:0]), frame=torch.zeros_like(prompt.frame))
-    assert (policy.velocity(noise, sigmas[:1], [blank]) - policy.velocity(noise, sigmas[:1], [prompt])).norm() > 0.01
+    blank = replace(
+        prompt,
+        image=torch.zeros_like(prompt.image[:0]),
+        frame=torch.zeros_like(prompt.frame),
+    )
+    assert (
+        policy.velocity(noise, sigmas[:1], [blank])
+        - policy.velocity(noise, sigmas[:1], [prompt])
+    ).norm() > 0.01
 
 
 def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
@@ -133,17 +190,31 @@ def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
         lambda module, arguments, given: seen.append(given), with_kwargs=True
     )
     x = torch.randn(1, LATENT_CHANNELS, 2, HEIGHT // 16, WIDTH // 16)
-    GuidedPolicy(components.transformer, uncond, 2.0).velocity(x, torch.tensor([0.5]), [prompt])
+    GuidedPolicy(components.transformer, uncond, 2.0).velocity(
+        x, torch.tensor([0.5]), [prompt]
+    )
     hook.remove()
     conditional, unconditional = seen
-    assert len(unconditional["encoder_hidden_states"][0]) == len(uncond.text) < len(prompt.text)
+    assert (
+        len(unconditional["encoder_hidden_states"][0])
+        == len(uncond.text)
+        < len(prompt.text)
+    )
     for branch in (conditional, unconditional):
-        given, mask = branch["hidden_states"][0, LATENT_CHANNELS:-1], branch["hidden_states"][0, -1]
-        assert torch.equal(branch["image_embeds"][0], prompt.image) and torch.equal(given[:, :1], prompt.frame)
-        assert not given[:, 1:].any() and mask[0].eq(1).all() and not mask[1:].any(), "the first latent frame alone"
+        given, mask = (
+            branch["hidden_states"][0, LATENT_CHANNELS:-1],
+            branch["hidden_states"][0, -1],
+        )
+        assert torch.equal(branch["image_embeds"][0], prompt.image) and torch.equal(
+            given[:, :1], prompt.frame
+        )
+        assert not given[:, 1:].any() and mask[0].eq(1).all() and not mask[1:].any(), (
+            "the first latent frame alone"
+        )
 
 
-# ------------------------------------------------------------------------------------------ the cache
+# ------------------------------------------------------------------------------------------
+# the cache
 
 
 def test_the_cache_knows_a_picture_by_its_content_and_size(
@@ -153,17 +224,35 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(
     file = picture(tmp_path / "a.png", seed=1)
     asked = Pictured("a red fox", str(file), HEIGHT, WIDTH)
     key = encoder.path_of(asked)
-    assert encoder.path_of(asked._replace(image=str(world / "pictures/fox.png"))) == key, "a copy is the same picture"
-    assert len({key, encoder.path_of(asked._replace(height=64)), encoder.path_of("a red fox")}) == 3
+    assert (
+        encoder.path_of(asked._replace(image=str(world / "pictures/fox.png"))) == key
+    ), "a copy is the same picture"
+    assert (
+        len(
+            {
+                key,
+                encoder.path_of(asked._replace(height=64)),
+                encoder.path_of("a red fox"),
+            }
+        )
+        == 3
+    )
     lengths = encoder.prepare([asked, "a red fox"])
-    assert lengths == [embeds.lengths for embeds in encoder.encode([asked, "a red fox"])]
+    assert lengths == [
+        embeds.lengths for embeds in encoder.encode([asked, "a red fox"])
+    ]
     assert [length[2] for length in lengths] == [IMAGE_TOKENS, 0]
     wide, square = encoder.encode([asked, asked._replace(height=64)])
-    assert torch.equal(wide.text, square.text) and wide.frame.shape[2:] != square.frame.shape[2:]
+    assert (
+        torch.equal(wide.text, square.text)
+        and wide.frame.shape[2:] != square.frame.shape[2:]
+    )
     picture(file, seed=2)
     assert encoder.path_of(asked) != key, "another picture at the same path"
     file.write_bytes(b"no picture")
-    monkeypatch.setattr(type(encoder), "_load", lambda *_: pytest.fail("the encoders were loaded"))
+    monkeypatch.setattr(
+        type(encoder), "_load", lambda *_: pytest.fail("the encoders were loaded")
+    )
     for kind in ("text.png", "huge.png"):
         broken = damaged(tmp_path, kind)
         with pytest.raises(ValueError, match=rf"{kind} cannot be read as a picture"):
@@ -175,12 +264,18 @@ def test_the_model_sees_a_cut_out_on_white(world: Path, tmp_path: Path) -> None:
     clear = Image.new("RGBA", (96, 64), (200, 30, 30, 0))
     clear.save(tmp_path / "clear.png")
     Image.new("RGB", clear.size, "white").save(tmp_path / "white.png")
-    asked = [Pictured("a", str(tmp_path / name), HEIGHT, WIDTH) for name in ("clear.png", "white.png")]
+    asked = [
+        Pictured("a", str(tmp_path / name), HEIGHT, WIDTH)
+        for name in ("clear.png", "white.png")
+    ]
     first, second = encoder.encode(asked)
-    assert torch.equal(first.image, second.image) and torch.equal(first.frame, second.frame)
+    assert torch.equal(first.image, second.image) and torch.equal(
+        first.frame, second.frame
+    )
 
 
-# ------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------
+# what is refused
 
 
 def weights_check(config: RunConfig) -> Check:
@@ -208,14 +303,25 @@ def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
         assert found.status == "missing" and found.detail == str(error.value)
 
 
-def test_doctor_reads_the_pictures(world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_doctor_reads_the_pictures(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tall = picture(tmp_path / "tall.png", size=(40, 120))
-    prompts = [{"prompt": "a", "image": str(tall)}, {"prompt": "b", "image": str(world / "sign.png")}]
+    prompts = [
+        {"prompt": "a", "image": str(tall)},
+        {"prompt": "b", "image": str(world / "sign.png")},
+    ]
     config = load_config(write(world, tmp_path, data={"prompts": prompts}))
-    assert weights_check(config).status == "ok" and f"Of the picture {tall} a video 64 wide" in caplog.text
+    assert (
+        weights_check(config).status == "ok"
+        and f"Of the picture {tall} a video 64 wide" in caplog.text
+    )
     tall.write_bytes(tall.read_bytes()[:100])
     found = weights_check(config)
-    assert found.status == "missing" and "tall.png cannot be read as a picture" in found.detail
+    assert (
+        found.status == "missing"
+        and "tall.png cannot be read as a picture" in found.detail
+    )
 
 
 def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> None:
@@ -226,43 +332,73 @@ def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> N
     assert found.status == "missing" and "image_encoder/config.json" in found.detail
     fetch = r"hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
     assert fetch in found.fix
-    with pytest.raises(ConfigError, match=rf"image_encoder/config.json is missing. Get it with: {fetch}"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"image_encoder/config.json is missing. Get it with: {fetch}",
+    ):
         build_trainer(config)
 
 
-# ------------------------------------------------------------------------------------------ a run
+# ------------------------------------------------------------------------------------------
+# a run
 
 
-UPDATES = {"two_phase": [], "single_pass": ["--training.update=single_pass", "--rollout.micro_batch_size=1"]}
+UPDATES = {
+    "two_phase": [],
+    "single_pass": ["--training.update=single_pass", "--rollout.micro_batch_size=1"],
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", UPDATES.values(), ids=UPDATES)
-def test_three_updates_and_a_resume_to_the_bit(words: list[str], world: Path, tmp_path: Path) -> None:
+def test_three_updates_and_a_resume_to_the_bit(
+    words: list[str], world: Path, tmp_path: Path
+) -> None:
     for name, parts in (("whole", (3,)), ("parts", (2, 3))):
         (tmp_path / name).mkdir()
         file = write(world, tmp_path / name, evaluation={"every": 0})
         for updates in parts:
-            Run(load_config(file, [*words, "--resume=auto", f"--training.num_updates={updates}"])).train()
+            Run(
+                load_config(
+                    file, [*words, "--resume=auto", f"--training.num_updates={updates}"]
+                )
+            ).train()
     whole, parts = (numbers(tmp_path / name / "run") for name in ("whole", "parts"))
     rows = [row for row in whole if "grad_norm" in row]
     assert whole == parts and len(rows) == 3
-    assert all(row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0 for row in rows)
-    stored = (next((tmp_path / name / "run/checkpoints").glob("*3/lora/*.safetensors")) for name in ("whole", "parts"))
+    assert all(
+        row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0 for row in rows
+    )
+    stored = (
+        next((tmp_path / name / "run/checkpoints").glob("*3/lora/*.safetensors"))
+        for name in ("whole", "parts")
+    )
     first, second = map(load_file, stored)
-    assert all(torch.equal(value, second[name]) for name, value in first.items()) and len(first) > 8
+    assert (
+        all(torch.equal(value, second[name]) for name, value in first.items())
+        and len(first) > 8
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--training.mode=full"]], ids=["lora", "full"])
-def test_two_ranks_train_like_one_process(words: list[str], world: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_like_one_process(
+    words: list[str], world: Path, tmp_path: Path
+) -> None:
     file = write(world, tmp_path, training={"num_updates": 2})
     ((expected, _, _),) = run_ranks(train, 1, file, words)
-    sharded = [*words, "--distributed.dp_shard=2", "--rollout.batch_size=2", "--distributed.keep_gathered=rollout"]
+    sharded = [
+        *words,
+        "--distributed.dp_shard=2",
+        "--rollout.batch_size=2",
+        "--distributed.keep_gathered=rollout",
+    ]
     for records, _, _ in run_ranks(train, 2, file, sharded):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
             for key in {"reward/mean", "grad_norm", "eval/0", "eval/1"} & wanted.keys():
-                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-5), (update, key)
+                assert given[key] == pytest.approx(
+                    wanted[key], rel=1e-4 if update else 1e-5
+                ), (update, key)
 
 
 @pytest.mark.slow
@@ -276,41 +412,75 @@ def test_videos_of_pictures_are_generated_evaluated_and_exported(
     page = (tmp_path / "scores/evaluation.html").read_text("utf-8")
     assert len(report.pictures) == 2 and page.count("<img ") == 2
     for name in report.pictures.values():
-        assert f'src="{name}"' in page and load_image(str(tmp_path / "scores" / name)).size == (WIDTH, HEIGHT)
+        assert f'src="{name}"' in page and load_image(
+            str(tmp_path / "scores" / name)
+        ).size == (WIDTH, HEIGHT)
     fox, sign = str(world / "pictures/fox.png"), str(world / "sign.png")
     out = tmp_path / "videos"
-    words = ["generate", file, "--output_dir", str(out), "--prompt", "a", "--prompt", "b"]
+    words = [
+        "generate",
+        file,
+        "--output_dir",
+        str(out),
+        "--prompt",
+        "a",
+        "--prompt",
+        "b",
+    ]
     assert main([*words, "--image", fox, "--image", sign, "--image", fox]) == 2
     assert "3 --image and 2 --prompt were given" in capsys.readouterr().err
     assert main([*words, "--image", fox, "--image", sign]) == 0
-    again = generate(run.config, [Prompt(text="a", image=fox, index=0)], out)  # known, and kept
+    # known, and kept
+    again = generate(run.config, [Prompt(text="a", image=fox, index=0)], out)
     assert again[0].is_file() and len(list(out.glob("*.mp4"))) == 2
     with pytest.raises(ConfigError, match="made with other settings.*prompt"):
         generate(run.config, [Prompt(text="a", image=sign, index=0)], out)
-    assert main(["export", str(tmp_path / "run"), "--output_dir", str(tmp_path / "exported")]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(tmp_path / "run"),
+                "--output_dir",
+                str(tmp_path / "exported"),
+            ]
+        )
+        == 0
+    )
     card = (tmp_path / "exported/README.md").read_text("utf-8")
-    assert "import FlowMatchEulerDiscreteScheduler, HunyuanVideo15ImageToVideoPipeline" in card
+    assert (
+        "import FlowMatchEulerDiscreteScheduler, HunyuanVideo15ImageToVideoPipeline"
+        in card
+    )
     assert "pipeline_tag: image-to-video" in card
 
 
-# ------------------------------------------------------------------------------------------ the plan
+# ------------------------------------------------------------------------------------------
+# the plan
 
 
 def test_the_plan_counts_the_picture() -> None:
     """Of three blocks at 480x832x81, without what does not reach the velocity."""
     described = describe_model(
-        ModelConfig(family="hunyuan15", path="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v")
+        ModelConfig(
+            family="hunyuan15",
+            path="hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v",
+        )
     )
     assert (described.text_tokens, described.image_tokens) == (250 + 729, 729)
     config = {**described.transformer, "num_layers": 3}
     transformer = meta_transformer(config, torch.bfloat16, 3)
     family = family_of(transformer)
-    family.choose_forward(transformer, ModelConfig(attention="sdpa", kernels="reference", adaln="weights"))
+    family.choose_forward(
+        transformer, ModelConfig(attention="sdpa", kernels="reference", adaln="weights")
+    )
     prompt = family.empty_prompt(config, described.text_tokens, torch.bfloat16)
     assert prompt.lengths == (250, 0, 729)
     latents = torch.empty(1, *described.latent_shape(81, 480, 832), device="meta")
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         family.velocity(transformer, latents, torch.tensor([0.5]), [prompt])
-    work, unused = (f(config, 32_760, described.text_tokens).total for f in (described.forward_work, unused_work))
+    work, unused = (
+        f(config, 32_760, described.text_tokens).total
+        for f in (described.forward_work, unused_work)
+    )
     assert counter.get_total_flops() == work - unused
     assert "image_embedder" not in dead_modules(transformer)

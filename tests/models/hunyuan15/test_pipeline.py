@@ -1,4 +1,6 @@
-"""A stock pipeline, saved and loaded from disk, with and without the fused forward of its transformer."""
+"""A stock pipeline, saved and loaded from disk, with and without the fused forward of
+its transformer.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ from diffusers import DDPMPipeline, HunyuanVideo15Pipeline
 from sage_fast import accelerate
 
 
-def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(diffusers_checkpoint: Path) -> None:
+def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(
+    diffusers_checkpoint: Path,
+) -> None:
     pipeline = HunyuanVideo15Pipeline.from_pretrained(diffusers_checkpoint)
     pipeline.set_progress_bar_config(disable=True)
 
@@ -18,7 +22,11 @@ def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(diffusers_chec
         generator = torch.Generator().manual_seed(7)
         size = {"num_frames": 9, "height": 48, "width": 32}
         return pipeline(
-            'a sign that says "open"', **size, num_inference_steps=4, generator=generator, output_type="np"
+            'a sign that says "open"',
+            **size,
+            num_inference_steps=4,
+            generator=generator,
+            output_type="np",
         ).frames[0]
 
     stock = generate()

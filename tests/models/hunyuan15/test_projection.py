@@ -1,4 +1,6 @@
-"""Linear layers with low-rank updates, in their narrow and wide form, against autograd in float64."""
+"""Linear layers with low-rank updates, in their narrow and wide form, against autograd
+in float64.
+"""
 
 from collections.abc import Sequence
 
@@ -22,7 +24,9 @@ from sage_fast.models.projection import (
 WIDTH, ROWS = 16, 40
 
 
-def layers_of(ranks: Sequence[tuple[int, ...]], *, stack: bool = True, bias: bool = True) -> list[Projection]:
+def layers_of(
+    ranks: Sequence[tuple[int, ...]], *, stack: bool = True, bias: bool = True
+) -> list[Projection]:
     """A layer for each entry, with an update of each of its ranks; scales are 1, 2, ..."""
     torch.manual_seed(0)
     linears = [nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.float64) for _ in ranks]
@@ -31,9 +35,23 @@ def layers_of(ranks: Sequence[tuple[int, ...]], *, stack: bool = True, bias: boo
     layers, first = [], 0
     for i, (linear, updates) in enumerate(zip(linears, ranks, strict=True)):
         low_rank = tuple(
-            LowRank(*(torch.randn(s, dtype=torch.float64) for s in ((r, WIDTH), (WIDTH, r))), 1.0 + i) for r in updates
+            LowRank(
+                *(
+                    torch.randn(s, dtype=torch.float64)
+                    for s in ((r, WIDTH), (WIDTH, r))
+                ),
+                1.0 + i,
+            )
+            for r in updates
         )
-        layers.append(Projection(linear.weight.detach(), linear.bias.detach() if bias else None, low_rank, first))
+        layers.append(
+            Projection(
+                linear.weight.detach(),
+                linear.bias.detach() if bias else None,
+                low_rank,
+                first,
+            )
+        )
         first += len(layers[-1].tensors())
     return layers
 
@@ -43,7 +61,9 @@ def written_out(x: Tensor, layers: Sequence[Projection]) -> list[Tensor]:
     results = []
     for layer in layers:
         y = x @ layer.weight.t() + (0 if layer.bias is None else layer.bias)
-        results.append(y + sum(u.scale * (x @ u.a.t()) @ u.b.t() for u in layer.low_rank))
+        results.append(
+            y + sum(u.scale * (x @ u.a.t()) @ u.b.t() for u in layer.low_rank)
+        )
     return results
 
 
@@ -51,12 +71,18 @@ def written_out(x: Tensor, layers: Sequence[Projection]) -> list[Tensor]:
 @pytest.mark.parametrize("stack", [False, True], ids=["apart", "stacked"])
 @pytest.mark.parametrize("bias", [False, True], ids=["no-bias", "bias"])
 @pytest.mark.parametrize(
-    "ranks", [((8,), (8,), (8,)), ((4, 3), (), (1,)), ((2,),), ((2,), (6,))], ids=["equal", "some", "one", "unequal"]
+    "ranks",
+    [((8,), (8,), (8,)), ((4, 3), (), (1,)), ((2,),), ((2,), (6,))],
+    ids=["equal", "some", "one", "unequal"],
 )
-def test_is_what_the_formula_says(ranks: tuple[tuple[int, ...], ...], bias: bool, stack: bool, wide: bool) -> None:
+def test_is_what_the_formula_says(
+    ranks: tuple[tuple[int, ...], ...], bias: bool, stack: bool, wide: bool
+) -> None:
     layers = layers_of(ranks, stack=stack, bias=bias)
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
-    tensors = [tensor.requires_grad_() for layer in layers for tensor in layer.tensors()]
+    tensors = [
+        tensor.requires_grad_() for layer in layers for tensor in layer.tensors()
+    ]
     leaf = x.clone().requires_grad_()
     outputs = written_out(leaf, layers)
     grads = [torch.randn_like(output) for output in outputs]
@@ -71,7 +97,9 @@ def test_is_what_the_formula_says(ranks: tuple[tuple[int, ...], ...], bias: bool
         torch.testing.assert_close(low, x @ adapter.a.t())
         gradients = Gradients([True] * len(tensors))
         given_x, low_grad = input_backward(grads, layers, adapter, rows)
-        weights_backward(grads, rows, layers, gradients, adapter, low_grad=low_grad, low=low)
+        weights_backward(
+            grads, rows, layers, gradients, adapter, low_grad=low_grad, low=low
+        )
     torch.testing.assert_close(given_x, expected_x)
     for value, exact in zip(gradients.values, expected, strict=True):
         torch.testing.assert_close(value, exact)
@@ -89,19 +117,32 @@ def test_unwanted_gradients_are_not_computed() -> None:
 
 
 def test_the_wide_form_is_for_many_tokens_and_aligned_rows() -> None:
-    (aligned,), (odd,) = (read_adapters([layers_of([(r,), (r,)])], torch.bfloat16) for r in (8, 3))
+    (aligned,), (odd,) = (
+        read_adapters([layers_of([(r,), (r,)])], torch.bfloat16) for r in (8, 3)
+    )
     assert aligned is not None and aligned.a.dtype == torch.bfloat16
-    assert [room_for_low(aligned, tokens) for tokens in (2 * WIDTH, 2 * WIDTH + 1)] == [0, 16]
+    assert [room_for_low(aligned, tokens) for tokens in (2 * WIDTH, 2 * WIDTH + 1)] == [
+        0,
+        16,
+    ]
     assert room_for_low(odd, 10_000) == room_for_low(None, 10_000) == 0
 
 
 def test_rows_of_a_gradient_before_an_adapter_are_a_multiple_of_16() -> None:
-    """So a kernel reads them 16 bytes at a time; two adapters of rank 4 alone would make them 8 longer."""
+    """So a kernel reads them 16 bytes at a time; two adapters of rank 4 alone would
+    make them 8 longer.
+    """
     layers = layers_of([(4,), (4,)])
     (adapter,) = read_adapters([layers], torch.float64)
-    grads, x = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers], torch.randn(ROWS, WIDTH + 8).double()
+    grads, x = (
+        [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers],
+        torch.randn(ROWS, WIDTH + 8).double(),
+    )
     found, _ = input_backward(grads, layers, adapter, x)
-    assert found.shape == (ROWS, WIDTH) and found.stride() == (-(-(WIDTH + 8) // 16) * 16, 1)
+    assert found.shape == (ROWS, WIDTH) and found.stride() == (
+        -(-(WIDTH + 8) // 16) * 16,
+        1,
+    )
 
 
 def test_only_neighbours_in_memory_are_one_tensor() -> None:

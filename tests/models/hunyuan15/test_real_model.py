@@ -1,5 +1,6 @@
-"""A user's way with HunyuanVideo-1.5, by the command line and with the shipped recipe: doctor, train, export. The model
-and the three rewards are tiny and random, in the layouts of the published checkpoints.
+"""A user's way with HunyuanVideo-1.5, by the command line and with the shipped recipe:
+doctor, train, export. The model and the three rewards are tiny and random, in the
+layouts of the published checkpoints.
 """
 
 import json
@@ -26,7 +27,9 @@ ABLATION = ROOT / "configs/ablations/setting_b.yaml"
 
 @dataclass(frozen=True)
 class World:
-    """The folder of a workspace, and the words that turn the shipped recipe into one for it."""
+    """The folder of a workspace, and the words that turn the shipped recipe into one
+    for it.
+    """
 
     root: Path
     words: list[str]
@@ -79,20 +82,30 @@ def test_the_shipped_recipe_trains(world: World) -> None:
     for row in rows[1:]:
         assert row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0
         assert row["advantage/zero_spread_groups"] == 0
-        overall = 0.5 * row["reward/VQ_mean"] + 0.5 * row["reward/MQ_mean"] + row["reward/TA_mean"]
+        overall = (
+            0.5 * row["reward/VQ_mean"]
+            + 0.5 * row["reward/MQ_mean"]
+            + row["reward/TA_mean"]
+        )
         assert row["reward/mean"] == pytest.approx(overall, abs=1e-6)
         assert row["reward/CLIPScore_mean"] != 0 and row["reward/PickScore_mean"] != 0
     assert rows[-1]["eval/paired_gain"] != 0
     assert (run / "reward.png").exists() and (run / "before_after.png").exists()
-    assert open_checkpoint(run / "checkpoints/update-000002").state["trainer"]["update"] == 2
+    assert (
+        open_checkpoint(run / "checkpoints/update-000002").state["trainer"]["update"]
+        == 2
+    )
 
 
-def test_doctor_says_that_it_can_run(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_says_that_it_can_run(
+    world: World, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *world.words]) == 0
     text = capsys.readouterr().out
     assert "This configuration can run." in text and "already holds a run" in text
     assert re.search(
-        r"encoding of prompts +2, .* TFLOP, .* s and loading the encoders, .* MB in the cache; .* CPU", text
+        r"encoding of prompts +2, .* TFLOP, .* s and loading the encoders, .* MB in the cache; .* CPU",
+        text,
     )
     for name in ("HunyuanVideo-1.5", "VideoAlign", "CLIPScore", "PickScore"):
         assert re.search(rf"ok +{name} ", text), name
@@ -101,8 +114,16 @@ def test_doctor_says_that_it_can_run(world: World, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("lost", "name", "fetch"),
     [
-        ("model/vae/config.json", "HunyuanVideo-1.5", "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers"),
-        ("rewards/qwen2_vl/config.json", "VideoAlign's base model", "hf download Qwen/Qwen2-VL-2B-Instruct"),
+        (
+            "model/vae/config.json",
+            "HunyuanVideo-1.5",
+            "hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers",
+        ),
+        (
+            "rewards/qwen2_vl/config.json",
+            "VideoAlign's base model",
+            "hf download Qwen/Qwen2-VL-2B-Instruct",
+        ),
     ],
     ids=["model", "qwen"],
 )
@@ -126,26 +147,56 @@ def test_doctor_and_train_agree_on_what_is_missing(
 
 @pytest.mark.parametrize(
     ("words", "dtype"),
-    [(["--format", "lora"], torch.bfloat16), (["--format", "full", "--model.dtype=float32"], torch.float32)],
+    [
+        (["--format", "lora"], torch.bfloat16),
+        (["--format", "full", "--model.dtype=float32"], torch.float32),
+    ],
     ids=["lora", "full"],
 )
 def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
     world: World, tmp_path: Path, words: list[str], dtype: torch.dtype
 ) -> None:
     run, folder = world.root / "run", tmp_path / "exported"
-    assert main(["export", str(run), "--output_dir", str(folder), *words, "--rollout.shift=4"]) == 0
-    code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    assert (
+        main(
+            [
+                "export",
+                str(run),
+                "--output_dir",
+                str(folder),
+                *words,
+                "--rollout.shift=4",
+            ]
+        )
+        == 0
+    )
+    code = re.search(
+        r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL
+    )
     assert code
     names: dict[str, Any] = {}
     exec(code[1], names)
     pipeline = names["pipeline"]
-    assert isinstance(pipeline, HunyuanVideo15Pipeline) and pipeline.transformer is names["transformer"]
+    assert (
+        isinstance(pipeline, HunyuanVideo15Pipeline)
+        and pipeline.transformer is names["transformer"]
+    )
     assert pipeline.transformer.dtype == dtype and pipeline.scheduler.shift == 4.0
 
     def sample(pipe: HunyuanVideo15Pipeline) -> torch.Tensor:
         size = {"height": 64, "width": 48, "num_frames": 5}
         generator = torch.Generator().manual_seed(0)
-        return pipe("a red cat jumps", **size, num_inference_steps=2, generator=generator, output_type="latent").frames
+        return pipe(
+            "a red cat jumps",
+            **size,
+            num_inference_steps=2,
+            generator=generator,
+            output_type="latent",
+        ).frames
 
-    stock = HunyuanVideo15Pipeline.from_pretrained(world.root / "model", dtype=torch.bfloat16)
-    assert (sample(pipeline) - sample(stock)).abs().max() > 1e-2, "the export changes nothing"
+    stock = HunyuanVideo15Pipeline.from_pretrained(
+        world.root / "model", dtype=torch.bfloat16
+    )
+    assert (sample(pipeline) - sample(stock)).abs().max() > 1e-2, (
+        "the export changes nothing"
+    )

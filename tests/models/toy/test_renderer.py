@@ -1,5 +1,6 @@
-"""The toy world: every attribute of a scene changes the pixels as it claims, captions round trip, the codec loses
-nothing, and the distance is zero on the manifold and positive off it.
+"""The toy world: every attribute of a scene changes the pixels as it claims, captions
+round trip, the codec loses nothing, and the distance is zero on the manifold and
+positive off it.
 """
 
 import dataclasses
@@ -39,7 +40,9 @@ def render(scene, *size):
 
 
 def object_mass(video):
-    """Share of object per pixel, from the distance to the background; video (F, 3, H, W)."""
+    """Share of object per pixel, from the distance to the background; video (F, 3, H,
+    W).
+    """
     return (video - torch.tensor(BACKGROUND).view(3, 1, 1)).norm(dim=1)
 
 
@@ -47,34 +50,50 @@ def centres(video):
     mass = object_mass(video)
     grid = torch.arange(16) + 0.5
     total = mass.sum((1, 2))
-    return torch.stack([(mass.sum(1) * grid).sum(1) / total, (mass.sum(2) * grid).sum(1) / total], dim=1)
+    return torch.stack(
+        [(mass.sum(1) * grid).sum(1) / total, (mass.sum(2) * grid).sum(1) / total],
+        dim=1,
+    )
 
 
-# ---------------------------------------------------------------------------------------------- scenes and pixels
+# ----------------------------------------------------------------------------------------------
+# scenes and pixels
 
 
 def test_there_are_1800_distinct_scenes_and_videos():
     assert len(all_scenes()) == 6 * 4 * 5 * 15
-    assert len({video.numpy().tobytes() for video in MANIFOLD.videos}) == len(all_scenes())
+    assert len({video.numpy().tobytes() for video in MANIFOLD.videos}) == len(
+        all_scenes()
+    )
 
 
 @pytest.mark.parametrize("colour", COLOURS)
 def test_colour_fills_the_object(colour):
-    video = render(dataclasses.replace(SCENE, colour=colour, shape="square", motion="closer"))
+    video = render(
+        dataclasses.replace(SCENE, colour=colour, shape="square", motion="closer")
+    )
     assert torch.allclose(video[-1, :, 8, 8], torch.tensor(COLOURS[colour]))
     assert torch.allclose(video[-1, :, 0, 0], torch.tensor(BACKGROUND))
 
 
 @pytest.mark.parametrize(
     ("motion", "step"),
-    [("left", (-1, 0)), ("right", (1, 0)), ("up", (0, -1)), ("down", (0, 1)), ("closer", (0, 0))],
+    [
+        ("left", (-1, 0)),
+        ("right", (1, 0)),
+        ("up", (0, -1)),
+        ("down", (0, 1)),
+        ("closer", (0, 0)),
+    ],
 )
 def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion, step):
     scene = dataclasses.replace(SCENE, motion=motion)
     video = render(scene)
     base, mass = centres(video), object_mass(video).sum((1, 2))
     tolerance = 0.01 if motion != "closer" else 0.15
-    assert torch.allclose(base.diff(dim=0), torch.tensor(step).float().expand(7, 2), atol=tolerance)
+    assert torch.allclose(
+        base.diff(dim=0), torch.tensor(step).float().expand(7, 2), atol=tolerance
+    )
     if motion == "closer":
         assert (mass.diff() > 0).all() and mass[-1] > 4 * mass[0]
     else:
@@ -87,15 +106,21 @@ def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion,
     assert torch.allclose(across, -2 * other.expand(8, 2), atol=0.01)
 
 
-# ---------------------------------------------------------------------------------------------- captions
+# ----------------------------------------------------------------------------------------------
+# captions
 
 
 def test_captions_round_trip_whatever_the_case_and_spacing():
     captions = all_captions()
     assert len({caption.text for caption in captions}) == 120
     assert all(parse_caption(caption.text) == caption for caption in captions)
-    assert caption_of(dataclasses.replace(SCENE, along=1, across=-2)).text == "a red circle moving left"
-    assert parse_caption("  A Red circle  MOVING left ") == Caption(colour="red", shape="circle", motion="left")
+    assert (
+        caption_of(dataclasses.replace(SCENE, along=1, across=-2)).text
+        == "a red circle moving left"
+    )
+    assert parse_caption("  A Red circle  MOVING left ") == Caption(
+        colour="red", shape="circle", motion="left"
+    )
 
 
 def test_other_sentences_are_errors_and_unknown_words_are_named():
@@ -107,7 +132,9 @@ def test_other_sentences_are_errors_and_unknown_words_are_named():
 
 
 def test_word_embeddings():
-    red, blue, free = WordEncoder().encode(["a red circle moving left", "a blue circle moving left", ""])
+    red, blue, free = WordEncoder().encode(
+        ["a red circle moving left", "a blue circle moving left", ""]
+    )
     assert red.text.shape == (5, EMBED_DIM) and red.text.dtype == torch.float32
     assert red.glyph.shape == (0, GLYPH_DIM) and free.text.shape == (1, EMBED_DIM)
     assert torch.allclose(red.text.square().mean(1), torch.ones(5))
@@ -115,54 +142,84 @@ def test_word_embeddings():
 
 
 def test_the_shipped_prompt_files_are_disjoint_halves_that_are_balanced():
-    halves = [read_prompts(PROMPTS / f"{name}.csv") for name in ("toy_train", "toy_eval")]
+    halves = [
+        read_prompts(PROMPTS / f"{name}.csv") for name in ("toy_train", "toy_eval")
+    ]
     captions = [[parse_caption(prompt.text) for prompt in half] for half in halves]
     assert {caption for half in captions for caption in half} == set(all_captions())
     for number, (half, found) in enumerate(zip(halves, captions, strict=True)):
-        assert [prompt.index for prompt in half] == list(range(1000 * number, 1000 * number + 60))
+        assert [prompt.index for prompt in half] == list(
+            range(1000 * number, 1000 * number + 60)
+        )
         assert all(prompt.seed is None for prompt in half)
-        # By the parity of a caption's places, so that each pair of values of two attributes is in both halves.
-        places = [(list(COLOURS).index(c.colour), SHAPES.index(c.shape), MOTIONS.index(c.motion)) for c in found]
+        # By the parity of a caption's places, so that each pair of values of two
+        # attributes is in both halves.
+        places = [
+            (
+                list(COLOURS).index(c.colour),
+                SHAPES.index(c.shape),
+                MOTIONS.index(c.motion),
+            )
+            for c in found
+        ]
         assert {sum(place) % 2 for place in places} == {number}
         for attribute in ("colour", "shape", "motion"):
             counts = Counter(getattr(caption, attribute) for caption in found)
             assert len(set(counts.values())) == 1
 
 
-# ---------------------------------------------------------------------------------------------- codec
+# ----------------------------------------------------------------------------------------------
+# codec
 
 
 @pytest.mark.parametrize("size", [(8, 16, 16), (2, 4, 8)], ids=str)
 def test_round_trip_of_the_codec_is_exact_for_any_bytes(size):
     generator = torch.Generator().manual_seed(0)
-    videos = torch.randint(0, 256, (3, size[0], 3, *size[1:]), generator=generator, dtype=torch.uint8)
+    videos = torch.randint(
+        0, 256, (3, size[0], 3, *size[1:]), generator=generator, dtype=torch.uint8
+    )
     codec = PatchCodec()
     latents = codec.encode(videos)
-    assert latents.dtype == torch.float32 and latents.shape == (3, *codec.latent_shape(*size))
+    assert latents.dtype == torch.float32 and latents.shape == (
+        3,
+        *codec.latent_shape(*size),
+    )
     assert torch.equal(codec.decode(latents), videos)
 
 
 def test_a_size_that_the_codec_does_not_have_is_named():
-    with pytest.raises(ValueError, match="height that is a positive multiple of 4, not 18"):
+    with pytest.raises(
+        ValueError, match="height that is a positive multiple of 4, not 18"
+    ):
         PatchCodec().latent_shape(8, 18, 16)
 
 
-# ---------------------------------------------------------------------------------------------- distance
+# ----------------------------------------------------------------------------------------------
+# distance
 
 
 def test_legal_videos_have_no_distance_and_are_what_the_renderer_draws():
     rows = torch.arange(0, len(MANIFOLD.scenes), 37)
     videos = MANIFOLD.videos[rows]
     assert torch.equal(MANIFOLD.distance(videos), torch.zeros(len(rows)))
-    assert torch.equal(MANIFOLD.squared_distances(MANIFOLD.flatten(videos)).argmin(1), rows)
+    assert torch.equal(
+        MANIFOLD.squared_distances(MANIFOLD.flatten(videos)).argmin(1), rows
+    )
     for row in (0, 611, 1799):
         assert torch.equal(MANIFOLD.videos[row], to_uint8(render(MANIFOLD.scenes[row])))
 
 
 def test_distance_against_brute_force():
     generator = torch.Generator().manual_seed(0)
-    videos = torch.randint(0, 256, (4, 8, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    videos = torch.randint(
+        0, 256, (4, 8, 3, 16, 16), generator=generator, dtype=torch.uint8
+    )
     videos[1] = MANIFOLD.videos[5] // 2
     legal = MANIFOLD.videos.double() / 255
-    brute = [((video.double() / 255 - legal) ** 2).flatten(1).mean(1).sqrt().min() for video in videos]
-    assert torch.allclose(MANIFOLD.distance(videos).double(), torch.stack(brute), atol=1e-6)
+    brute = [
+        ((video.double() / 255 - legal) ** 2).flatten(1).mean(1).sqrt().min()
+        for video in videos
+    ]
+    assert torch.allclose(
+        MANIFOLD.distance(videos).double(), torch.stack(brute), atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""The fused forward of Wan 2.1 against diffusers' class in float64, its kernels, its shares of tokens, its refusals."""
+"""The fused forward of Wan 2.1 against diffusers' class in float64, its kernels, its
+shares of tokens, its refusals.
+"""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -26,15 +28,28 @@ Result = tuple[Tensor, dict[str, Tensor]]
 """Velocity, and gradients by parameter."""
 
 
-def transformer(trained: str = "full", dtype: torch.dtype = torch.float64, **sizes: Any) -> WanTransformer3DModel:
+def transformer(
+    trained: str = "full", dtype: torch.dtype = torch.float64, **sizes: Any
+) -> WanTransformer3DModel:
     model = tiny_transformer(**sizes).to(dtype)
     model.rope.to(dtype)
     if trained == "lora":
-        add_lora(model.requires_grad_(False), rank=8, alpha=3, target_modules=list(NAMES), seed=0)
+        add_lora(
+            model.requires_grad_(False),
+            rank=8,
+            alpha=3,
+            target_modules=list(NAMES),
+            seed=0,
+        )
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)  # adapters are made in float32
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+                # adapters are made in float32
+                parameter.data = parameter.data.to(dtype)
+                nn.init.normal_(
+                    parameter,
+                    std=0.1,
+                    generator=torch.Generator().manual_seed(len(name)),
+                )
     return model
 
 
@@ -45,30 +60,50 @@ def fuse(model: WanTransformer3DModel, **options: Any) -> FusedForward:
 
 
 def prompt(tokens: int, dtype: torch.dtype = torch.float64) -> PromptEmbeds:
-    text = torch.randn(tokens, TEXT_WIDTH, generator=torch.Generator().manual_seed(tokens))
+    text = torch.randn(
+        tokens, TEXT_WIDTH, generator=torch.Generator().manual_seed(tokens)
+    )
     return PromptEmbeds(text=text.to(dtype), glyph=torch.zeros(0, 1))
 
 
-def compute(model: WanTransformer3DModel, size: tuple[int, ...], split: bool | None, batch: int = 2) -> Result:
-    """A guided velocity and every gradient of it; without guidance where `split` is None."""
+def compute(
+    model: WanTransformer3DModel,
+    size: tuple[int, ...],
+    split: bool | None,
+    batch: int = 2,
+) -> Result:
+    """A guided velocity and every gradient of it; without guidance where `split` is
+    None.
+    """
     generator = torch.Generator().manual_seed(1)
     dtype = model.patch_embedding.weight.dtype
-    latents, cotangent = (torch.randn(batch, 4, *size, generator=generator).to(dtype) for _ in range(2))
+    latents, cotangent = (
+        torch.randn(batch, 4, *size, generator=generator).to(dtype) for _ in range(2)
+    )
     policy = GuidedPolicy(model, prompt(1, dtype), 1.0 if split is None else 5.0)
     prompts = [prompt(7, dtype), prompt(3, dtype)][:batch]
     sigma = torch.tensor([0.75, 0.25])[:batch]
-    velocity = policy.velocity_and_gradient(latents, sigma, prompts, [cotangent], split=bool(split))
-    return velocity.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    velocity = policy.velocity_and_gradient(
+        latents, sigma, prompts, [cotangent], split=bool(split)
+    )
+    return velocity.detach(), {
+        name: p.grad for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def check(given: Result, expected: Result, limit: float) -> None:
-    """Within a share of the largest value; some gradients are zero but for rounding, as that of a key's bias."""
+    """Within a share of the largest value; some gradients are zero but for rounding, as
+    that of a key's bias.
+    """
     assert (given[0] - expected[0]).abs().max() <= limit * expected[0].abs().max()
     assert given[1].keys() == expected[1].keys()
     least = 1e-6 * max(float(gradient.abs().max()) for gradient in expected[1].values())
     for name, gradient in expected[1].items():
         error = (given[1][name] - gradient).abs().max()
-        assert error <= limit * max(float(gradient.abs().max()), least), (name, float(error))
+        assert error <= limit * max(float(gradient.abs().max()), least), (
+            name,
+            float(error),
+        )
 
 
 @pytest.fixture
@@ -80,7 +115,9 @@ def in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("split", [False, True], ids=["paired", "split"])
 @pytest.mark.parametrize("trained", ["full", "lora"])
-def test_guided_velocity_and_every_gradient_are_those_of_the_stock_class(trained: str, split: bool) -> None:
+def test_guided_velocity_and_every_gradient_are_those_of_the_stock_class(
+    trained: str, split: bool
+) -> None:
     # With 64 tokens of width 24 the adapters' products are widened.
     size = (4, 8, 8) if trained == "lora" else (2, 4, 6)
     expected = compute(transformer(trained), size, split)
@@ -93,13 +130,20 @@ def test_guided_velocity_and_every_gradient_are_those_of_the_stock_class(trained
 
 
 def test_the_kernels_compute_it() -> None:
-    """In Triton's interpreter, in float32, with everything trained; one block by itself."""
+    """In Triton's interpreter, in float32, with everything trained; one block by
+    itself.
+    """
     results = []
     for kernels in ("reference", "triton"):
         model = transformer(dtype=torch.float32, num_layers=1)
-        handle = fuse(model, kernels=kernels, attention="reference", checkpointing="selective")
+        handle = fuse(
+            model, kernels=kernels, attention="reference", checkpointing="selective"
+        )
         generator = torch.Generator().manual_seed(1)
-        x, text, time = (torch.randn(1, n, 24, generator=generator, requires_grad=True) for n in (4, 3, 6))
+        x, text, time = (
+            torch.randn(1, n, 24, generator=generator, requires_grad=True)
+            for n in (4, 3, 6)
+        )
         handle.rotary = Rotary(*handle.make_rope(torch.empty(1, 4, 1, 4, 4)))  # type: ignore[attr-defined]
         output = model.blocks[0](x, text, time)
         output.square().sum().backward()
@@ -109,11 +153,16 @@ def test_the_kernels_compute_it() -> None:
     check(results[1], results[0], 1e-4)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("degree", "checkpointing"), [(2, "full"), (3, "selective"), (4, "none"), (6, "feed_forward")])
+@pytest.mark.parametrize(
+    ("degree", "checkpointing"),
+    [(2, "full"), (3, "selective"), (4, "none"), (6, "feed_forward")],
+)
 def test_shares_of_the_tokens_compute_what_one_process_computes(
     degree: int, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twelve heads, as the published model has; 15 tokens do not divide by most degrees."""
+    """Twelve heads, as the published model has; 15 tokens do not divide by most
+    degrees.
+    """
     whole = transformer(num_attention_heads=12, num_layers=1)
     size = (1, 6, 10)
     models = [copy.deepcopy(whole) for _ in range(degree)]
@@ -133,15 +182,23 @@ def test_shares_of_the_tokens_compute_what_one_process_computes(
 
 
 def test_bfloat16_is_as_near_as_the_stock_class() -> None:
-    """The time embedding and the modulation stay float32, and what is elementwise is rounded once."""
-    latents, sigma, text = torch.randn(1, 4, 2, 8, 8), torch.tensor([0.7777]), [prompt(5, torch.float32)]
+    """The time embedding and the modulation stay float32, and what is elementwise is
+    rounded once.
+    """
+    latents, sigma, text = (
+        torch.randn(1, 4, 2, 8, 8),
+        torch.tensor([0.7777]),
+        [prompt(5, torch.float32)],
+    )
     exact = WanTransformer.velocity(tiny_transformer(), latents, sigma, text)
     models = [tiny_transformer() for _ in range(2)]
     for model in models:
         Wan().cast(model, torch.bfloat16)
     fuse(models[1])
     with torch.no_grad():
-        stock, fused = (WanTransformer.velocity(model, latents, sigma, text) for model in models)
+        stock, fused = (
+            WanTransformer.velocity(model, latents, sigma, text) for model in models
+        )
     assert fused.dtype == torch.float32 and not torch.equal(stock, fused)
     assert (fused - exact).norm() <= 1.1 * (stock - exact).norm()
 
@@ -149,17 +206,28 @@ def test_bfloat16_is_as_near_as_the_stock_class() -> None:
 def test_a_pipeline_runs_it_and_undo_brings_the_stock_forward_back() -> None:
     pipeline = build_wan()
     names = list(pipeline.transformer.state_dict())
-    options = {"num_frames": 5, "height": 32, "width": 32, "num_inference_steps": 2, "output_type": "latent"}
+    options = {
+        "num_frames": 5,
+        "height": 32,
+        "width": 32,
+        "num_inference_steps": 2,
+        "output_type": "latent",
+    }
 
     def run() -> Tensor:
-        result: Tensor = pipeline("a red fox", generator=torch.Generator().manual_seed(0), **options).frames
+        result: Tensor = pipeline(
+            "a red fox", generator=torch.Generator().manual_seed(0), **options
+        ).frames
         return result
 
     expected = run()
     handle = fuse(pipeline.transformer, checkpointing="selective")
     assert list(pipeline.transformer.state_dict()) == names
     fused = run()
-    assert not torch.equal(fused, expected) and (fused - expected).norm() <= 1e-5 * expected.norm()
+    assert (
+        not torch.equal(fused, expected)
+        and (fused - expected).norm() <= 1e-5 * expected.norm()
+    )
     handle.undo()
     assert torch.equal(run(), expected)
 
@@ -172,6 +240,16 @@ def test_what_it_does_not_compute_is_refused() -> None:
         fuse(transformer(cross_attn_norm=False))
     fuse(model)
     latents, text = torch.zeros(1, 4, 1, 4, 4), torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH)
-    for given in ({"encoder_hidden_states_image": text}, {"timestep": torch.ones(1, 4)}):
+    for given in (
+        {"encoder_hidden_states_image": text},
+        {"timestep": torch.ones(1, 4)},
+    ):
         with pytest.raises(ValueError, match=r"model\.forward to stock"):
-            model(**{"hidden_states": latents, "timestep": torch.ones(1), "encoder_hidden_states": text} | given)
+            model(
+                **{
+                    "hidden_states": latents,
+                    "timestep": torch.ones(1),
+                    "encoder_hidden_states": text,
+                }
+                | given
+            )

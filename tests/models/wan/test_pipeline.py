@@ -1,4 +1,6 @@
-"""From prompt to pixels, this project against diffusers' `WanPipeline` on the same tiny checkpoint."""
+"""From prompt to pixels, this project against diffusers' `WanPipeline` on the same tiny
+checkpoint.
+"""
 
 import json
 import shutil
@@ -17,7 +19,12 @@ from sage_fast.models.family import Components, load_components, model_family
 from sage_fast.models.wan.backbone import WanTransformer
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample
-from sage_fast.rollout import initial_latents, noise_keys, policy_velocity, sample_trajectory
+from sage_fast.rollout import (
+    initial_latents,
+    noise_keys,
+    policy_velocity,
+    sample_trajectory,
+)
 from sage_fast.sde import transition_table
 from tests.tiny.wan import save_wan
 
@@ -48,67 +55,112 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 
 @pytest.mark.parametrize("text", PROMPTS)
-def test_conditioning_is_the_valid_part_of_the_stock_one(model: Model, text: str) -> None:
+def test_conditioning_is_the_valid_part_of_the_stock_one(
+    model: Model, text: str
+) -> None:
     encoder = model.ours.prompt_encoder
     assert encoder.prepare([text])[0][1] == 0
     (ours,) = encoder.encode([text])
-    (expected,), _ = model.stock.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)
+    (expected,), _ = model.stock.encode_prompt(
+        text, do_classifier_free_guidance=False, max_sequence_length=512
+    )
     assert not expected[len(ours.text) :].any() and expected[len(ours.text) - 1].any()
     assert (ours.text - expected[: len(ours.text)]).norm() <= 5e-6 * expected.norm()
     plain = encoder.encode_plainly(text)  # type: ignore[attr-defined]
-    assert plain.shape == ours.text.shape and (plain - ours.text).norm() <= 5e-6 * plain.norm()
+    assert (
+        plain.shape == ours.text.shape
+        and (plain - ours.text).norm() <= 5e-6 * plain.norm()
+    )
 
 
-def test_prompts_are_repaired_as_those_that_the_model_was_trained_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package ftfy, which diffusers leaves out where it is missing, without a word, or with a NameError."""
+def test_prompts_are_repaired_as_those_that_the_model_was_trained_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package ftfy, which diffusers leaves out where it is missing, without a word,
+    or with a NameError.
+    """
     assert prompt_clean("a “fox” it’s &amp; schÃ¶n") == 'a "fox" it\'s & schön'
     monkeypatch.setitem(sys.modules, "ftfy", None)
     monkeypatch.delitem(sys.modules, "sage_fast.models.wan.wan")
-    with pytest.raises(ConfigError, match="model.family is 'wan', but importing .*ftfy"):
+    with pytest.raises(
+        ConfigError, match="model.family is 'wan', but importing .*ftfy"
+    ):
         model_family("wan")
 
 
-def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(model: Model, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(
+    model: Model, caplog: pytest.LogCaptureFixture
+) -> None:
     text = "a red fox " * 200
     assert model.ours.prompt_encoder.prepare([text]) == [(512, 0, 0)]
     assert "cut off after 512 tokens" in caplog.text
     (ours,) = model.ours.prompt_encoder.encode([text])
-    (expected,), _ = model.stock.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)
+    (expected,), _ = model.stock.encode_prompt(
+        text, do_classifier_free_guidance=False, max_sequence_length=512
+    )
     assert (ours.text - expected).norm() <= 5e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("text", PROMPTS[:2])
-def test_latents_and_frames_at_the_pipelines_own_sigmas(model: Model, text: str) -> None:
+def test_latents_and_frames_at_the_pipelines_own_sigmas(
+    model: Model, text: str
+) -> None:
     stock, transformer = model.stock, model.ours.transformer
     stock.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     embeds, unconditional = model.ours.prompt_encoder.encode([text, ""])
     samples = [Sample(prompt=Prompt(text=text, index=0), embeds=embeds, member=0)]
     keys = noise_keys(samples, seed=0, update=0)
-    start = initial_latents(keys, model.ours.video_decoder.latent_shape(FRAMES, HEIGHT, WIDTH))
-    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "num_inference_steps": STEPS}
-    options = {"guidance_scale": GUIDANCE, "negative_prompt": "", "latents": start.clone(), **given}
+    start = initial_latents(
+        keys, model.ours.video_decoder.latent_shape(FRAMES, HEIGHT, WIDTH)
+    )
+    given = {
+        "num_frames": FRAMES,
+        "height": HEIGHT,
+        "width": WIDTH,
+        "num_inference_steps": STEPS,
+    }
+    options = {
+        "guidance_scale": GUIDANCE,
+        "negative_prompt": "",
+        "latents": start.clone(),
+        **given,
+    }
     latents = stock(text, output_type="latent", **options).frames
     frames = stock(text, output_type="pt", **options).frames
     table = transition_table("ode", stock.scheduler.sigmas.double(), 0.0)
     policy = GuidedPolicy(transformer, unconditional, GUIDANCE)
     for forward in ("stock", "fused"):
-        handle = WanTransformer.choose_forward(transformer, section(model.folder, forward=forward))
-        ours = sample_trajectory(policy_velocity(policy, samples), samples, keys, table, start).final
+        handle = WanTransformer.choose_forward(
+            transformer, section(model.folder, forward=forward)
+        )
+        ours = sample_trajectory(
+            policy_velocity(policy, samples), samples, keys, table, start
+        ).final
         assert (ours - latents).norm() <= 1e-6 * latents.norm()
     assert handle is not None
     handle.undo()
-    assert (latents - start).norm() > 0.1 * latents.norm(), "the comparison is of something that moves"
+    assert (latents - start).norm() > 0.1 * latents.norm(), (
+        "the comparison is of something that moves"
+    )
     expected = (frames * 255).round().to(torch.uint8)
     decoder = model.ours.video_decoder
-    assert expected.shape == (1, FRAMES, 3, HEIGHT, WIDTH) and expected.float().std() > 5
+    assert (
+        expected.shape == (1, FRAMES, 3, HEIGHT, WIDTH) and expected.float().std() > 5
+    )
     assert torch.equal(decoder.decode(latents), expected)
     assert torch.equal(decoder.decode_plainly(latents), expected)  # type: ignore[attr-defined]
-    assert torch.equal(decoder.decode(torch.cat([latents, start]))[:1], expected), "each video by itself"
+    assert torch.equal(decoder.decode(torch.cat([latents, start]))[:1], expected), (
+        "each video by itself"
+    )
 
 
 def test_sizes_that_cannot_be_decoded(model: Model) -> None:
     decoder = model.ours.video_decoder
-    for size, key in (((8, 32, 32), "num_frames is 8"), ((9, 24, 32), "height is 24"), ((9, 32, 40), "width is 40")):
+    for size, key in (
+        ((8, 32, 32), "num_frames is 8"),
+        ((9, 24, 32), "height is 24"),
+        ((9, 32, 40), "width is 40"),
+    ):
         with pytest.raises(ValueError, match=key):
             decoder.latent_shape(*size)
 
@@ -116,7 +168,9 @@ def test_sizes_that_cannot_be_decoded(model: Model) -> None:
 def test_a_video_that_does_not_fit_is_decoded_in_tiles(model: Model) -> None:
     small = load_components(section(model.folder, decode_memory_gib=1e-9))  # type: ignore[arg-type]
     latents = torch.randn(1, 4, 1, 40, 40)
-    tiled, whole = (parts.video_decoder.decode(latents) for parts in (small, model.ours))
+    tiled, whole = (
+        parts.video_decoder.decode(latents) for parts in (small, model.ours)
+    )
     assert small.video_decoder.vae.use_tiling and tiled.shape == whole.shape  # type: ignore[attr-defined]
     assert not torch.equal(tiled, whole)
 
@@ -135,7 +189,10 @@ def test_what_cannot_be_trained_is_refused_with_a_way_out(
     model: Model, changes: dict[str, object], expected: str, tmp_path: Path
 ) -> None:
     for part in model.folder.iterdir():
-        if part.name not in ("model_index.json", ".sage_fast") and part.name not in changes:
+        if (
+            part.name not in ("model_index.json", ".sage_fast")
+            and part.name not in changes
+        ):
             (tmp_path / part.name).symlink_to(part)
     index = json.loads((model.folder / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps(index | changes))
@@ -145,14 +202,21 @@ def test_what_cannot_be_trained_is_refused_with_a_way_out(
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_half_a_folder_of_two_experts_is_refused(model: Model, described: bool, tmp_path: Path) -> None:
-    """The other expert beside it is enough, whatever the pipeline's file says, or without that file."""
+def test_half_a_folder_of_two_experts_is_refused(
+    model: Model, described: bool, tmp_path: Path
+) -> None:
+    """The other expert beside it is enough, whatever the pipeline's file says, or
+    without that file.
+    """
     folder = Path(shutil.copytree(model.folder, tmp_path / "half"))
     shutil.copytree(folder / "transformer", folder / "transformer_2")
     if not described:
         (folder / "model_index.json").unlink()
     for use in (load_components, model_family("wan").inspect):
-        with pytest.raises(ValueError, match=r"transformer_2 beside it.*Use Wan 2\.1, for example: hf download"):
+        with pytest.raises(
+            ValueError,
+            match=r"transformer_2 beside it.*Use Wan 2\.1, for example: hf download",
+        ):
             use(section(folder))
 
 
@@ -160,18 +224,37 @@ def test_facts_and_files(model: Model) -> None:
     family = model_family("wan")
     facts = family.inspect(section(model.folder))
     assert facts is not None and facts.shift == 3.0 and facts.shift_difference(5.0)
-    (whole,), (none,) = family.requirements(section(model.folder)), family.requirements(ModelConfig(family="wan"))
-    assert whole.missing == [] and "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in none.fetch and none.gigabytes < 30
+    (whole,), (none,) = (
+        family.requirements(section(model.folder)),
+        family.requirements(ModelConfig(family="wan")),
+    )
+    assert (
+        whole.missing == []
+        and "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in none.fetch
+        and none.gigabytes < 30
+    )
 
 
-def test_the_large_model_is_counted_and_completed_as_what_it_is(model: Model, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(model.folder, tmp_path / "mine", ignore=shutil.ignore_patterns(".sage_fast")))
+def test_the_large_model_is_counted_and_completed_as_what_it_is(
+    model: Model, tmp_path: Path
+) -> None:
+    folder = Path(
+        shutil.copytree(
+            model.folder, tmp_path / "mine", ignore=shutil.ignore_patterns(".sage_fast")
+        )
+    )
     config = folder / "transformer/config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"num_layers": 40}))
     shutil.rmtree(folder / "vae")
-    with pytest.raises(ValueError, match=rf"Wan2.1-T2V-14B-Diffusers --include 'vae/\*' --local-dir {folder}$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"Wan2.1-T2V-14B-Diffusers --include 'vae/\*' --local-dir {folder}$",
+    ):
         load_components(section(folder))
     for path in ("Wan-AI/Wan2.1-T2V-14B-Diffusers", tmp_path / "wan2.1-14b", folder):
         (needed,) = model_family("wan").requirements(section(Path(path)))
-        assert "Wan-AI/Wan2.1-T2V-14B-Diffusers" in needed.fetch and 80 < needed.gigabytes < 81
+        assert (
+            "Wan-AI/Wan2.1-T2V-14B-Diffusers" in needed.fetch
+            and 80 < needed.gigabytes < 81
+        )
         assert ("--local-dir" in needed.fetch) == isinstance(path, Path)

@@ -1,4 +1,6 @@
-"""A tiny Wan trains, resumes, spreads over ranks, plans, profiles and exports by the code that every family has."""
+"""A tiny Wan trains, resumes, spreads over ranks, plans, profiles and exports by the
+code that every family has.
+"""
 
 import json
 import shutil
@@ -43,10 +45,18 @@ def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
         "data": {"prompts": ["a red circle moving left", "a fox in the snow"]},
         "model": {"family": "wan", "path": str(model), "device": "cpu"},
         "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 16},
-        "reward": {"rewards": ["tests.rewards.support:brightness"], "weights": {"brightness": 1.0}},
+        "reward": {
+            "rewards": ["tests.rewards.support:brightness"],
+            "weights": {"brightness": 1.0},
+        },
         "evaluation": {"num_prompts": 2, "every": 2, "batch_size": 2, "num_samples": 0},
     }
-    tree["rollout"] |= {"num_steps": 3, "num_generations": 4, "batch_size": 4, "micro_batch_size": 2}
+    tree["rollout"] |= {
+        "num_steps": 3,
+        "num_generations": 4,
+        "batch_size": 4,
+        "micro_batch_size": 2,
+    }
     for name, section in changes.items():
         tree[name] = tree.get(name, {}) | section
     file = folder / "run.yaml"
@@ -54,7 +64,11 @@ def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
     return str(file)
 
 
-FORWARD_PROCESS = ["--training.update=forward_process", "--rollout.sde_type=ode", "--objective.kl_mode=none"]
+FORWARD_PROCESS = [
+    "--training.update=forward_process",
+    "--rollout.sde_type=ode",
+    "--objective.kl_mode=none",
+]
 FULL, BF16 = "--training.mode=full", "--model.dtype=bfloat16"
 STOCK = "--model.forward=stock"
 MODES = {
@@ -72,7 +86,9 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path, tmp_path: Path) -> None:
+def test_every_update_trains_and_begins_at_a_ratio_of_one(
+    mode: str, model: Path, tmp_path: Path
+) -> None:
     words = [*MODES[mode], "--evaluation.every=0"]
     trainer = build_trainer(load_config(write(model, tmp_path), words))
     before = {name: p.detach().clone() for name, p in trainer.engine.parameters.items()}
@@ -80,7 +96,11 @@ def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path
     for _ in range(2):
         row = trainer.iterate()
         assert row.get("ratio/first_max_deviation", 0.0) == 0.0 and row["grad_norm"] > 0
-    moved = [name for name, p in trainer.engine.parameters.items() if not torch.equal(p, before[name])]
+    moved = [
+        name
+        for name, p in trainer.engine.parameters.items()
+        if not torch.equal(p, before[name])
+    ]
     # lora_A has a gradient from the second update on.
     assert set(moved) == set(before)
     if FULL not in words:
@@ -89,34 +109,63 @@ def test_every_update_trains_and_begins_at_a_ratio_of_one(mode: str, model: Path
 
 LAYOUTS = {
     "shared_videos": ["--distributed.sp=2"],
-    "four_ranks": ["--distributed.sp=2", "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+    "four_ranks": [
+        "--distributed.sp=2",
+        "--distributed.dp_shard=2",
+        "--distributed.keep_gathered=rollout",
+    ],
     "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
-    "lora_sharded_bf16": ["--distributed.dp_shard=2", "--distributed.keep_gathered=never", BF16],
+    "lora_sharded_bf16": [
+        "--distributed.dp_shard=2",
+        "--distributed.keep_gathered=never",
+        BF16,
+    ],
     "full_sharded": [FULL, "--distributed.dp_shard=2"],
-    "forward_process": [*FORWARD_PROCESS, "--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
+    "forward_process": [
+        *FORWARD_PROCESS,
+        "--distributed.dp_shard=2",
+        "--distributed.keep_gathered=rollout",
+    ],
 }
 
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(layout, marks=[] if layout == "full_sharded" else pytest.mark.slow) for layout in LAYOUTS],
+    [
+        pytest.param(layout, marks=[] if layout == "full_sharded" else pytest.mark.slow)
+        for layout in LAYOUTS
+    ],
 )
 def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
     file, words = write(model, tmp_path), LAYOUTS[layout]
     alone = [word for word in words if "distributed" not in word]
-    wide = 1e-3 if BF16 in words else 0.0  # lora_B of zeros: its first sign is that of a rounded gradient
+    # lora_B of zeros: its first sign is that of a rounded gradient
+    wide = 1e-3 if BF16 in words else 0.0
     ((expected, _, weights),) = run_ranks(train, 1, file, alone)
-    ranks, videos = (4 if layout == "four_ranks" else 2), (4 if layout == "shared_videos" else 2)
-    for records, _, spread in run_ranks(train, ranks, file, [*words, f"--rollout.batch_size={videos}"]):
+    ranks, videos = (
+        (4 if layout == "four_ranks" else 2),
+        (4 if layout == "shared_videos" else 2),
+    )
+    for records, _, spread in run_ranks(
+        train, ranks, file, [*words, f"--rollout.batch_size={videos}"]
+    ):
         for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
             for key in {"reward/mean", "grad_norm", "eval/0"} & wanted.keys():
-                assert given[key] == pytest.approx(wanted[key], rel=1e-4 if update else 1e-6, abs=wide), (update, key)
+                assert given[key] == pytest.approx(
+                    wanted[key], rel=1e-4 if update else 1e-6, abs=wide
+                ), (update, key)
         for name, value in weights.items():
-            torch.testing.assert_close(spread[name], value, rtol=1e-3, atol=max(wide, 1e-5))
+            torch.testing.assert_close(
+                spread[name], value, rtol=1e-3, atol=max(wide, 1e-5)
+            )
 
 
-@pytest.mark.parametrize("words", [[], FORWARD_PROCESS], ids=["two_phase", "forward_process"])
-def test_a_resumed_run_is_the_whole_one_to_the_bit(words: list[str], model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [[], FORWARD_PROCESS], ids=["two_phase", "forward_process"]
+)
+def test_a_resumed_run_is_the_whole_one_to_the_bit(
+    words: list[str], model: Path, tmp_path: Path
+) -> None:
     runs = []
     for name, parts in (("whole", (2,)), ("parts", (1, 2))):
         (tmp_path / name).mkdir()
@@ -124,23 +173,41 @@ def test_a_resumed_run_is_the_whole_one_to_the_bit(words: list[str], model: Path
         for updates in parts:
             Run(
                 load_config(
-                    file, [*words, "--resume=auto", "--evaluation.every=0", f"--training.num_updates={updates}"]
+                    file,
+                    [
+                        *words,
+                        "--resume=auto",
+                        "--evaluation.every=0",
+                        f"--training.num_updates={updates}",
+                    ],
                 )
             ).train()
         runs.append(tmp_path / name / "run")
     whole, parts_ = (numbers(run) for run in runs)
-    train_rows = [[row for row in rows if "reward/mean" in row] for rows in (whole, parts_)]
+    train_rows = [
+        [row for row in rows if "reward/mean" in row] for rows in (whole, parts_)
+    ]
     assert train_rows[0] == train_rows[1] and len(train_rows[0]) == 2
     # The header of a file lists its metadata in any order.
-    whole_weights, resumed = (load_file(next((run / "checkpoints").glob("*2/lora/*.safetensors"))) for run in runs)
-    assert whole_weights.keys() == resumed.keys() and len(resumed) == 2 * 2 * len(WanTransformer.lora_targets)
-    assert all(torch.equal(value, resumed[name]) for name, value in whole_weights.items())
+    whole_weights, resumed = (
+        load_file(next((run / "checkpoints").glob("*2/lora/*.safetensors")))
+        for run in runs
+    )
+    assert whole_weights.keys() == resumed.keys() and len(resumed) == 2 * 2 * len(
+        WanTransformer.lora_targets
+    )
+    assert all(
+        torch.equal(value, resumed[name]) for name, value in whole_weights.items()
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     folder = tmp_path_factory.mktemp("trained")
-    options = {"optimizer": {"name": "adamw", "learning_rate": 0.05}, "lora": {"rank": 2, "alpha": 3}}
+    options = {
+        "optimizer": {"name": "adamw", "learning_rate": 0.05},
+        "lora": {"rank": 2, "alpha": 3},
+    }
     run = Run(load_config(write(model, folder, **options), ["--evaluation.every=0"]))
     run.train()
     return run.config
@@ -148,9 +215,14 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def probe(transformer: WanTransformer3DModel) -> Tensor:
     generator = torch.Generator().manual_seed(5)
-    latents, text = (torch.randn(shape, generator=generator) for shape in ((1, 4, 2, 4, 4), (1, 512, TEXT_WIDTH)))
+    latents, text = (
+        torch.randn(shape, generator=generator)
+        for shape in ((1, 4, 2, 4, 4), (1, 512, TEXT_WIDTH))
+    )
     with torch.no_grad():
-        result: Tensor = transformer(latents, torch.tensor([700.0]), text, return_dict=False)[0]
+        result: Tensor = transformer(
+            latents, torch.tensor([700.0]), text, return_dict=False
+        )[0]
     return result
 
 
@@ -158,13 +230,22 @@ def of_the_run(config: RunConfig) -> Tensor:
     from sage_fast.checkpoint import open_checkpoint
 
     transformer = load_components(config.model).transformer
-    checkpoint = open_checkpoint(max((Path(config.output_dir) / "checkpoints").iterdir()))
-    use_weights(transformer, checkpoint.tensors["weights"], mode=config.training.mode, lora=config.lora)
+    checkpoint = open_checkpoint(
+        max((Path(config.output_dir) / "checkpoints").iterdir())
+    )
+    use_weights(
+        transformer,
+        checkpoint.tensors["weights"],
+        mode=config.training.mode,
+        lora=config.lora,
+    )
     return probe(transformer)
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "comfyui", "musubi"])
-def test_the_stock_pipeline_loads_an_export(layout: Any, trained: RunConfig, tmp_path: Path) -> None:
+def test_the_stock_pipeline_loads_an_export(
+    layout: Any, trained: RunConfig, tmp_path: Path
+) -> None:
     result = export(trained.output_dir, tmp_path / "o", layout=layout)
     pipeline = WanPipeline.from_pretrained(str(trained.model.path))
     base, expected = probe(pipeline.transformer), of_the_run(trained)
@@ -174,40 +255,68 @@ def test_the_stock_pipeline_loads_an_export(layout: Any, trained: RunConfig, tmp
     card = (tmp_path / "o/README.md").read_text("utf-8")
     assert "apache-2.0" in card and "Hunyuan" not in card
     if layout == "diffusers":
-        assert "WanPipeline.from_pretrained(" in card and "UniPCMultistepScheduler.from_config(" in card
+        assert (
+            "WanPipeline.from_pretrained(" in card
+            and "UniPCMultistepScheduler.from_config(" in card
+        )
         assert "flow_shift=3.0" in card
 
 
 def test_a_whole_transformer_is_exported(trained: RunConfig, tmp_path: Path) -> None:
     export(trained.output_dir, tmp_path / "o", format="full")
     transformer = WanTransformer3DModel.from_pretrained(tmp_path / "o")
-    torch.testing.assert_close(probe(transformer), of_the_run(trained), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        probe(transformer), of_the_run(trained), rtol=1e-5, atol=1e-6
+    )
 
 
 def test_a_layout_without_names_is_refused(trained: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--layout is official, and model.family wan has names for diffusers"):
+    with pytest.raises(
+        ValueError,
+        match="--layout is official, and model.family wan has names for diffusers",
+    ):
         export(trained.output_dir, tmp_path / "o", layout="official")
 
 
 def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
-    # The profiler takes 0.1 ms for each operator of 4 videos and 3 steps, which are 100,000.
-    rollout = {"num_steps": 2, "num_generations": 2, "batch_size": 2, "micro_batch_size": 2}
-    trainer = build_trainer(load_config(write(model, tmp_path, rollout=rollout), ["--evaluation.every=0"]))
+    # The profiler takes 0.1 ms for each operator of 4 videos and 3 steps, which are
+    # 100,000.
+    rollout = {
+        "num_steps": 2,
+        "num_generations": 2,
+        "batch_size": 2,
+        "micro_batch_size": 2,
+    }
+    trainer = build_trainer(
+        load_config(write(model, tmp_path, rollout=rollout), ["--evaluation.every=0"])
+    )
     profile_update(trainer, tmp_path / "profile", warmup=0, memory=False, top=200)
     assert BLOCK in (tmp_path / "profile/top.txt").read_text()
 
 
-def test_the_plan_of_a_local_folder_is_of_its_transformer(model: Path, tmp_path: Path) -> None:
-    config = load_config(write(model, tmp_path), ["--training.mode=full", "--optimizer.name=adamw"])
+def test_the_plan_of_a_local_folder_is_of_its_transformer(
+    model: Path, tmp_path: Path
+) -> None:
+    config = load_config(
+        write(model, tmp_path), ["--training.mode=full", "--optimizer.name=adamw"]
+    )
     plan = make_plan(config, DEVICES["h100"])
-    weights = sum(p.numel() for p in load_components(config.model).transformer.parameters())
-    assert plan.weights.total == plan.weights.trained == weights and plan.video_tokens == 2 * 2 * 2
-    # Cosine and sine of every token, in float32; without adapters AdaLN's weights have no table.
+    weights = sum(
+        p.numel() for p in load_components(config.model).transformer.parameters()
+    )
+    assert (
+        plan.weights.total == plan.weights.trained == weights
+        and plan.video_tokens == 2 * 2 * 2
+    )
+    # Cosine and sine of every token, in float32; without adapters AdaLN's weights have
+    # no table.
     head_dim = plan.description.transformer["attention_head_dim"]
     assert plan.memory.phases["update"].tables == 2 * 4 * plan.video_tokens * head_dim
 
 
-def test_a_folder_of_another_model_is_one_line_before_anything_is_loaded(model: Path, tmp_path: Path) -> None:
+def test_a_folder_of_another_model_is_one_line_before_anything_is_loaded(
+    model: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(model, tmp_path / "other")
     config = load_config(write(folder, tmp_path))
     file = folder / "transformer/config.json"
@@ -215,8 +324,11 @@ def test_a_folder_of_another_model_is_one_line_before_anything_is_loaded(model: 
     # A key of a newer diffusers is ignored, as diffusers ignores it.
     file.write_text(json.dumps(stored | {"future_option": None}))
     assert "future_option" not in describe_model(config.model).transformer
-    file.write_text(json.dumps(stored | {"_class_name": "HunyuanVideo15Transformer3DModel"}))
+    file.write_text(
+        json.dumps(stored | {"_class_name": "HunyuanVideo15Transformer3DModel"})
+    )
     with pytest.raises(
-        ConfigError, match=r"config.json is of a HunyuanVideo15Transformer3DModel, and .* WanTransformer"
+        ConfigError,
+        match=r"config.json is of a HunyuanVideo15Transformer3DModel, and .* WanTransformer",
     ):
         describe_model(config.model)

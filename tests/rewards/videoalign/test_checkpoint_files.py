@@ -21,28 +21,41 @@ def test_names_of_newer_transformers_are_read_too(own_paths):
     def rename(state):
         for name in list(state):
             inner = name.removeprefix("base_model.model.")
-            place = {"visual": "model.visual", "model": "model.language_model"}.get(inner.split(".")[0])
+            place = {"visual": "model.visual", "model": "model.language_model"}.get(
+                inner.split(".")[0]
+            )
             if place:
-                state[f"base_model.model.{place}.{inner.split('.', 1)[1]}"] = state.pop(name)
+                state[f"base_model.model.{place}.{inner.split('.', 1)[1]}"] = state.pop(
+                    name
+                )
 
     edit_state(own_paths[0], rename)
     assert_scores(make(own_paths).score(VIDEOS, PROMPTS), GOLDEN[3])
 
 
 def test_rank_stabilised_lora_divides_by_the_root_of_the_rank(own_paths):
-    edit_settings(own_paths[0], "peft_lora_config", use_rslora=True, lora_alpha=4)  # 4 / sqrt(4) = 8 / 4
+    # 4 / sqrt(4) = 8 / 4
+    edit_settings(own_paths[0], "peft_lora_config", use_rslora=True, lora_alpha=4)
     assert_scores(make(own_paths).score(VIDEOS, PROMPTS), GOLDEN[3])
 
 
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("model_config.json", "model_config.json is missing.*hf download KwaiVGI/VideoReward --local-dir"),
-        ("checkpoint-1200/model.pth", "checkpoint-1200 lacks model.pth.*hf download KwaiVGI/VideoReward"),
+        (
+            "model_config.json",
+            "model_config.json is missing.*hf download KwaiVGI/VideoReward --local-dir",
+        ),
+        (
+            "checkpoint-1200/model.pth",
+            "checkpoint-1200 lacks model.pth.*hf download KwaiVGI/VideoReward",
+        ),
         ("checkpoint-*", "no checkpoint-.*hf download KwaiVGI/VideoReward"),
     ],
 )
-def test_a_missing_file_is_named_with_the_command_that_fetches_it(own_paths, file, message):
+def test_a_missing_file_is_named_with_the_command_that_fetches_it(
+    own_paths, file, message
+):
     for path in list(own_paths[0].glob(file)):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     with pytest.raises(FileNotFoundError, match=message):
@@ -50,19 +63,38 @@ def test_a_missing_file_is_named_with_the_command_that_fetches_it(own_paths, fil
 
 
 def test_quantised_weights_are_refused(own_paths):
-    edit_state(own_paths[0], lambda state: state.update({"rm_head.weight": torch.ones(3, 4, dtype=torch.int8)}))
-    with pytest.raises(ValueError, match=r"model.pth is quantised: rm_head.weight is stored as torch.int8"):
+    edit_state(
+        own_paths[0],
+        lambda state: state.update(
+            {"rm_head.weight": torch.ones(3, 4, dtype=torch.int8)}
+        ),
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"model.pth is quantised: rm_head.weight is stored as torch.int8",
+    ):
         make(own_paths)
 
 
-def test_a_base_model_is_a_folder_or_in_the_local_cache_of_the_hub(own_paths, tmp_path, monkeypatch):
+def test_a_base_model_is_a_folder_or_in_the_local_cache_of_the_hub(
+    own_paths, tmp_path, monkeypatch
+):
     """A run starts no download, even on a machine with a network."""
     checkpoint, base = own_paths
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
-    with pytest.raises(OSError, match="nowhere' does not exist. Set reward.options.videoalign.base_model"):
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.get_hf_file_metadata",
+        lambda *_, **__: pytest.fail("asked"),
+    )
+    with pytest.raises(
+        OSError,
+        match="nowhere' does not exist. Set reward.options.videoalign.base_model",
+    ):
         make((checkpoint, tmp_path / "nowhere"))
-    with pytest.raises(OSError, match="owner/name.*nor in the hub's local cache.*hf download owner/name"):
+    with pytest.raises(
+        OSError,
+        match="owner/name.*nor in the hub's local cache.*hf download owner/name",
+    ):
         make((checkpoint, "owner/name"))
     entry = tmp_path / "hub/models--owner--name"
     (entry / "refs").mkdir(parents=True)
@@ -93,11 +125,19 @@ LORA = f"{NAME}model.layers.1.mlp.up_proj.lora_"
     ("lost", "added", "message"),
     [
         (f"{NAME}model.norm.weight", {}, 'Missing key.*"language_model.norm.weight"'),
-        (f"{LORA}B.default.weight", {}, "no 'language_model.layers.1.mlp.up_proj.lora_B.weight'"),
+        (
+            f"{LORA}B.default.weight",
+            {},
+            "no 'language_model.layers.1.mlp.up_proj.lora_B.weight'",
+        ),
         (None, {f"{LORA}A.default.weight": (3, 64)}, "rank 3.*lora_r = 4"),
         (None, {f"{NAME}surprise": (1,)}, 'Unexpected key.*"surprise"'),
         (None, {f"{NAME}rm_head.weight": (2, 64)}, r"rm_head.*\(2, 64\)"),
-        (None, {f"{NAME}model.embed_tokens.weight": (628, 64)}, "628 tokens.*has 610 with the reward tokens"),
+        (
+            None,
+            {f"{NAME}model.embed_tokens.weight": (628, 64)},
+            "628 tokens.*has 610 with the reward tokens",
+        ),
     ],
     ids=["norm", "half-a-pair", "rank", "surprise", "head-shape", "vocab"],
 )
@@ -111,10 +151,14 @@ def test_weights_that_do_not_fit_are_refused(own_paths, lost, added, message):
         make(own_paths)
 
 
-@pytest.mark.parametrize("content", [b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"])
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\n", b"PK\x03\x04 cut off"]
+)
 def test_a_damaged_file_is_named(own_paths, content):
     (own_paths[0] / "checkpoint-1200/model.pth").write_bytes(content)
-    with pytest.raises(ValueError, match="model.pth.*cannot be read.*Git LFS.*hf download"):
+    with pytest.raises(
+        ValueError, match="model.pth.*cannot be read.*Git LFS.*hf download"
+    ):
         make(own_paths)
 
 
@@ -122,9 +166,19 @@ def test_a_damaged_file_is_named(own_paths, content):
     ("section", "key", "value", "message"),
     [
         ("inference_config", "MQ_std", 0, "MQ_std"),
-        ("data_config", "prompt_template_type", "simple", "prompt_template_type is 'simple'.*'detailed_special'"),
+        (
+            "data_config",
+            "prompt_template_type",
+            "simple",
+            "prompt_template_type is 'simple'.*'detailed_special'",
+        ),
         ("data_config", "fps", None, "model_config.json cannot be used"),
-        ("peft_lora_config", "lora_enable", False, "do not fit Qwen2-VL.*Unexpected.*lora_A.weight"),
+        (
+            "peft_lora_config",
+            "lora_enable",
+            False,
+            "do not fit Qwen2-VL.*Unexpected.*lora_A.weight",
+        ),
     ],
 )
 def test_settings_of_another_model_are_refused(own_paths, section, key, value, message):

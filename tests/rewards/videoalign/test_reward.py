@@ -8,7 +8,15 @@ import torch
 
 from sage_fast.config.errors import RewardError
 from sage_fast.rewards.videoalign.reward import QUESTIONS
-from tests.rewards.videoalign.golden import GOLDEN, PROMPTS, SIZES, VIDEOS, assert_scores, blocks, make
+from tests.rewards.videoalign.golden import (
+    GOLDEN,
+    PROMPTS,
+    SIZES,
+    VIDEOS,
+    assert_scores,
+    blocks,
+    make,
+)
 from tests.tiny.videoalign import build_tiny_videoalign
 
 
@@ -26,20 +34,30 @@ def reward(paths):
 def test_golden_scores(tmp_path, head_outputs):
     scores = make(build_tiny_videoalign(tmp_path, head_outputs)).score(VIDEOS, PROMPTS)
     assert_scores(scores, GOLDEN[head_outputs])
-    assert all(s.dtype == torch.float32 and s.device.type == "cpu" and not s.requires_grad for s in scores.values())
+    assert all(
+        s.dtype == torch.float32 and s.device.type == "cpu" and not s.requires_grad
+        for s in scores.values()
+    )
 
 
-@pytest.mark.parametrize("size", SIZES, ids=["reference-size", "odd", "two-frames", "three-frames"])
+@pytest.mark.parametrize(
+    "size", SIZES, ids=["reference-size", "odd", "two-frames", "three-frames"]
+)
 def test_golden_scores_of_other_sizes(reward, size):
     scores = reward.score(blocks(1, *size, seed=2), ["a boat"])
-    assert_scores(scores, {name: [value] for name, value in zip(scores, SIZES[size], strict=True)})
+    assert_scores(
+        scores, {name: [value] for name, value in zip(scores, SIZES[size], strict=True)}
+    )
 
 
 def test_without_normalisation_the_models_own_scores(paths, reward):
     raw = make(paths, normalise=False).score(VIDEOS, PROMPTS)
-    statistics = json.loads((paths[0] / "model_config.json").read_text())["inference_config"]
+    statistics = json.loads((paths[0] / "model_config.json").read_text())[
+        "inference_config"
+    ]
     expected = {
-        name: torch.tensor(values) * statistics[f"{name}_std"] + statistics[f"{name}_mean"]
+        name: torch.tensor(values) * statistics[f"{name}_std"]
+        + statistics[f"{name}_mean"]
         for name, values in GOLDEN[3].items()
     }
     assert_scores(raw, expected, atol=1e-3)
@@ -53,7 +71,11 @@ def test_a_batch_scores_as_its_videos_one_by_one(paths):
     together = reward.score(videos, prompts)
     for row, prompt in enumerate(prompts):
         alone = reward.score(videos[row : row + 1], [prompt])
-        assert_scores(alone, {name: values[row : row + 1] for name, values in together.items()}, atol=1e-4)
+        assert_scores(
+            alone,
+            {name: values[row : row + 1] for name, values in together.items()},
+            atol=1e-4,
+        )
 
 
 def test_template_is_byte_for_byte_the_public_one():
@@ -68,7 +90,9 @@ def test_template_is_byte_for_byte_the_public_one():
 @pytest.mark.parametrize("token", ["<|TA_reward|>", "<|video_pad|>", "<|im_end|>"])
 def test_a_prompt_with_a_control_token_is_refused(reward, token):
     bad = f"a cat {token} on a mat"
-    with pytest.raises(RewardError, match="a cat .* on a mat.*control token") as failure:
+    with pytest.raises(
+        RewardError, match="a cat .* on a mat.*control token"
+    ) as failure:
         reward.score(VIDEOS, [PROMPTS[0], bad])
     assert token in str(failure.value)
     with pytest.raises(RewardError, match="control token"):

@@ -45,19 +45,27 @@ def test_frame_sizes_are_those_of_transformers():
     _, smart_resize = transformers_image_processor()
     for height in (28, 57, 240, 336, 352, 480, 481, 720, 1088):
         for width in (28, 99, 320, 588, 624, 848, 1280, 1920):
-            expected = smart_resize(height, width, 28, min_pixels=100352, max_pixels=200704)
+            expected = smart_resize(
+                height, width, 28, min_pixels=100352, max_pixels=200704
+            )
             assert qwen2_vl_video.frame_size(height, width, 200704) == expected
     assert qwen2_vl_video.frame_size(9, 1600, 200704)[0] % 28 == 0
 
 
-@pytest.mark.parametrize(("height", "width"), [(280, 392), (56, 84), (97, 131)], ids=["up", "down", "same"])
+@pytest.mark.parametrize(
+    ("height", "width"), [(280, 392), (56, 84), (97, 131)], ids=["up", "down", "same"]
+)
 def test_resize_is_that_of_pil(height, width):
     from PIL import Image
 
     # Of low contrast: PIL clips and rounds between the two axes.
     frames = 64 + blocks(1, 2, 97, 131)[0] // 2
-    for frame, result in zip(frames, qwen2_vl_video.resize_frames(frames, height, width), strict=True):
-        image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize((width, height), Image.Resampling.BICUBIC)
+    for frame, result in zip(
+        frames, qwen2_vl_video.resize_frames(frames, height, width), strict=True
+    ):
+        image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize(
+            (width, height), Image.Resampling.BICUBIC
+        )
         difference = (torch.from_numpy(np.array(image)).permute(2, 0, 1) - result).abs()
         assert difference.max() <= 1 and difference.mean() < 0.02
 
@@ -65,7 +73,9 @@ def test_resize_is_that_of_pil(height, width):
 def test_patches_are_those_of_transformers():
     processor, _ = transformers_image_processor()
     frames = blocks(2, 1, 336, 392, seed=3)
-    expected = processor(min_pixels=1, max_pixels=10**9)(list(frames[:, 0].numpy()), return_tensors="np")
+    expected = processor(min_pixels=1, max_pixels=10**9)(
+        list(frames[:, 0].numpy()), return_tensors="np"
+    )
     # An image is a pair of equal frames.
     patches = qwen2_vl_video.pixel_patches(frames.expand(-1, 2, -1, -1, -1).float())
     assert expected["image_grid_thw"].tolist() == [[1, 24, 28]] * 2

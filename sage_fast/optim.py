@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
+from sage_fast.config.sections import LoraConfig, OptimizerConfig
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -42,7 +42,7 @@ class Recipe:
     """Settings that decide how far an update moves the weights. rank: of adapters; None
     for whole weights.
 
-    Example: `PUBLISHED["lora", False].movement` is 4.6e-4.
+    Example: `GRPO_RECIPES["lora"].movement` is 4.6e-4.
     """
 
     name: str
@@ -61,28 +61,27 @@ class Recipe:
         return f"{self.name} ({self.optimizer}, {self.learning_rate:g}{scale})"
 
 
-PUBLISHED = {
-    ("lora", False): Recipe(
+_FULL = Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5)
+GRPO_RECIPES: dict[Literal["lora", "full"], Recipe] = {
+    "lora": Recipe(
         name="Flow-Factory's GRPO of Wan 2.1",
         optimizer="adamw",
         learning_rate=1e-4,
         rank=64,
     ),
-    ("lora", True): Recipe(
+    "full": _FULL,
+}
+NFT_RECIPES: dict[Literal["lora", "full"], Recipe] = {
+    "lora": Recipe(
         name="DiffusionNFT's SD3.5",
         optimizer="adamw",
         learning_rate=3e-4,
         rank=32,
         scale=2.0,
     ),
-    ("full", False): Recipe(
-        name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5
-    ),
-    ("full", True): Recipe(
-        name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5
-    ),
+    "full": _FULL,
 }
-"""Published recipe by (training.mode, whether by the forward process); sources:
+"""Published recipe by training.mode, of GRPO and of the forward process; sources:
 docs/real_model.md. UniRL's SD3 and verl-omni's MiniMax-H3 (rank 64) take DiffusionNFT's
 rate and alpha / rank.
 """
@@ -109,21 +108,21 @@ def first_movement(
 def unusual_movement(
     optimizer: OptimizerConfig,
     lora: LoraConfig,
-    training: TrainingConfig,
+    published: Recipe,
     parameters: int,
 ) -> tuple[str, float] | None:
     """Warning where a first update moves the weights less than a tenth or more than ten
     times as far as published.
 
     Args:
+        published: recipe of the objective and of what is trained.
         parameters: of the model; none is published for a small one.
 
     Returns:
         The warning and the rate that moves them as far; None where there is nothing to
         warn of.
     """
-    published = PUBLISHED[training.mode, training.update == "forward_process"]
-    rank = lora.rank if training.mode == "lora" else None
+    rank = None if published.rank is None else lora.rank
     scale = (lora.alpha or lora.rank) / lora.rank
     share = (
         first_movement(optimizer.name, optimizer.learning_rate, rank, scale)
@@ -136,10 +135,9 @@ def unusual_movement(
     rate = float(f"{optimizer.learning_rate / share:.1g}")
     text = (
         f"optimizer.learning_rate is {optimizer.learning_rate:g} with "
-        f"{optimizer.name}: a first update moves weights "
-        f"{share:.2g} times as far as that of {published}, so {feared}. Set it to "
-        "about "
-        f"{rate:g}, unless this is meant."
+        f"{optimizer.name}: a first update moves weights {share:.2g} times as far as "
+        f"that of {published}, so {feared}. Set it to about {rate:g}, unless this is "
+        "meant."
     )
     return text, rate
 

@@ -626,8 +626,7 @@ def check_trainable_steps(rollout: RolloutConfig, training: TrainingConfig) -> N
             fix = "Raise training.timestep_fraction or rollout.num_steps,"
         raise ConfigError(
             f"{fewest} trainable step(s) of {rollout.sde_type}{where}, of which a "
-            "share of "
-            f"{training.timestep_fraction:g} trains {trained}: too few for "
-            "training.updates_per_rollout = "
-            f"{training.updates_per_rollout}. {fix} or lower updates_per_rollout."
+            f"share of {training.timestep_fraction:g} trains {trained}: too few for "
+            f"training.updates_per_rollout = {training.updates_per_rollout}. {fix} or "
+            "lower updates_per_rollout."
         )

@@ -69,8 +69,7 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
     if not bool((sigmas.diff() < 0).all()):
         raise ValueError(
             f"shift {shift} with {num_steps} steps puts two noise levels on the same "
-            "number; "
-            "bring the shift closer to 1"
+            "number; bring the shift closer to 1"
         )
     return sigmas
 
@@ -206,9 +205,8 @@ def transition_table(
     if sigmas.ndim != 1 or sigmas.numel() < 2 or not sigmas.is_floating_point():
         raise ValueError(
             f"sigmas have shape {tuple(sigmas.shape)} and type {sigmas.dtype}; "
-            "expected a "
-            "floating-point vector of num_steps + 1 noise levels, for example from "
-            "sigma_schedule"
+            "expected a floating-point vector of num_steps + 1 noise levels, for "
+            "example from sigma_schedule"
         )
     sigmas = sigmas.detach().to(device="cpu", dtype=torch.float64, copy=True)
     if (
@@ -217,8 +215,7 @@ def transition_table(
     ):
         raise ValueError(
             "sigmas must decrease strictly from at most 1 to at least 0 (noise to "
-            "data); "
-            f"given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
+            f"data); given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
         )
 
     s = sigmas[:-1]

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from sage_fast.config.errors import TrainingError
-from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import (
     PromptSchedule,
@@ -37,10 +36,10 @@ from sage_fast.models.family import Components, PromptEncoder, family_of
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import weighted_advantages
 from sage_fast.objectives.base import (
-    Objective,
     Parts,
     gather_terms,
     name_prompts,
+    objective_of,
     second_half,
 )
 from sage_fast.optim import norm_is_finite, unusual_movement
@@ -175,9 +174,7 @@ class Trainer:
         self.prompts_per_rollout = (
             self.videos_per_rollout // config.rollout.num_generations
         )
-        chosen: type[Objective] = resolve(
-            config.training.update, UPDATES, "training.update"
-        )
+        chosen = objective_of(config)
         chosen.check_run(config, self.prompts_per_rollout)
 
         components.check_guidance(config.rollout.guidance_scale)
@@ -189,7 +186,10 @@ class Trainer:
             parameter.numel() for parameter in components.transformer.parameters()
         )
         if unusual := unusual_movement(
-            config.optimizer, config.lora, config.training, size
+            config.optimizer,
+            config.lora,
+            chosen.published[config.training.mode],
+            size,
         ):
             logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
@@ -278,7 +278,7 @@ class Trainer:
             self.world,
             self.device,
             components.weights,
-            kl_position_fraction=config.objective.kl_position_fraction,
+            check_steps_agree=partial(objective_of(config).check_steps_agree, config),
         )
         self.engine: Engine
         if config.distributed.zero_stage is None:
@@ -368,7 +368,7 @@ class Trainer:
             seed=self.config.seed,
             update=self.update,
             kernels=self.kernels,
-            keep_steps=self.objective.keeps_steps,
+            keep_steps=self.objective.needs.keeps_steps,
             first_steps=first_steps,
         )
         own = range(self.videos_per_rollout)[self.own_videos]
@@ -527,9 +527,8 @@ class Trainer:
             self._had_spread = False
             logger.warning(
                 "Update %d: the videos of each prompt all have the same reward, so "
-                "every advantage is 0 and the reward "
-                "teaches nothing. Look at what %s returns: it is constant, or too "
-                "coarse to tell these videos apart. "
+                "every advantage is 0 and the reward teaches nothing. Look at what %s "
+                "returns: it is constant, or too coarse to tell these videos apart. "
                 "advantage/zero_spread_groups counts such groups from here on.",
                 *(self.update + 1, ", ".join(self.reward.weights)),
             )
@@ -542,9 +541,8 @@ class Trainer:
             self._eps_is_small = False
             logger.warning(
                 "Update %d: optimizer.eps = %g is %.0f%% of AdamW's denominator (mean "
-                "over the weights; optimizer/eps_"
-                "share), so weights move less than optimizer.learning_rate says. "
-                "Lower it, for example to %.0e.",
+                "over the weights; optimizer/eps_share), so weights move less than "
+                "optimizer.learning_rate says. Lower it, for example to %.0e.",
                 *(
                     self.update,
                     self.config.optimizer.eps,
@@ -620,19 +618,17 @@ class Trainer:
                 else ""
             )
             raise TrainingError(
-                f"Update {self.update + 1}: {fault} is not finite{before}. The "
-                "weights were not changed, and the last "
-                "checkpoint is intact. Start a new run with a lower "
-                "optimizer.learning_rate or with model.dtype "
-                "float32, or resume with a higher training.skip_nonfinite_updates to "
-                "leave such updates out."
+                f"Update {self.update + 1}: {fault} is not finite{before}. The weights "
+                "were not changed, and the last checkpoint is intact. Start a new run "
+                "with a lower optimizer.learning_rate or with model.dtype float32, or "
+                "resume with a higher training.skip_nonfinite_updates to leave such "
+                "updates out."
             )
         self.skipped_updates += 1
         if self.world.is_main:
             logger.warning(
                 "Update %d is skipped and the weights stay as they are: %s is not "
-                "finite. training."
-                "skip_nonfinite_updates allows %d more.",
+                "finite. training.skip_nonfinite_updates allows %d more.",
                 self.update + 1,
                 fault,
                 allowed - self.skipped_updates,
@@ -707,9 +703,8 @@ class Trainer:
         if self.world.any(not norm_is_finite(self.engine.masters)):
             raise TrainingError(
                 f"Update {self.update}: the optimizer step left weights that are not "
-                "finite, or so large that their "
-                "norm overflows. They were not saved, and the last checkpoint is "
-                "intact. Start a new run with a lower "
+                "finite, or so large that their norm overflows. They were not saved, "
+                "and the last checkpoint is intact. Start a new run with a lower "
                 "optimizer.learning_rate (it is "
                 f"{self.config.optimizer.learning_rate:g})."
             )

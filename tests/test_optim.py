@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import AdamW, Muon
 
-from sage_fast.config.sections import LoraConfig, OptimizerConfig, TrainingConfig
+from sage_fast.config.sections import LoraConfig, OptimizerConfig
 from sage_fast.distributed.world import SINGLE_PROCESS
 from sage_fast.optim import (
-    PUBLISHED,
+    GRPO_RECIPES,
+    NFT_RECIPES,
     WIDTH,
     OptimizerSet,
+    Recipe,
     ShardedMuon,
     first_movement,
     unusual_movement,
@@ -181,39 +184,35 @@ def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(
 
 
 @pytest.mark.parametrize(
-    ("mode", "update", "name", "rate", "alpha", "words"),
+    ("published", "name", "rate", "alpha", "words"),
     [
-        ("lora", "two_phase", "adamw", 1e-4, None, None),
+        (GRPO_RECIPES["lora"], "adamw", 1e-4, None, None),
         (
-            "lora",
-            "single_pass",
+            GRPO_RECIPES["lora"],
             "muon",
             1e-5,
             None,
             "moves weights 0.012 times as far as that of Flow-Factory",
         ),
         (
-            "lora",
-            "forward_process",
+            NFT_RECIPES["lora"],
             "muon",
             1e-5,
             None,
             "0.0028 times .*DiffusionNFT.* may not move. Set it to about 0.004",
         ),
-        ("lora", "forward_process", "adamw", 3e-4, 64.0, None),
+        (NFT_RECIPES["lora"], "adamw", 3e-4, 64.0, None),
         (
-            "lora",
-            "two_phase",
+            GRPO_RECIPES["lora"],
             "adamw",
             1e-2,
             None,
             "71 times .* may break. Set it to about 0.0001",
         ),
-        ("lora", "two_phase", "adamw", 1e-4, 1.0, "0.022 times"),
-        ("full", "forward_process", "muon", 1e-5, 64.0, None),
+        (GRPO_RECIPES["lora"], "adamw", 1e-4, 1.0, "0.022 times"),
+        (NFT_RECIPES["full"], "muon", 1e-5, 64.0, None),
         (
-            "full",
-            "two_phase",
+            GRPO_RECIPES["full"],
             "adamw",
             1e-4,
             None,
@@ -222,25 +221,17 @@ def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(
     ],
 )
 def test_a_rate_far_from_published_ones_is_named(
-    mode: str,
-    update: str,
-    name: str,
-    rate: float,
-    alpha: float | None,
-    words: str | None,
+    published: Recipe, name: Any, rate: float, alpha: float | None, words: str | None
 ) -> None:
-    sections = (
-        OptimizerConfig(name=name, learning_rate=rate),  # type: ignore[arg-type]
-        LoraConfig(rank=32, alpha=alpha),
-        TrainingConfig(mode=mode, update=update),  # type: ignore[arg-type]
-    )
-    assert unusual_movement(*sections, parameters=10**6) is None, "the toy model"
-    found = unusual_movement(*sections, parameters=8 * 10**9)
+    optimizer = OptimizerConfig(name=name, learning_rate=rate)
+    lora = LoraConfig(rank=32, alpha=alpha)
+    assert unusual_movement(optimizer, lora, published, 10**6) is None, "the toy model"
+    found = unusual_movement(optimizer, lora, published, 8 * 10**9)
     assert (found is None) == (words is None)
     if words is not None:
         assert found is not None and re.search(words, found[0]), found
-        better = replace(sections[0], learning_rate=found[1])
-        assert unusual_movement(better, *sections[1:], parameters=8 * 10**9) is None
+        better = replace(optimizer, learning_rate=found[1])
+        assert unusual_movement(better, lora, published, 8 * 10**9) is None
 
 
 def test_published_recipes_differ_as_they_were_measured_to() -> None:
@@ -249,5 +240,6 @@ def test_published_recipes_differ_as_they_were_measured_to() -> None:
     """
     ours = first_movement("muon", 1e-5, 32)
     assert [
-        round(PUBLISHED["lora", forward].movement / ours) for forward in (False, True)
+        round(recipes["lora"].movement / ours)
+        for recipes in (GRPO_RECIPES, NFT_RECIPES)
     ] == [83, 353]

@@ -127,39 +127,8 @@ class RunConfig:
                 "branch"
             ),
         )
-        if (scale := self.forward_process.sampling_guidance) is not None:
-            trained = self.rollout.guidance_scale
-            update = self.training.update
-            needs: list[Need] = [
-                (
-                    "training.update",
-                    update,
-                    ("forward_process",),
-                    "no other update samples another velocity",
-                ),
-                (
-                    "rollout.guidance_scale",
-                    trained,
-                    (1.0,),
-                    "it is the unguided velocity that is trained",
-                ),
-            ]
-            check_needs(
-                f"forward_process.sampling_guidance {scale:g}",
-                "sampling_guidance to null",
-                needs,
-            )
-        if self.forward_process.states == "path":
-            why = (
-                "two_phase and single_pass train by the drawn noise, and a single "
-                "pass before its video is finished"
-            )
-            needs = [
-                ("training.update", self.training.update, ("forward_process",), why)
-            ]
-            check_needs("forward_process.states path", "states to noised", needs)
         if self.model.adapter is not None:
-            needs = [
+            needs: list[Need] = [
                 (
                     "training.mode",
                     self.training.mode,
@@ -238,12 +207,6 @@ class RunConfig:
                 ("distributed.cpu_offload", section.cpu_offload, (False,), fsdp),
                 ("distributed.dp_replicate", section.dp_replicate, (None,), fsdp),
                 ("distributed.dp_shard", section.dp_shard, (None,), fsdp),
-                (
-                    "training.update",
-                    self.training.update,
-                    ("two_phase", "forward_process"),
-                    "it sums gradients at once",
-                ),
                 (
                     "optimizer.name",
                     self.optimizer.name,
@@ -376,40 +339,6 @@ def check_gathering(
             "training.mode lora they are whole on every "
             "rank unless distributed.dp_shard or sp is more than 1. Raise dp_shard, "
             "or leave cpu_offload out."
-        )
-
-
-def check_steps_agree(
-    distributed: DistributedConfig,
-    training: TrainingConfig,
-    kl_position_fraction: float,
-) -> None:
-    """ConfigError if a pass over one video may be a forward alone, and over another, on
-    another rank, a backward too.
-
-    They would gather the weights of different layers. Where weights stay gathered
-    through a rollout it does not matter.
-    """
-    shares = {
-        "objective.kl_position_fraction": kl_position_fraction,
-        "training.timestep_fraction": training.timestep_fraction,
-    }
-    given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
-    if training.update == "single_pass" and given and training.permute_timesteps:
-        remedy = (
-            "Set cpu_offload to false"
-            if distributed.cpu_offload
-            else "Set keep_gathered to rollout"
-        )
-        raise ConfigError(
-            "training.update single_pass takes gradients at different steps of every "
-            f"video ({', '.join(given)}, "
-            f"permute_timesteps true), but every pass gathers layers from all "
-            f"ranks (distributed.keep_gathered {distributed.keep_gathered}, "
-            "cpu_offload "
-            f"{str(distributed.cpu_offload).lower()}), so all ranks must run the same "
-            f"ones. {remedy}, "
-            "training.permute_timesteps to false, or training.update to two_phase."
         )
 
 

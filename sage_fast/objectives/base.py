@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import kl_factors, split_evenly
 from sage_fast.distributed.engine import Engine, WeightSnapshot
@@ -28,6 +29,7 @@ from sage_fast.objective import (
     initial_kl_weight,
     next_kl_weight,
 )
+from sage_fast.optim import GRPO_RECIPES, Recipe
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, ScoredRollout
 from sage_fast.rollout import Progress, StepVelocity, policy_velocity
@@ -64,6 +66,40 @@ class Parts:
     progress: Progress
 
 
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Passes through the model and copies that an objective needs; a plan counts them.
+
+    positions: K of each rollout, in turn. room: positions at which a plan has room for
+    velocities of other weights.
+    keeps_steps: the states and velocities of the sampler's steps are needed after the
+    rollout. knows_fresh_anchor: the KL to an anchor that is the rollout's policy needs
+    no forward: its value and gradient are zero, and in later updates of the rollout the
+    velocities of its sampler stand for the anchor's.
+    policy_moves: an update cannot take the rollout's velocities for its own, so split
+    guidance needs one more forward. Of several updates only the later ones need it; a
+    plan counts it in all of them.
+    keeps_old: a second copy of the trained weights samples. measures_old: that copy
+    runs once more before an update.
+    accumulators: copies of the trained weights that a rollout fills with the gradients
+    of its videos; 0 where the gradient is taken after the rollout.
+    """
+
+    positions: Sequence[int]
+    room: int
+    policy_moves: bool
+    keeps_steps: bool = True
+    knows_fresh_anchor: bool = True
+    keeps_old: bool = False
+    measures_old: bool = False
+    accumulators: int = 0
+
+    @property
+    def in_rollout(self) -> bool:
+        """True if the gradient is taken while the rollout is sampled."""
+        return self.accumulators > 0
+
+
 class Objective(ABC):
     """A loss that is minimised after a rollout, and a way to its gradient.
 
@@ -74,24 +110,54 @@ class Objective(ABC):
     `moved` and `report`.
     """
 
+    splits_videos: ClassVar[bool] = False
+    """Several updates of a rollout have some of its videos each, not some positions."""
+    same_gradient: ClassVar[str | None] = None
+    """`training.update` of another objective with the same gradient."""
+    published: ClassVar[Mapping[Literal["lora", "full"], Recipe]] = GRPO_RECIPES
+    """Published recipe by training.mode."""
+
     @staticmethod
     @abstractmethod
     def check_config(config: RunConfig) -> None:
         """ConfigError where a configuration has what this objective cannot have."""
 
     @staticmethod
-    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
+    @abstractmethod
+    def costs(config: RunConfig) -> Costs:
+        """What a run needs, from its configuration alone."""
+
+    @staticmethod  # noqa: B027  they do by default
+    def check_steps_agree(config: RunConfig) -> None:
+        """ConfigError if ranks may differ in whether a pass has a backward.
+
+        They would gather the weights of different layers. Where weights stay gathered
+        through a rollout it does not matter.
+        """
+
+    @classmethod
+    def videos_per_update(cls, config: RunConfig, prompts_per_rollout: int) -> int:
+        """Videos of all ranks in one update."""
+        videos = prompts_per_rollout * config.rollout.num_generations
+        if cls.splits_videos:
+            videos //= config.training.updates_per_rollout
+        return videos
+
+    @classmethod
+    def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
         """Warn before the model is loaded of what a run may regret. ConfigError."""
-        videos = videos_per_update(config, prompts_per_rollout)
+        videos = cls.videos_per_update(config, prompts_per_rollout)
         if too_few(videos, prompts_per_rollout):
             logger.warning(
                 "%d video(s) of %d prompt(s) per update: nearly all public recipes "
-                "have at least %d of %d. With fewer, "
-                "the reward is reported to only fluctuate, or the model to collapse. "
-                "Raise rollout.batch_size (of each "
-                "data-parallel rank), or have more prompts by a smaller "
+                "have at least %d of %d. With fewer, the reward is reported to only "
+                "fluctuate, or the model to collapse. Raise rollout.batch_size (of "
+                "each data-parallel rank), or have more prompts by a smaller "
                 "rollout.num_generations.",
-                *(videos, prompts_per_rollout, FEW_VIDEOS, FEW_PROMPTS),
+                videos,
+                prompts_per_rollout,
+                FEW_VIDEOS,
+                FEW_PROMPTS,
             )
 
     def __init__(self, config: RunConfig, parts: Parts) -> None:
@@ -107,22 +173,16 @@ class Objective(ABC):
         )
         self.anchor_update = 0
         """Updates done when the anchor was last refreshed."""
-        self.old: WeightSnapshot | None = None
+        self.needs = self.costs(config)
+        self.old: WeightSnapshot | None = (
+            self.engine.snapshot() if self.needs.keeps_old else None
+        )
         """The policy that samples, where it is not the trained one."""
         self.sampler = self.policy
         """Its guided velocity samples."""
-        self.keeps_steps = True
-        """The states and velocities of the sampler's steps are needed after the
-        rollout.
-        """
         self.kl_weight: KLWeightState = initial_kl_weight(config.kl_weight)
         self.measured_anchor: WeightSnapshot | None = None
         """The anchor, in rollouts whose KL to it is measured."""
-        self.fresh_anchor_is_known = True
-        """The KL to an anchor that is the rollout's policy needs no forward: its value
-        and gradient are zero, and in later updates of the rollout the velocities of its
-        sampler stand for the anchor's.
-        """
         self.kl_factors: Sequence[float] = ()
         """K numbers: what the KL to the anchor counts at each position in this rollout.
         """
@@ -148,18 +208,14 @@ class Objective(ABC):
             self.anchor_update = update
         # True of a fixed anchor too, before the first update.
         fresh = self.anchor_update == update
-        self.measured_anchor = (
-            None if fresh and self.fresh_anchor_is_known else self.anchor
-        )
-        count = self.num_positions(rollouts)
+        known = fresh and self.needs.knows_fresh_anchor
+        self.measured_anchor = None if known else self.anchor
+        positions = self.needs.positions
+        count = positions[rollouts % len(positions)]
         # A function of seed and update: the same on every rank, and after a resume.
         self.kl_factors = kl_factors(
             self.config.seed, update, count, self.settings.kl_position_fraction
         )
-
-    @abstractmethod
-    def num_positions(self, rollouts: int) -> int:
-        """K of the rollout that follows so many."""
 
     def sampling(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that sample."""
@@ -266,16 +322,10 @@ class Objective(ABC):
         self.kl_weight = KLWeightState(**{**saved, "history": tuple(saved["history"])})
 
 
-def videos_per_update(config: RunConfig, prompts_per_rollout: int) -> int:
-    """Videos of an update: the forward process splits those of a rollout, the others
-    split the steps.
-    """
-    videos = prompts_per_rollout * config.rollout.num_generations
-    return videos // (
-        config.training.updates_per_rollout
-        if config.training.update == "forward_process"
-        else 1
-    )
+def objective_of(config: RunConfig) -> type[Objective]:
+    """The class that `training.update` names."""
+    found: type[Objective] = resolve(config.training.update, UPDATES, "training.update")
+    return found
 
 
 def too_few(videos: int, prompts: int) -> bool:
@@ -304,12 +354,11 @@ def second_half(config: RunConfig, ranks: int) -> int | None:
         return None
     groups = rollout.batch_size * ranks // rollout.num_generations
     first = groups // 2 * rollout.num_generations
-    # The single pass has a gradient for each video.
-    apart = (
-        training.update == "single_pass"
-        or first % rollout.batch_size % rollout.videos_at_once == 0
-    )
-    return first if first and apart else None
+    # An objective that accumulates in the rollout has a gradient for each video.
+    apart = first % rollout.batch_size % rollout.videos_at_once == 0
+    if not apart and not objective_of(config).costs(config).in_rollout:
+        return None
+    return first or None
 
 
 # ------------------------------------------------------------------------------------------------

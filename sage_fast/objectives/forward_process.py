@@ -48,8 +48,9 @@ from sage_fast.config.sections import ForwardProcessConfig, first_steps, require
 from sage_fast.data import uniform
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
-from sage_fast.objectives.base import Objective, Parts, Place, VelocityLoss
+from sage_fast.objectives.base import Costs, Objective, Parts, Place, VelocityLoss
 from sage_fast.objectives.replay import Replay, wanted_passes
+from sage_fast.optim import NFT_RECIPES
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, Trajectory
 from sage_fast.rollout import at_steps, rollout_tables, step_sigma
@@ -205,7 +206,7 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     settings: ForwardProcessConfig
 
     def terms(self, velocity: Tensor) -> ForwardTerms:
-        """As in `VelocityLoss`. The KL is times its factor."""
+        """The KL is times its factor."""
         terms = forward_loss(
             velocity,
             self.target,
@@ -219,7 +220,7 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
         return terms._replace(kl_anchor=terms.kl_anchor * self.anchor_factor)
 
     def unmoved(self) -> ForwardTerms:
-        """As in `VelocityLoss`: A is 0, and v that of the old policy and of the anchor."""
+        """A is 0, and v that of the old policy and of the anchor."""
         return ForwardTerms(
             *[torch.zeros(len(self.sigma), device=self.latents.device)]
             * len(ForwardTerms._fields)
@@ -233,10 +234,9 @@ def check_path(config: RunConfig) -> None:
     if config.samples_by_ode:
         raise ConfigError(
             "forward_process.states is path, but rollout.sde_type "
-            f"{rollout.sde_type!r} with eta {rollout.eta:g} draws "
-            "no noise, so that a state alone decides its video. Set rollout.sde_type "
-            "to sage_exact, cps or another "
-            "noisy sampler with eta > 0, or states to noised."
+            f"{rollout.sde_type!r} with eta {rollout.eta:g} draws no noise, so that a "
+            "state alone decides its video. Set rollout.sde_type to sage_exact, cps "
+            "or another noisy sampler with eta > 0, or states to noised."
         )
     guided = (
         "forward_process.sampling_guidance",
@@ -250,9 +250,8 @@ def check_path(config: RunConfig) -> None:
     if fewest < process.levels:
         raise ConfigError(
             f"forward_process.levels is {process.levels}, but the sampler draws noise "
-            f"in {fewest} of the steps that "
-            f"forward_process.within {process.within:g} and rollout.sde_window leave. "
-            "Lower levels, or widen them."
+            f"in {fewest} of the steps that forward_process.within {process.within:g} "
+            "and rollout.sde_window leave. Lower levels, or widen them."
         )
 
 
@@ -261,11 +260,30 @@ class ForwardProcess(Objective):
     of every video.
     """
 
+    splits_videos = True
+    published = NFT_RECIPES
+
+    @staticmethod
+    def costs(config: RunConfig) -> Costs:
+        process = config.forward_process
+        on_path = process.states == "path"
+        keeps_old = process.old_decay is not None
+        return Costs(
+            positions=[process.levels],
+            room=process.levels,
+            # It is at states that the sampler has not been to.
+            policy_moves=True,
+            keeps_steps=on_path,
+            # Later updates of a rollout have no velocities at the levels.
+            knows_fresh_anchor=config.training.updates_per_rollout == 1,
+            keeps_old=keeps_old,
+            # On its path the rollout has left its velocities.
+            measures_old=keeps_old and not on_path,
+        )
+
     @staticmethod
     def check_config(config: RunConfig) -> None:
-        """As in `Objective`: settings of the sampler's steps have no meaning at noised
-        videos.
-        """
+        # Settings of the sampler's steps have no meaning at noised videos.
         training = config.training
         rollout = config.rollout
         objective = config.objective
@@ -275,8 +293,7 @@ class ForwardProcess(Objective):
             "training.updates_per_rollout",
             training.updates_per_rollout,
             f"a divisor of rollout.batch_size = {rollout.batch_size} with "
-            "training.update forward_process, which "
-            "splits the videos",
+            "training.update forward_process, which splits the videos",
         )
         needs: list[Need] = [
             ("training.timestep_fraction", training.timestep_fraction, (1.0,), why),
@@ -305,22 +322,28 @@ class ForwardProcess(Objective):
         check_needs(
             "training.update forward_process", "training.update to two_phase", needs
         )
+        if (scale := config.forward_process.sampling_guidance) is not None:
+            trained = config.rollout.guidance_scale
+            why = "it is the unguided velocity that is trained"
+            check_needs(
+                f"forward_process.sampling_guidance {scale:g}",
+                "sampling_guidance to null",
+                [("rollout.guidance_scale", trained, (1.0,), why)],
+            )
         if config.forward_process.states == "path":
             check_path(config)
 
-    @staticmethod
-    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
-        """As in `Objective`."""
-        Objective.check_run(config, prompts_per_rollout)
+    @classmethod
+    def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
+        super().check_run(config, prompts_per_rollout)
         if (
             config.forward_process.states == "path"
             and config.rollout.guidance_scale != 1
         ):
             logger.warning(
                 "forward_process.states path with rollout.guidance_scale %g: the "
-                "guided velocity is not that of the "
-                "videos' distribution, and moves the policy for a reason that is not "
-                "in the reward. Set "
+                "guided velocity is not that of the videos' distribution, and moves "
+                "the policy for a reason that is not in the reward. Set "
                 "rollout.guidance_scale to 1.",
                 config.rollout.guidance_scale,
             )
@@ -329,29 +352,19 @@ class ForwardProcess(Objective):
         super().__init__(config, parts)
         self.process = config.forward_process
         self.on_path = self.process.states == "path"
-        self.keeps_steps = self.on_path
-        # Not in later updates of a rollout, which has no velocities at the levels.
-        self.fresh_anchor_is_known = config.training.updates_per_rollout == 1
         self.sampler = GuidedPolicy(
             self.policy.transformer, self.policy.uncond, config.sampling_guidance
         )
-        self.old = None if self.process.old_decay is None else self.engine.snapshot()
         self.replay = Replay(parts=parts, split=config.training.guidance == "split")
-
-    def num_positions(self, rollouts: int) -> int:
-        """As in `Objective`: levels."""
-        return self.process.levels
 
     def orders(
         self, keys: Sequence[NoiseKey], table: TransitionTable
     ) -> list[list[int]]:
-        """As in `Objective`: numbers of levels."""
         return [list(range(self.process.levels)) for _ in keys]
 
     def mini_batches(
         self, scored: ScoredRollout
     ) -> Iterator[tuple[ScoredRollout, Sequence[int]]]:
-        """As in `Objective`: all levels of some videos."""
         updates = self.training.updates_per_rollout
         positions = range(self.process.levels)
         turns = torch.arange(len(scored.all_trained)) % updates  # as many on every rank
@@ -367,9 +380,6 @@ class ForwardProcess(Objective):
             )
 
     def measure(self, scored: ScoredRollout) -> None:
-        """As in `Objective`: velocities of the anchor, and of the old policy wherever
-        the model will run.
-        """
         anchor = self.measured_anchor
         self.anchor_velocities = self.replay.anchor_velocities(
             anchor, scored, self.kl_factors, self._state
@@ -423,7 +433,6 @@ class ForwardProcess(Objective):
     def accumulate(
         self, scored: ScoredRollout, positions: Sequence[int], update: int
     ) -> ForwardTerms:
-        """As in `Objective`."""
         # Where v is that of the old policy and of the anchor, a video without advantage
         # has no gradient.
         wanted = wanted_passes(
@@ -454,7 +463,7 @@ class ForwardProcess(Objective):
         )
 
     def moved(self, update: int) -> None:
-        """As in `Objective`: after the last update of a rollout the old policy follows."""
+        # After the last update of a rollout the old policy follows.
         share = self.process.old_decay
         if (
             self.old is not None
@@ -464,7 +473,6 @@ class ForwardProcess(Objective):
             self.old.average(old_decay(share, update))
 
     def statistics(self, terms: ForwardTerms) -> tuple[dict[str, float], float]:
-        """As in `Objective`."""
         pulls = [
             float(column.mean())
             for column in (terms.pull, terms.proximal_pull, terms.kl_pull)

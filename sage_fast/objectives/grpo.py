@@ -14,14 +14,19 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, TrainingError
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.schema import RunConfig, check_needs
 from sage_fast.config.sections import ObjectiveConfig, TrainingConfig
 from sage_fast.data import num_trained, step_order
 from sage_fast.kernels import Kernels, PolicyTerms
 from sage_fast.noise import NoiseKey, noise_ids
 from sage_fast.objective import loss_settings
-from sage_fast.objectives.base import Objective, VelocityLoss
-from sage_fast.rollout import check_trainable_steps, rollout_table, step_columns
+from sage_fast.objectives.base import Costs, Objective, VelocityLoss
+from sage_fast.rollout import (
+    check_trainable_steps,
+    rollout_table,
+    rollout_tables,
+    step_columns,
+)
 from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -69,7 +74,7 @@ class StepLoss(VelocityLoss[PolicyTerms]):
     position_factor: float
 
     def terms(self, velocity: Tensor) -> PolicyTerms:
-        """As in `VelocityLoss`. The position KL is times its factor."""
+        """The position KL is times its factor."""
         advantage = self.advantage.to(velocity.device, non_blocking=True)
         terms = self.kernels.policy_loss(
             velocity,
@@ -95,45 +100,69 @@ class GRPO(Objective):
     """How far from 1 the ratios of the rollout's first update were."""
 
     @staticmethod
+    def costs(config: RunConfig) -> Costs:
+        training = config.training
+        return Costs(
+            # A moving window may have fewer trainable steps at its ends.
+            positions=[
+                num_trained(training.timestep_fraction, int(table.trainable.sum()))
+                for table in rollout_tables(config.rollout)
+            ],
+            room=config.rollout.num_steps,
+            policy_moves=training.updates_per_rollout > 1,
+        )
+
+    @staticmethod
     def check_config(config: RunConfig) -> None:
-        """As in `Objective`: without noise there is no log-probability."""
+        process = config.forward_process
+        update = config.training.update
+        if (scale := process.sampling_guidance) is not None:
+            why = "no other update samples another velocity"
+            check_needs(
+                f"forward_process.sampling_guidance {scale:g}",
+                "sampling_guidance to null",
+                [("training.update", update, ("forward_process",), why)],
+            )
+        if process.states == "path":
+            why = (
+                "two_phase and single_pass train by the drawn noise, and a single "
+                "pass before its video is finished"
+            )
+            check_needs(
+                "forward_process.states path",
+                "states to noised",
+                [("training.update", update, ("forward_process",), why)],
+            )
+        # Without noise there is no log-probability.
         if config.samples_by_ode:
             raise ConfigError(
                 f"rollout.sde_type = {config.rollout.sde_type!r} with eta = "
-                f"{config.rollout.eta} draws no noise, so "
-                "the policy has no log-probability and nothing can be trained. Choose "
-                "sage_grpo, sage_exact, "
-                "dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = 0.5 is the "
-                "reference default), or "
-                "training.update forward_process, which needs no noise."
+                f"{config.rollout.eta} draws no noise, so the policy has no "
+                "log-probability and nothing can be trained. Choose sage_grpo, "
+                "sage_exact, dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = "
+                "0.5 is the reference default), or training.update forward_process, "
+                "which needs no noise."
             )
         check_trainable_steps(config.rollout, config.training)
 
-    @staticmethod
-    def check_run(config: RunConfig, prompts_per_rollout: int) -> None:
-        """As in `Objective`."""
-        Objective.check_run(config, prompts_per_rollout)
+    @classmethod
+    def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
+        super().check_run(config, prompts_per_rollout)
         if degenerate := rollout_table(config.rollout, 0).degenerate:
             logger.warning(
                 "Steps %s of %s have no positive variance: they are deterministic and "
                 "not trained.",
-                *(list(degenerate), config.rollout.sde_type),
+                list(degenerate),
+                config.rollout.sde_type,
             )
 
     def begin(self, update: int, rollouts: int) -> None:
-        """As in `Objective`."""
         super().begin(update, rollouts)
         self._first_deviation = None
-
-    def num_positions(self, rollouts: int) -> int:
-        """As in `Objective`: trained steps; a moving window may have fewer at its ends."""
-        trainable = int(rollout_table(self.config.rollout, rollouts).trainable.sum())
-        return num_trained(self.training.timestep_fraction, trainable)
 
     def orders(
         self, keys: Sequence[NoiseKey], table: TransitionTable
     ) -> list[list[int]]:
-        """As in `Objective`."""
         return [trained_steps(key, table, self.training) for key in keys]
 
     def verify(self, terms: PolicyTerms, update: int) -> None:
@@ -148,16 +177,14 @@ class GRPO(Objective):
             self.engine.zero_grad()
             raise TrainingError(
                 f"Update {update + 1}: the policy that is trained is not the one that "
-                "made the rollout (their "
-                f"ratio differs from 1 by {deviation:.1e}). The weights were not "
-                "changed. Compare with model.kernels "
-                "reference, model.forward stock and model.attention sdpa, one after "
-                "the other, to find the part."
+                f"made the rollout (their ratio differs from 1 by {deviation:.1e}). "
+                "The weights were not changed. Compare with model.kernels reference, "
+                "model.forward stock and model.attention sdpa, one after the other, "
+                "to find the part."
             )
         self._first_update = False
 
     def statistics(self, terms: PolicyTerms) -> tuple[dict[str, float], float]:
-        """As in `Objective`."""
         assert self._first_deviation is not None
         found = {
             "ratio/first_max_deviation": self._first_deviation,

@@ -25,6 +25,7 @@ the KL:
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,19 +34,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import Need, RunConfig, check_needs
-from sage_fast.config.sections import kl_uses
+from sage_fast.config.sections import RolloutConfig, kl_uses
 from sage_fast.kernels import PolicyTerms, StepColumns
 from sage_fast.models.transformer import velocity_dtype
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import loss_settings, surrogate_factor
-from sage_fast.objectives.base import Parts, concatenate_terms
+from sage_fast.objectives.base import Costs, Parts, concatenate_terms
 from sage_fast.objectives.grpo import GRPO, StepLoss, trained_steps
 from sage_fast.policy.guidance import Cotangents
 from sage_fast.policy.per_video import PerVideo
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, step_columns
 from sage_fast.sde import TransitionTable
+
+
+def most_groups(rollout: RolloutConfig) -> int:
+    """Groups of which a rank has videos, on the rank that has most: its first video may
+    be in a group's middle.
+    """
+    # The latest place in its group that a rank's first video can have.
+    latest = rollout.num_generations - math.gcd(
+        rollout.batch_size, rollout.num_generations
+    )
+    return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
 
 
 @dataclass
@@ -113,9 +126,40 @@ class SinglePass(GRPO):
     micro-batch makes as many as it has videos before they are added.
     """
 
+    same_gradient = "two_phase"
+
+    @staticmethod
+    def costs(config: RunConfig) -> Costs:
+        # A gradient per video, and with a KL one per group for its terms.
+        accumulators = config.rollout.batch_size
+        if any(kl_uses(config.objective.kl_mode)):
+            accumulators += most_groups(config.rollout)
+        return replace(GRPO.costs(config), accumulators=accumulators)
+
+    @staticmethod
+    def check_steps_agree(config: RunConfig) -> None:
+        shares = {
+            "objective.kl_position_fraction": config.objective.kl_position_fraction,
+            "training.timestep_fraction": config.training.timestep_fraction,
+        }
+        given = [f"{name} {share:g}" for name, share in shares.items() if share < 1]
+        if not given or not config.training.permute_timesteps:
+            return
+        remedy = "Set keep_gathered to rollout"
+        if config.distributed.cpu_offload:
+            remedy = "Set cpu_offload to false"
+        raise ConfigError(
+            "training.update single_pass takes gradients at different steps of every "
+            f"video ({', '.join(given)}, permute_timesteps true), but every pass "
+            "gathers layers from all ranks (distributed.keep_gathered "
+            f"{config.distributed.keep_gathered}, cpu_offload "
+            f"{str(config.distributed.cpu_offload).lower()}), so all ranks must run "
+            f"the same ones. {remedy}, training.permute_timesteps to false, or "
+            "training.update to two_phase."
+        )
+
     @staticmethod
     def check_config(config: RunConfig) -> None:
-        """As in `Objective`."""
         training = config.training
         needs: list[Need] = [
             (
@@ -142,6 +186,12 @@ class SinglePass(GRPO):
                 (0,),
                 "it makes no passes beside the rollout's",
             ),
+            (
+                "distributed.zero_stage",
+                config.distributed.zero_stage,
+                (None,),
+                "DeepSpeed sums gradients at once",
+            ),
         ]
         check_needs(
             "training.update single_pass", "training.update to two_phase", needs
@@ -158,7 +208,6 @@ class SinglePass(GRPO):
         self._videos: list[VideoGradient] = []
 
     def begin(self, update: int, rollouts: int) -> None:
-        """As in `Objective`."""
         super().begin(update, rollouts)
         self._videos = []
 
@@ -168,7 +217,7 @@ class SinglePass(GRPO):
         keys: Sequence[NoiseKey],
         table: TransitionTable,
     ) -> StepVelocity:
-        """As in `Objective`; the gradients of the trained steps go to the accumulators
+        """The gradients of the trained steps go to the accumulators
         of the videos.
         """
         for sample, key in zip(samples, keys, strict=True):
@@ -234,7 +283,7 @@ class SinglePass(GRPO):
     def accumulate(
         self, scored: ScoredRollout, positions: Sequence[int], update: int
     ) -> PolicyTerms:
-        """As in `Objective`; uses up the rollout's accumulators."""
+        """Uses up the rollout's accumulators."""
         assert len(positions) == len(scored.orders[0])
         videos = self._videos
         self._videos = []

@@ -28,9 +28,10 @@ class TwoPhase(GRPO):
     (`training.kl_share_every`).
     """
 
+    same_gradient = "single_pass"
+
     @staticmethod
     def check_config(config: RunConfig) -> None:
-        """As in `Objective`."""
         GRPO.check_config(config)
         if config.training.kl_share_every and config.objective.kl_mode == "none":
             raise ConfigError(
@@ -46,7 +47,6 @@ class TwoPhase(GRPO):
         self._kl_share: dict[str, float] = {}
 
     def measure(self, scored: ScoredRollout) -> None:
-        """As in `Objective`: the anchor's velocities."""
         self._unmoved = True
         anchor = self.measured_anchor
         self.anchor_velocities = self.replay.anchor_velocities(
@@ -62,7 +62,6 @@ class TwoPhase(GRPO):
     def accumulate(
         self, scored: ScoredRollout, positions: Sequence[int], update: int
     ) -> PolicyTerms:
-        """As in `Objective`."""
         every = self.training.kl_share_every
         self._kl_share = {}
         if every and (update + 1) % every == 0:
@@ -73,8 +72,7 @@ class TwoPhase(GRPO):
             else:
                 logger.warning(
                     "Update %d: kl/grad_share is left out, because the rewards leave "
-                    "no gradient to compare the KL's "
-                    "with (all advantages are 0).",
+                    "no gradient to compare the KL's with (all advantages are 0).",
                     update + 1,
                 )
         terms = self._sum(scored, positions, self.kl_weight.weight)
@@ -137,6 +135,5 @@ class TwoPhase(GRPO):
         return norms[0] / norms[1] if norms[1] else math.inf
 
     def statistics(self, terms: PolicyTerms) -> tuple[dict[str, float], float]:
-        """As in `Objective`."""
         found, kl = super().statistics(terms)
         return self._kl_share | found, kl

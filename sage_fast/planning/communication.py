@@ -12,7 +12,7 @@ of a video's time in every preset.
 
 from sage_fast.planning.devices import Device
 from sage_fast.planning.memory import MemoryPlan
-from sage_fast.planning.work import Visits, policy_moves, splits_branches
+from sage_fast.planning.work import Visits, splits_branches
 from sage_fast.sharding.ulysses import all_to_all_bytes
 
 
@@ -39,7 +39,7 @@ def waiting(
     )
     # With split guidance and a policy that has moved, the unconditional branch is
     # computed once more.
-    more = splits_branches(config) and policy_moves(config.training)
+    more = splits_branches(config) and held.costs.policy_moves
     # Passes of one branch, per video: (forwards, backwards). The repeated forwards are
     # of the unconditional branch.
     passes = {

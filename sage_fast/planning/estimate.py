@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig, check_gathering, check_steps_agree
+from sage_fast.config.schema import RunConfig, check_gathering
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
+from sage_fast.objectives.base import objective_of
 from sage_fast.planning.communication import waiting
 from sage_fast.planning.devices import Device, gpu_memory_gb
 from sage_fast.planning.layout import plan_layout
@@ -51,6 +52,15 @@ memory and save no time.
 
 SAFE_SHARE = 0.92
 """Share of a GPU's memory up to which an estimate counts as safe."""
+
+AUTOMATIC = (
+    ("model", "checkpointing"),
+    ("rollout", "micro_batch_size"),
+    ("model", "decode_memory_gib"),
+)
+"""Sections and keys that `auto` leaves to the plan. A video is decoded in tiles where
+`decode_memory_gib` stays `auto`.
+"""
 
 _words = cache(word_count)  # a plan with options asks many times
 
@@ -201,9 +211,8 @@ def make_memory_plan(
     limit_gb = memory_gb if limit_gb is None else limit_gb
     room = SAFE_SHARE * limit_gb * GB
     try:
-        latent = description.latent_shape(
-            config.video.num_frames, config.video.height, config.video.width
-        )
+        video = config.video
+        latent = description.latent_shape(video.num_frames, video.height, video.width)
         heads = description.transformer["num_attention_heads"]
         layout = plan_layout(config, gpus, heads, description.tokens(latent))
         weights = count_weights(config, description.transformer)
@@ -213,24 +222,21 @@ def make_memory_plan(
         )
         # A configuration that a run refuses is not planned. It may be launched as one
         # process of a group.
-        sections = config.distributed, config.model, config.training
-        check_gathering(*sections, launched=True, shards=layout.weight_shards)
+        check_gathering(
+            config.distributed,
+            config.model,
+            config.training,
+            launched=True,
+            shards=layout.weight_shards,
+        )
         if gathered.sharded and gathered.keep == "never" and layout.shard > 1:
-            check_steps_agree(
-                config.distributed,
-                config.training,
-                config.objective.kl_position_fraction,
-            )
+            objective_of(config).check_steps_agree(config)
         # Weights whose files are here; for the others the reward's own figure counts.
         if sizes is None:
-            folders = {
-                name: costs.folder
-                for name, costs in reward_costs(config.reward, config.video).items()
-            }
             sizes = {
-                name: stored_bytes(folder) / 1e9
-                for name, folder in folders.items()
-                if folder is not None
+                name: stored_bytes(costs.folder) / 1e9
+                for name, costs in reward_costs(config.reward, config.video).items()
+                if costs.folder is not None
             }
         plan = MemoryPlan(
             asked=config,
@@ -257,15 +263,11 @@ def make_memory_plan(
     if on_gpu and config.model.decode_memory_gib == "auto":
         whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
-        if (
-            needed > decode.decoding
-            and decode.total + (1 + FRAGMENTATION) * (needed - decode.decoding) <= room
-        ):
+        more = needed - decode.decoding
+        if more > 0 and decode.total + (1 + FRAGMENTATION) * more <= room:
             # Rounded up, or the video would exceed its own limit.
             limit = float(math.ceil(needed / 2**30))
-            plan = replace(
-                plan, config=_changed(plan.config, ("model.decode_memory_gib", limit))
-            )
+            plan = _with(plan, "model.decode_memory_gib", limit)
     return plan
 
 
@@ -276,58 +278,47 @@ Change = tuple[str, Any]
 def _changed(config: RunConfig, *changes: Change) -> RunConfig:
     for key, value in changes:
         section, _, name = key.partition(".")
-        config = replace(
-            config, **{section: replace(getattr(config, section), **{name: value})}
-        )
+        new = replace(getattr(config, section), **{name: value})
+        config = replace(config, **{section: new})
     return config
+
+
+def _with(plan: MemoryPlan, key: str, value: Any) -> MemoryPlan:
+    return replace(plan, config=_changed(plan.config, (key, value)))
+
+
+def _peak(plan: MemoryPlan, *phases: str) -> float:
+    return max(plan.memory.phases[name].total for name in phases)
 
 
 def _fill(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the checkpointing that computes least again among those whose passes fit
     `room` bytes, for `auto`.
     """
-    for checkpointing in ("feed_forward", "selective", "full"):
-        plan = replace(
-            plan, config=_changed(plan.config, ("model.checkpointing", checkpointing))
-        )
-        # `full` keeps least: it is taken whether it fits or not.
-        if (
-            checkpointing == "full"
-            or max(plan.memory.phases[name].total for name in ("rollout", "update"))
-            <= room
-        ):
-            break
-    return plan
+    for checkpointing in ("feed_forward", "selective"):
+        tried = _with(plan, "model.checkpointing", checkpointing)
+        if _peak(tried, "rollout", "update") <= room:
+            return tried
+    return _with(plan, "model.checkpointing", "full")
 
 
 def _fill_calls(plan: MemoryPlan, room: float) -> MemoryPlan:
     """With the fewest videos of a group at once that fill the GPU, as far as they fit
     `room` bytes, for `auto`.
     """
-    rollout = plan.config.rollout
-    training = plan.config.training
-    size = 1
-    group = math.gcd(rollout.batch_size, rollout.num_generations)
-    plan = replace(
-        plan, config=_changed(plan.config, ("rollout.micro_batch_size", size))
-    )
-    # Several updates by the forward process split the videos.
-    one_by_one = (
-        training.update == "forward_process" and training.updates_per_rollout > 1
-    )
-    while not one_by_one and size < group and size * plan.video_tokens < FULL_CALL:
-        # Divisors of the group alone, so that no micro-batch mixes prompts.
-        size = next(count for count in range(size + 1, group + 1) if group % count == 0)
-        larger = replace(
-            plan, config=_changed(plan.config, ("rollout.micro_batch_size", size))
-        )
-        if (
-            max(
-                larger.memory.phases[name].total
-                for name in ("rollout", "decode", "update")
-            )
-            > room
-        ):
+    config = plan.config
+    group = math.gcd(config.rollout.batch_size, config.rollout.num_generations)
+    plan = _with(plan, "rollout.micro_batch_size", 1)
+    if objective_of(config).splits_videos and config.training.updates_per_rollout > 1:
+        return plan
+    # Divisors of the group alone, so that no micro-batch mixes prompts.
+    for size in range(2, group + 1):
+        if group % size:
+            continue
+        if plan.config.rollout.videos_at_once * plan.video_tokens >= FULL_CALL:
+            break
+        larger = _with(plan, "rollout.micro_batch_size", size)
+        if _peak(larger, "rollout", "decode", "update") > room:
             break
         plan = larger
     return plan
@@ -341,14 +332,13 @@ def settle_memory(config: RunConfig) -> RunConfig:
     the moment: every rank of a run, and the run after it has been resumed, computes
     alike. Ranks whose GPUs differ are refused by `start_world`.
     """
-    model = config.model
-    device = rank_device(model.device)
-    asked = (
-        model.decode_memory_gib,
-        model.checkpointing,
-        config.rollout.micro_batch_size,
-    )
-    if "auto" not in asked or device.type != "cuda":
+    device = rank_device(config.model.device)
+    asked = [
+        (section, name)
+        for section, name in AUTOMATIC
+        if getattr(getattr(config, section), name) == "auto"
+    ]
+    if not asked or device.type != "cuda":
         return config
     try:
         settled = make_memory_plan(
@@ -356,18 +346,9 @@ def settle_memory(config: RunConfig) -> RunConfig:
         ).config
     except ConfigError:
         return config  # what cannot be planned is computed as without a plan
-    if model.checkpointing == "auto":
-        logger.info("model.checkpointing auto: %s", settled.model.checkpointing)
-    if config.rollout.micro_batch_size == "auto":
-        logger.info(
-            "rollout.micro_batch_size auto: %s", settled.rollout.micro_batch_size
-        )
-    if model.decode_memory_gib == "auto":
-        limit = settled.model.decode_memory_gib
-        logger.info(
-            "model.decode_memory_gib auto: %s",
-            "in tiles" if limit == "auto" else f"whole, in {limit:g} GiB",
-        )
+    for section, name in asked:
+        value = getattr(getattr(settled, section), name)
+        logger.info("%s.%s auto: %s", section, name, value)
     return settled
 
 
@@ -576,9 +557,6 @@ def _phases(
     )
 
 
-UPDATES = {"single_pass": "two_phase", "two_phase": "single_pass"}
-"""Updates that take the same gradient."""
-
 NOT_TIMED = {"distributed.cpu_offload", "reward.url"}
 """Changes whose cost is not predicted, or lies elsewhere; they come last."""
 
@@ -610,32 +588,23 @@ def find_options(plan: Plan) -> list[Option]:
     single changes that make it fit, or else one set of changes of which none can be
     left out; if even that does not fit, it needs least memory.
     """
-    single = [
-        option for change in possible_changes(plan) if (option := _try(plan, (change,)))
-    ]
+    tried = [_try(plan, (change,)) for change in possible_changes(plan)]
+    single = [option for option in tried if option is not None]
+    peak = plan.memory.peak
     if plan.fits:
         # What saves less than a hundredth is not worth a line.
-        helping = [
-            option
-            for option in single
-            if option.plan.memory.peak < 0.99 * plan.memory.peak
-        ]
+        helping = [o for o in single if o.plan.memory.peak < 0.99 * peak]
     else:
-        helping = [option for option in single if option.plan.fits]
-        if (
-            single
-            and not helping
-            and (best := _together(plan, single)).plan.memory.peak < plan.memory.peak
-        ):
-            helping = [best]
+        helping = [o for o in single if o.plan.fits]
+        if single and not helping:
+            best = _together(plan, single)
+            helping = [best] if best.plan.memory.peak < peak else []
 
-    return sorted(
-        helping,
-        key=lambda option: (
-            not NOT_TIMED.isdisjoint(dict(option.changes)),
-            option.plan.seconds_per_video,
-        ),
-    )[:8]
+    def rank(option: Option) -> tuple[bool, float]:
+        not_timed = not NOT_TIMED.isdisjoint(dict(option.changes))
+        return not_timed, option.plan.seconds_per_video
+
+    return sorted(helping, key=rank)[:8]
 
 
 def _together(plan: Plan, single: list[Option]) -> Option:
@@ -676,14 +645,13 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "reward.url", "http://HOST:8000"
     if plan.gathered.sharded and not config.distributed.cpu_offload:
         yield "distributed.cpu_offload", True
-    if config.training.update in UPDATES:
-        yield "training.update", UPDATES[config.training.update]
+    if (update := objective_of(config).same_gradient) is not None:
+        yield "training.update", update
     # Only values that keep less than the present one.
-    order = ["selective", "full"]
-    for value in order[
-        order.index(model.checkpointing) + 1 if model.checkpointing in order else 0 :
-    ]:
-        yield "model.checkpointing", value
+    if model.checkpointing not in ("selective", "full"):
+        yield "model.checkpointing", "selective"
+    if model.checkpointing != "full":
+        yield "model.checkpointing", "full"
     if config.training.guidance == "paired" and rollout.guidance_scale != 1.0:
         yield "training.guidance", "split"
     most = plan.config.rollout.videos_at_once
@@ -697,18 +665,14 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         and not config.distributed.cpu_offload
     ):
         yield "distributed.keep_gathered", "never"
-    if evaluation.every and evaluation.batch_size > 1:
-        yield from (
-            ("evaluation.batch_size", size)
-            for size in sorted({1, max(1, evaluation.batch_size // 4)})[::-1]
-        )
+    if evaluation.every:
+        for size in dict.fromkeys((evaluation.batch_size // 4, 1)):
+            if 0 < size < evaluation.batch_size:
+                yield "evaluation.batch_size", size
     # In GiB. A video that needs more than that is decoded in tiles.
-    limits = (8.0, 1.0) if not plan.tiled else ()
-    yield from (
-        ("model.decode_memory_gib", size)
-        for size in limits
-        if size < (model.decode_limit_gib or math.inf)
-    )
+    for limit in (8.0, 1.0):
+        if not plan.tiled and limit < (model.decode_limit_gib or math.inf):
+            yield "model.decode_memory_gib", limit
     if plan.on_gpu and model.decode_dtype(True) == "float32":
         yield "model.vae_dtype", "auto"
     if plan.on_gpu and config.training.mode == "lora" and model.adaln != "offload":
@@ -718,9 +682,8 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
 def _try(plan: Plan, changes: tuple[Change, ...]) -> Option | None:
     """The option, or None where the configuration or a run refuses the changes."""
     given = dict(changes)
-    if given.get(
-        "distributed.cpu_offload"
-    ) and plan.asked.distributed.keep_gathered in ("rollout", "always"):
+    keep = plan.asked.distributed.keep_gathered
+    if "distributed.cpu_offload" in given and keep in ("rollout", "always"):
         # what is offloaded cannot stay on the GPU
         given["distributed.keep_gathered"] = "auto"
     changes = tuple(given.items())

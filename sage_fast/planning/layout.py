@@ -151,8 +151,7 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
     if section.zero_stage is not None:
         raise ConfigError(
             f"distributed.zero_stage is {section.zero_stage}, and the plan knows how "
-            "FSDP2 shards: "
-            "--distributed.zero_stage=null."
+            "FSDP2 shards: --distributed.zero_stage=null."
         )
     try:
         replicate, shard, sp = section.degrees(gpus, config.training.mode)
@@ -162,8 +161,7 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
     if tokens < sp:
         raise ConfigError(
             f"distributed.sp is {sp}, but a video has {tokens} tokens, fewer than the "
-            "ranks that would share them. "
-            "Set it to 1, or make the video larger."
+            "ranks that would share them. Set it to 1, or make the video larger."
         )
     check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
     return Layout(replicate=replicate, shard=shard, sp=sp)

@@ -20,21 +20,15 @@ from typing import NamedTuple
 import torch
 
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import VideoConfig, kl_uses
+from sage_fast.config.sections import VideoConfig
 from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
-from sage_fast.objectives.base import second_half
+from sage_fast.objectives.base import Costs, objective_of, second_half
 from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
 from sage_fast.planning.weights import Gathered, Weights
-from sage_fast.planning.work import (
-    Calls,
-    keeps_old_policy,
-    measures_old_policy,
-    model_calls,
-    most_groups,
-)
+from sage_fast.planning.work import Calls, model_calls
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9
@@ -201,6 +195,11 @@ class MemoryPlan:
         return self.memory.peak <= self.memory_limit
 
     @cached_property
+    def costs(self) -> Costs:
+        """What the objective needs."""
+        return objective_of(self.config).costs(self.config)
+
+    @cached_property
     def calls(self) -> Calls:
         """Costs of one GPU's calls of the model."""
         return model_calls(self.config, self.description, self.on_gpu, self.layout.sp)
@@ -211,7 +210,7 @@ class MemoryPlan:
         config = self.config
         resident = self._resident
         gathered = self.gathered
-        two_phase = config.training.update != "single_pass"
+        in_rollout = self.costs.in_rollout
         # Where sharded weights do not stay gathered, only a few blocks of them are in
         # flight at a time.
         without_gradient = replace(
@@ -235,14 +234,13 @@ class MemoryPlan:
                 transformer=0.0 if self.on_gpu else resident.transformer,
             ),
             "rollout": self._working(
-                sampling, self.calls.sampling if two_phase else self.calls.gradient
+                sampling, self.calls.gradient if in_rollout else self.calls.sampling
             ),
             "decode": replace(sampling, decoding=decoding.peak_bytes),
             "reward": replace(sampling, scoring=self._rewards.working),
         }
-        # The single pass measures the anchor within the rollout and keeps no velocity
-        # of it.
-        velocities = self._kept_velocities if two_phase else 0.0
+        # In the rollout the anchor is measured step by step, and no velocity is kept.
+        velocities = 0.0 if in_rollout else self._kept_velocities
         if velocities:
             phases["anchor"] = self._working(
                 replace(sampling, anchor_velocities=velocities), self.calls.velocity
@@ -262,15 +260,14 @@ class MemoryPlan:
             if config.optimizer.name == "adamw"
             else 16.0 * self.weights.largest
         )
-        # The single pass has added its accumulators up by then, and frees them.
+        # The accumulators have been added up by then, and are freed.
         step = replace(
             update,
             gradient_accumulators=0.0,
             gradients=self._state,
             optimizer_step=stepping,
         )
-        # The single pass runs no model here: its gradient is that of the rollout.
-        if two_phase:
+        if not in_rollout:
             flying = gathered.summed + (
                 0.0 if gathered.keep == "always" else gathered.flying
             )
@@ -366,7 +363,7 @@ class MemoryPlan:
             else 0.0,
             adapters=self._state if lora else 0.0,
             optimizer_state=4.0 * self.weights.moments * gathered.share,
-            anchor=self._state * (has_anchor + keeps_old_policy(config)),
+            anchor=self._state * (has_anchor + self.costs.keeps_old),
             average=self._state if config.training.ema_decay is not None else 0.0,
             tables=self._tables(),
         )
@@ -404,13 +401,9 @@ class MemoryPlan:
         """Memory that a rollout leaves for its update."""
         rollout = self.config.rollout
         video = self.config.video
-        # A step works on its state and velocity; noised videos need the final latents
-        # alone.
-        noised = (
-            self.config.training.update == "forward_process"
-            and self.config.forward_process.states == "noised"
-        )
-        states = 3 if noised else 2 * rollout.num_steps + 1
+        # A step works on its state and velocity, which are gone with the next one
+        # where the final latents alone are needed.
+        states = 2 * rollout.num_steps + 1 if self.costs.keeps_steps else 3
         produced = {
             "trajectories": 4.0 * prod(self.latent) * rollout.batch_size * states
         }
@@ -419,16 +412,7 @@ class MemoryPlan:
             produced["videos"] = float(
                 rollout.batch_size * video.num_frames * 3 * video.height * video.width
             )
-        if self.config.training.update == "single_pass":
-            # A gradient per video, and with a KL one per group for its terms.
-            groups = (
-                most_groups(rollout)
-                if any(kl_uses(self.config.objective.kl_mode))
-                else 0
-            )
-            produced["gradient_accumulators"] = self._state * (
-                rollout.batch_size + groups
-            )
+        produced["gradient_accumulators"] = self._state * self.costs.accumulators
         return produced
 
     @property
@@ -438,14 +422,11 @@ class MemoryPlan:
         """
         rollout = self.config.rollout
         objective = self.config.objective
-        forward = self.config.training.update == "forward_process"
-        steps = self.config.forward_process.levels if forward else rollout.num_steps
-        has_anchor = anchor_kind(objective.kl_mode) != "none"
-        measured = (
-            num_trained(objective.kl_position_fraction, steps) if has_anchor else 0
-        )
-        if measures_old_policy(self.config):
-            measured += steps
+        measured = 0
+        if anchor_kind(objective.kl_mode) != "none":
+            measured = num_trained(objective.kl_position_fraction, self.costs.room)
+        if self.costs.measures_old:
+            measured += self.costs.room
         chosen = 2 * self.config.training.best_and_worst or rollout.num_generations
         # At worst each trained video is in another micro-batch; these run whole, and
         # ranks have equally many.
@@ -483,12 +464,11 @@ def checkpoint_bytes(config: RunConfig, weights: Weights) -> float:
     """Bytes of one checkpoint: float32 weights, moments, anchor, old policy and
     average, and the adapter once more.
     """
-    copies = (
-        1 + (config.training.mode == "lora") + (config.training.ema_decay is not None)
-    )
-    copies += (anchor_kind(config.objective.kl_mode) != "none") + keeps_old_policy(
-        config
-    )
+    copies = 1
+    copies += config.training.mode == "lora"
+    copies += config.training.ema_decay is not None
+    copies += anchor_kind(config.objective.kl_mode) != "none"
+    copies += objective_of(config).costs(config).keeps_old
     return 4.0 * (weights.trained * copies + weights.moments)
 
 

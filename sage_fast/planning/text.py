@@ -1,14 +1,15 @@
 """A plan as text and as JSON."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from sage_fast.objectives.base import (
     FEW_PROMPTS,
     FEW_VIDEOS,
+    objective_of,
     too_few,
-    videos_per_update,
 )
 from sage_fast.planning.devices import (
     ATTENTION_SHARE,
@@ -18,7 +19,8 @@ from sage_fast.planning.devices import (
 )
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.layout import CHANNELS
-from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION, PhaseMemory
+from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
+from sage_fast.planning.trace import Cost
 from sage_fast.planning.work import anchor_share
 
 
@@ -79,48 +81,24 @@ def _head(plan: Plan) -> Iterator[str]:
     if layout.gpus > 1:
         yield (
             f"  {layout.gpus} GPUs = {layout.replicate} replicas x {layout.shard} "
-            f"shards x {layout.sp} ranks per video "
-            "(dp_replicate, dp_shard, sp): "
+            f"shards x {layout.sp} ranks per video (dp_replicate, dp_shard, sp): "
             f"{layout.data_parallel * config.rollout.batch_size} videos per rollout"
         )
     yield ""
 
 
 def _memory(plan: Plan, unit: str, size: float, digits: int) -> Iterator[str]:
-    columns = {phase: memory.parts() for phase, memory in plan.memory.phases.items()}
-    # Rows that would read 0 in every phase are left out.
-    visible = 0.5 * size / 10**digits
-    shown = [
-        part
-        for part in PhaseMemory().parts()
-        if max(c[part] for c in columns.values()) >= visible
-    ]
-    where = (
-        f"on each {plan.device.name}"
-        if plan.layout.gpus > 1
-        else f"on {plan.device.name}"
-    )
-    yield f"memory {where}, {unit} (1e{len(str(int(size))) - 1} bytes)"
-    rows = [
-        [
-            part,
-            *(
-                f"{c[part] / size:.{digits}f}" if c[part] else ""
-                for c in columns.values()
-            ),
-        ]
-        for part in shown
-    ]
-    rows.append(
-        [
-            "total",
-            *(
-                f"{memory.total / size:.{digits}f}"
-                for memory in plan.memory.phases.values()
-            ),
-        ]
-    )
-    yield from table(["", *columns], rows)
+    phases = plan.memory.phases
+    columns = [memory.parts() | {"total": memory.total} for memory in phases.values()]
+    rows = []
+    for part in columns[0]:
+        held = [column[part] / size for column in columns]
+        # Rows that would read 0 in every phase are left out.
+        if max(held) >= 0.5 / 10**digits:
+            rows.append([part, *(f"{n:.{digits}f}" if n else "" for n in held)])
+    each = "each " if plan.layout.gpus > 1 else ""
+    yield f"memory on {each}{plan.device.name}, {unit} (1e{9 if unit == 'GB' else 6} bytes)"
+    yield from table(["", *phases], rows)
     limit = plan.memory_limit / size
     yield (
         f"  peak {plan.memory.peak / size:.{digits}f} {unit} of {limit:.0f} {unit}, "
@@ -146,35 +124,36 @@ def _time(plan: Plan) -> Iterator[str]:
     gpus = plan.layout.gpus
     flop_unit, flop_size = ("TFLOP", 1e12) if big else ("GFLOP", 1e9)
     byte_unit, byte_size = ("TB", 1e12) if big else ("GB", 1e9)
-    shared = (
-        f", on the {plan.layout.sp} GPUs that share it" if plan.layout.sp > 1 else ""
-    )
+    sp = plan.layout.sp
+    shared = f", on the {sp} GPUs that share it" if sp > 1 else ""
     yield f"time per video{shared}, predicted"
 
     def row(name: str, phases: Sequence[Phase]) -> list[str]:
-        linear = sum(phase.cost.linear for phase in phases) / flop_size
-        attention = (
-            sum(p.cost.attention + p.cost.attention_backward for p in phases)
-            / flop_size
-        )
-        moved = sum(phase.cost.elementwise for phase in phases) / byte_size
-        shown = [_number(sum(phase.predicted for phase in phases))]
-        shown += [_number(sum(phase.waiting for phase in phases))] if gpus > 1 else []
-        shown.append(_number(sum(phase.bound for phase in phases)))
-        return [name, f"{linear:,.1f}", f"{attention:,.1f}", f"{moved:,.2f}", *shown]
+        cost = sum((phase.cost for phase in phases), Cost())
+        attention = cost.attention + cost.attention_backward
+        cells = [
+            name,
+            f"{cost.linear / flop_size:,.1f}",
+            f"{attention / flop_size:,.1f}",
+            f"{cost.elementwise / byte_size:,.2f}",
+            _number(sum(phase.predicted for phase in phases)),
+        ]
+        if gpus > 1:
+            cells.append(_number(sum(phase.waiting for phase in phases)))
+        return [*cells, _number(sum(phase.bound for phase in phases))]
 
-    waits = ["of it waiting, s"] if gpus > 1 else []
     head = [
         "",
         f"linear, {flop_unit}",
         f"attention, {flop_unit}",
         f"elementwise, {byte_unit}",
+        "predicted, s",
     ]
-    rows = [
-        *(row(phase.name, [phase]) for phase in plan.phases),
-        row("total", plan.phases),
-    ]
-    yield from table([*head, "predicted, s", *waits, "at ceilings, s"], rows)
+    if gpus > 1:
+        head.append("of it waiting, s")
+    rows = [row(phase.name, [phase]) for phase in plan.phases]
+    rows.append(row("total", plan.phases))
+    yield from table([*head, "at ceilings, s"], rows)
     hours = plan.videos_per_gpu_hour
     batch = plan.config.rollout.batch_size
     iteration = _span(plan.seconds_per_rollout)
@@ -219,7 +198,7 @@ def _per_update(plan: Plan) -> Iterator[str]:
     """
     rollout = plan.config.rollout
     prompts = rollout.batch_size * plan.layout.data_parallel // rollout.num_generations
-    videos = videos_per_update(plan.config, prompts)
+    videos = objective_of(plan.config).videos_per_update(plan.config, prompts)
     yield (
         f"  {videos} videos of {prompts} prompts per update; published: 64 (16 x 4) "
         "to 1,152 (48 x 24)"
@@ -237,13 +216,9 @@ def _bytes(size: float) -> str:
 
 
 def _number(seconds: float) -> str:
-    return (
-        f"{seconds:,.0f}"
-        if seconds >= 100
-        else f"{seconds:.1f}"
-        if seconds >= 1
-        else f"{seconds:.3f}"
-    )
+    if seconds >= 100:
+        return f"{seconds:,.0f}"
+    return f"{seconds:.1f}" if seconds >= 1 else f"{seconds:.3f}"
 
 
 def _span(seconds: float) -> str:
@@ -261,21 +236,15 @@ def _options(
         yield "changes that make it fit, each line by itself; the result stays the same"
     else:
         yield "no change that keeps the result makes it fit; this one needs least memory"
-    rows = [
-        [
-            o.overrides,
-            f"{p.memory.peak / size:.{digits}f}",
-            _number(p.seconds_per_video),
-        ]
-        for o, p in ((option, option.plan) for option in options)
-    ]
+    rows = []
+    for option in options:
+        peak = f"{option.plan.memory.peak / size:.{digits}f}"
+        seconds = _number(option.plan.seconds_per_video)
+        rows.append([option.overrides, peak, seconds])
     yield from table(["", f"peak {unit}", "s per video"], rows)
     if not plan.fits and not options[0].plan.fits:
-        smaller = (
-            "more GPUs (--gpus), --training.mode=lora, or "
-            if plan.config.training.mode == "full"
-            else ""
-        )
+        fewer = "more GPUs (--gpus), --training.mode=lora, or "
+        smaller = fewer if plan.config.training.mode == "full" else ""
         yield (
             f"  beyond that: {smaller}a smaller video.num_frames, video.height and "
             "video.width, or more memory"
@@ -291,11 +260,8 @@ def assumptions(plan: Plan) -> list[str]:
     product, _, _, attention = device.rates(
         config.compute_dtype, config.model.attention
     )
-    pictures = (
-        f" ({plan.description.image_tokens} of a picture)"
-        if plan.description.image_tokens
-        else ""
-    )
+    image_tokens = plan.description.image_tokens
+    pictures = f" ({image_tokens} of a picture)" if image_tokens else ""
     lines = [
         (
             "exact: parameters, trajectories, copies; FLOPs, elementwise bytes and "
@@ -306,14 +272,13 @@ def assumptions(plan: Plan) -> list[str]:
             "the empty one too; no glyph tokens"
         ),
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, "
-        f"attention {attention}, copy "
-        f"{device.bandwidth:,.3g} TB/s",
+        f"attention {attention}, copy {device.bandwidth:,.3g} TB/s",
         f"reached of them: products {LINEAR_SHARE:.0%}, attention "
         f"{ATTENTION_SHARE:.0%}, elementwise "
         f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
     ]
     if plan.visits.anchor:
-        share = anchor_share(config.training, config.objective.kl_mode)
+        share = anchor_share(config)
         measured = config.objective.kl_position_fraction
         steps = f" at {measured:.0%} of the steps" if measured < 1 else ""
         lines.append(
@@ -328,9 +293,8 @@ def assumptions(plan: Plan) -> list[str]:
     else:
         lines.append(
             "runtime is this process with the libraries of a run and the pictures of "
-            "an evaluation; the allocator "
-            f"keeps {CPU_FRAGMENTATION:.0%} of temporary memory; operators that take "
-            "microseconds cost more"
+            f"an evaluation; the allocator keeps {CPU_FRAGMENTATION:.0%} of temporary "
+            "memory; operators that take microseconds cost more"
         )
     if plan.tiled:
         lines.append(
@@ -345,10 +309,9 @@ def assumptions(plan: Plan) -> list[str]:
             )
         lines += [
             f"waiting counted: exchange of a video's tokens and heads ({fabric}, "
-            "reported); ranks wait for the longest "
-            f"prompts (expected {plan.longest:.2f} times the mean) and for the rank "
-            "with most videos to train, tokens, "
-            "videos to decode and evaluation batches",
+            "reported); ranks wait for the longest prompts (expected "
+            f"{plan.longest:.2f} times the mean) and for the rank with most videos to "
+            "train, tokens, videos to decode and evaluation batches",
             (
                 "waiting not counted: other collectives, latencies, GPUs of unequal "
                 "speed, rewards"
@@ -381,59 +344,30 @@ def assumptions(plan: Plan) -> list[str]:
     return lines
 
 
+JSON = (
+    "fits device layout weights latent video_tokens forward memory_limit loading "
+    "visits waits waiting seconds_per_video seconds_per_rollout "
+    "videos_per_gpu_hour seconds_per_evaluation evaluation_per_video encoding checkpoint"
+)
+"""What a plan has under these names."""
+
+
 def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:
     """The plan for scripts; bytes, FLOPs and seconds without rounding."""
-    return {
-        "fits": plan.fits,
-        "device": asdict(plan.device),
-        "gpus": plan.layout.gpus,
-        "parameters": plan.weights.total,
-        "trained_parameters": plan.weights.trained,
-        "latent": list(plan.latent),
-        "video_tokens": plan.video_tokens,
-        "text_tokens": plan.description.text_tokens,
-        "forward_flops": asdict(plan.forward),
-        "memory_limit": plan.memory_limit,
-        "peak_memory": plan.memory.peak,
-        "peak_phase": plan.memory.peak_phase,
-        "checkpointing": plan.config.model.checkpointing,
-        "micro_batch_size": plan.config.rollout.videos_at_once,
-        "loading_memory": plan.loading,
-        "memory": {
-            phase: memory.parts() for phase, memory in plan.memory.phases.items()
-        },
-        "phases": {
-            phase.name: {
-                "linear_flops": phase.cost.linear,
-                "attention_flops": phase.cost.attention + phase.cost.attention_backward,
-                "elementwise_bytes": phase.cost.elementwise,
-                "seconds": phase.predicted,
-                "seconds_at_ceilings": phase.bound,
-                "seconds_waiting": phase.waiting,
-            }
-            for phase in plan.phases
-        },
-        "seconds_per_video": plan.seconds_per_video,
-        "seconds_waiting": plan.waiting,
-        "videos_per_gpu_hour": plan.videos_per_gpu_hour,
-        "seconds_per_evaluation": plan.seconds_per_evaluation,
-        "encoding": asdict(plan.encoding) if plan.encoding else None,
-        "evaluation_per_video": plan.evaluation_per_video,
-        "degrees": {
-            "dp_replicate": plan.layout.replicate,
-            "dp_shard": plan.layout.shard,
-            "sp": plan.layout.sp,
-        },
-        "checkpoint_bytes_per_gpu": plan.checkpoint,
-        "seconds_exchanging": dict(plan.waits),
-        "options": [
-            {
-                "changes": dict(option.changes),
-                "fits": option.plan.fits,
-                "peak_memory": option.plan.memory.peak,
-                "seconds_per_video": option.plan.seconds_per_video,
-            }
-            for option in options
-        ],
-        "assumptions": assumptions(plan),
-    }
+    tree = {name: getattr(plan, name) for name in JSON.split()}
+    tree["memory"] = {name: held.parts() for name, held in plan.memory.phases.items()}
+    tree["phases"] = {phase.name: phase for phase in plan.phases}
+    tree["peak"] = plan.memory.peak
+    tree["peak_phase"] = plan.memory.peak_phase
+    tree["options"] = [
+        {
+            "changes": dict(option.changes),
+            "fits": option.plan.fits,
+            "peak": option.plan.memory.peak,
+            "seconds_per_video": option.plan.seconds_per_video,
+        }
+        for option in options
+    ]
+    tree["assumptions"] = assumptions(plan)
+    plain: dict[str, Any] = to_jsonable_python(tree)
+    return plain

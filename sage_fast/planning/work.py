@@ -8,7 +8,6 @@ all text tokens, and attends with 1/P of the heads.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -16,14 +15,14 @@ import torch
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import RolloutConfig, TrainingConfig
+from sage_fast.config.sections import RolloutConfig
 from sage_fast.data import best_and_worst, num_trained
 from sage_fast.models.family import ModelDescription, family_of
 from sage_fast.objective import anchor_kind
+from sage_fast.objectives.base import objective_of
 from sage_fast.planning.trace import Call, Cost, trace
 from sage_fast.planning.weights import hashable, targets_of
 from sage_fast.rollout import num_first_steps, rollout_tables, shares_first_steps
-from sage_fast.sde import TransitionTable
 from sage_fast.sharding.ulysses import share_of
 
 DRAWS = 256
@@ -69,17 +68,17 @@ def model_calls(
     if training.mode == "full" and model.dtype != "float32":
         raise ConfigError(
             "training.mode full needs float32 master weights, but model.dtype is "
-            f"{model.dtype}. Set it to float32 "
-            "(distributed.param_dtype is what is computed with), or training.mode to "
-            "lora."
+            f"{model.dtype}. Set it to float32 (distributed.param_dtype is what is "
+            "computed with), or training.mode to lora."
         )
     velocity = velocity_call(config, description, on_gpu)
+    costs = objective_of(config).costs(config)
     gradient = replace(
         velocity,
         gradient=True,
         guidance=training.guidance,
-        on_policy=not policy_moves(training),
-        collected=training.update == "single_pass",
+        on_policy=not costs.policy_moves,
+        collected=costs.in_rollout,
     )
     video = config.evaluation_video
     patch = description.patch
@@ -188,29 +187,17 @@ def visits(
         ranks: that have different videos; None means the mean of any number.
         sharded: see `shares_first_steps`.
     """
-    training = config.training
     rollout = config.rollout
-    # At every position of the SDE window.
-    tables = rollout_tables(rollout)
-    trainable = [int(table.trainable.sum()) for table in tables]
-    trained = [
-        num_trained(training.timestep_fraction, count) for count in trainable if count
-    ]
-    if training.update == "forward_process":
-        trained = [config.forward_process.levels]
-    measured = [
-        num_trained(config.objective.kl_position_fraction, count) for count in trained
-    ]
+    costs = objective_of(config).costs(config)
+    fraction = config.objective.kl_position_fraction
+    measured = [num_trained(fraction, count) for count in costs.positions]
     drawn = update_share(config, ranks)
-    # Means over the positions of the window.
-    steps, behind = (
-        drawn * sum(counts) / max(1, len(counts)) for counts in (trained, measured)
-    )
-    behind *= anchor_share(training, config.objective.kl_mode)
-    old = steps if measures_old_policy(config) else 0.0
-    in_rollout, afterwards = (
-        (steps, 0.0) if training.update == "single_pass" else (0.0, steps)
-    )
+    # Means over the rollouts.
+    steps = drawn * sum(costs.positions) / len(costs.positions)
+    behind = drawn * sum(measured) / len(measured)
+    behind *= anchor_share(config)
+    old = steps if costs.measures_old else 0.0
+    in_rollout = steps if costs.in_rollout else 0.0
     # Only the KL to an anchor that lies behind needs a second VJP.
     second_products = (
         behind if in_rollout and config.objective.kl_position_weight > 0 else 0.0
@@ -218,24 +205,13 @@ def visits(
     return Visits(
         rollout=rollout.num_steps
         - in_rollout
-        - repeated_steps(rollout, tables, ranks, sharded),
+        - repeated_steps(rollout, ranks, sharded),
         pass_steps=in_rollout,
         anchor=behind + old,
         second_products=second_products,
-        update=afterwards,
+        update=steps - in_rollout,
         repeated=second_products if splits_branches(config) else 0.0,
     )
-
-
-def policy_moves(training: TrainingConfig) -> bool:
-    """True if an update cannot take the rollout's velocities for its own, so split
-    guidance needs one more forward.
-
-    The forward process is at states that the sampler has not been to. Of several
-    optimizer updates only the later ones need that forward; it is counted in all of
-    them.
-    """
-    return training.update == "forward_process" or training.updates_per_rollout > 1
 
 
 def splits_branches(config: RunConfig) -> bool:
@@ -243,43 +219,9 @@ def splits_branches(config: RunConfig) -> bool:
     return config.training.guidance == "split" and config.rollout.guidance_scale != 1.0
 
 
-def keeps_old_policy(config: RunConfig) -> bool:
-    """True if a second copy of the trained weights samples."""
-    return (
-        config.training.update == "forward_process"
-        and config.forward_process.old_decay is not None
-    )
-
-
-def measures_old_policy(config: RunConfig) -> bool:
-    """True if that copy runs once more before an update; on its path the rollout has
-    left its velocities.
-    """
-    return keeps_old_policy(config) and config.forward_process.states == "noised"
-
-
-def most_groups(rollout: RolloutConfig) -> int:
-    """Groups of which a rank has videos, on the rank that has most: its first video may
-    be in a group's middle.
-    """
-    # The latest place in its group that a rank's first video can have.
-    latest = rollout.num_generations - math.gcd(
-        rollout.batch_size, rollout.num_generations
-    )
-    return (latest + rollout.batch_size - 1) // rollout.num_generations + 1
-
-
-def repeated_steps(
-    rollout: RolloutConfig,
-    tables: Sequence[TransitionTable],
-    ranks: int | None,
-    sharded: bool,
-) -> float:
-    """Steps per video that another member of its group has computed, see `FirstSteps`.
-
-    Args:
-        tables: of the rollouts over which it is averaged. ranks, sharded: as in
-            `visits`.
+def repeated_steps(rollout: RolloutConfig, ranks: int | None, sharded: bool) -> float:
+    """Steps per video that another member of its group has computed, see `FirstSteps`;
+    `ranks` and `sharded` as in `visits`.
     """
     if not shares_first_steps(rollout, sharded):
         return 0.0
@@ -292,10 +234,10 @@ def repeated_steps(
         (rank * size % group + size - 1) // group + 1
         for rank in range(min(ranks or cycle, cycle))
     ]
-    computed = (sum(groups) / len(groups) if ranks is None else max(groups)) / size
-    return (
-        (1 - computed) * sum(num_first_steps(table) for table in tables) / len(tables)
-    )
+    most = sum(groups) / len(groups) if ranks is None else max(groups)
+    computed = most / size
+    counts = [num_first_steps(table) for table in rollout_tables(rollout)]
+    return (1 - computed) * sum(counts) / len(counts)
 
 
 def update_share(config: RunConfig, ranks: int | None = None) -> float:
@@ -335,17 +277,16 @@ def update_share(config: RunConfig, ranks: int | None = None) -> float:
     )
 
 
-def anchor_share(training: TrainingConfig, kl_mode: str) -> float:
+def anchor_share(config: RunConfig) -> float:
     """Share of the rollouts whose anchor lies behind the policy; the others need no
     forward for it.
     """
-    kind = anchor_kind(kl_mode)
+    training = config.training
+    kind = anchor_kind(config.objective.kl_mode)
     rollouts = training.num_updates // training.updates_per_rollout
     if kind == "none":
         return 0.0
-    # Then it is measured in every rollout, even where it is fresh
-    # (`fresh_anchor_is_known`).
-    if training.update == "forward_process" and training.updates_per_rollout > 1:
+    if not objective_of(config).costs(config).knows_fresh_anchor:
         return 1.0
     if kind == "moving":
         rollouts = min(

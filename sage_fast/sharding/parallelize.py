@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import check_gathering, check_steps_agree
+from sage_fast.config.schema import check_gathering
 from sage_fast.config.sections import (
     DistributedConfig,
     EvaluationConfig,
@@ -72,7 +72,7 @@ def parallelize(
     device: torch.device,
     weights: StoredWeights | None = None,
     *,
-    kl_position_fraction: float = 1.0,
+    check_steps_agree: Callable[[], None] = lambda: None,
 ) -> KeepGathered:
     """Spread a transformer, whose adapters and requires_grad are settled, over the
     ranks. Collective.
@@ -83,7 +83,8 @@ def parallelize(
         world: the ranks.
         device: this rank's.
         weights: what the transformer has not been given yet.
-        kl_position_fraction: of the run's objective.
+        check_steps_agree: of the run's objective; called where ranks must run the
+            same passes.
 
     Returns:
         How long sharded weights stay gathered; `never` where none are.
@@ -121,7 +122,7 @@ def parallelize(
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
-        check_steps_agree(distributed, training, kl_position_fraction)
+        check_steps_agree()
     if not sharded:
         if weights is not None:
             # From the mapped files straight to the device.

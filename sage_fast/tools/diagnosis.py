@@ -29,6 +29,7 @@ from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder, local_folder
 from sage_fast.models.picture_files import check_pictures
+from sage_fast.objectives.base import objective_of
 from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
@@ -305,9 +306,8 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     yield _output_dir(config)
     if description is not None:
         size = count_weights(config, description.transformer).total
-        if unusual := unusual_movement(
-            config.optimizer, config.lora, config.training, size
-        ):
+        published = objective_of(config).published[config.training.mode]
+        if unusual := unusual_movement(config.optimizer, config.lora, published, size):
             fix = f"--optimizer.learning_rate={unusual[1]:g}"
             yield Check(
                 section, "optimizer.learning_rate", "warning", unusual[0], fix=fix

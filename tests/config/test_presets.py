@@ -17,8 +17,8 @@ from sage_fast.config.presets import config_file, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.models.hunyuan15.loading import DISTILLED_STEPS
-from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS
-from sage_fast.optim import PUBLISHED, first_movement
+from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, objective_of
+from sage_fast.optim import first_movement
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
 from sage_fast.planning.layout import least_gpus
@@ -223,7 +223,7 @@ def test_an_update_moves_the_weights_as_in_the_published_recipe_of_its_kind(
 ) -> None:
     config = load_config(preset)
     mode, lora, optimizer = config.training.mode, config.lora, config.optimizer
-    published = PUBLISHED[mode, config.training.update == "forward_process"]
+    published = objective_of(config).published[mode]
     scale = (lora.alpha or lora.rank) / lora.rank
     found = first_movement(
         optimizer.name,

@@ -2,6 +2,7 @@
 something change no number.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.world import World
 from sage_fast.models.hunyuan15.backbone import velocity
+from sage_fast.objectives.base import objective_of
 from sage_fast.sharding.parallelize import (
     KeepGathered,
     _resolve_keep_gathered,
@@ -57,7 +59,7 @@ def spread(
         config.training,
         world,
         torch.device("cpu"),
-        kl_position_fraction=config.objective.kl_position_fraction,
+        check_steps_agree=partial(objective_of(config).check_steps_agree, config),
     )
 
 
@@ -97,7 +99,7 @@ BF16 = ["--distributed.param_dtype=bfloat16", "--training.mode=full"]
             TWO_REPLICAS,
             r"optimizer\.name is 'muon', but with .*zero_stage 2",
         ),
-        ([ZERO, *SINGLE_PASS], TWO_REPLICAS, r"single_pass', but .*zero_stage 2"),
+        ([ZERO, *SINGLE_PASS], TWO_REPLICAS, "zero_stage is 2, but with .*single_pass"),
         (
             [*SINGLE_PASS, NEVER, "--objective.kl_position_fraction=0.5"],
             TWO_SHARDS,

@@ -7,10 +7,12 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, TRANSFORMERS
+import pytest
+
+from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, TRANSFORMERS, UPDATES
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "sage_fast"
@@ -203,14 +205,24 @@ def strings(module: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def test_only_the_registry_names_families_and_rewards() -> None:
-    """The sections of a configuration have defaults, which are names."""
-    words = re.compile(rf"\b({'|'.join({*MODEL_FAMILIES, *REWARDS})})\b")
+OBJECTIVES = "sage_fast.objectives"
+
+
+@pytest.mark.parametrize(
+    ("names", "own"),
+    [({*MODEL_FAMILIES, *REWARDS}, OWN), (UPDATES, {OBJECTIVES})],
+    ids=["families and rewards", "objectives"],
+)
+def test_only_the_registry_names(names: Collection[str], own: set[str]) -> None:
+    """The sections of a configuration have defaults, which are names. A name before a
+    full stop is that of a section (`forward_process.levels`).
+    """
+    words = re.compile(rf"\b({'|'.join(names)})\b(?!\.)")
     allowed = {f"sage_fast.config.{name}" for name in ("registry", "sections")}
     named = [
         f"{module}:{line}: {text!r}"
         for module in FILES
-        if module not in allowed and not any(lies_in(module, prefix) for prefix in OWN)
+        if module not in allowed and not any(lies_in(module, prefix) for prefix in own)
         for line, text in strings(module)
         if words.search(text)
     ]

@@ -239,18 +239,9 @@ def test_the_command_takes_the_degrees_of_the_configuration_and_says_whether_it_
     words = ["plan", "configs/toy_cpu.yaml", "--device", "h100", "--distributed.sp=2"]
     assert main([*words, "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert tree["fits"] and tree["parameters"] == 9_533_120
-    assert tree["gpus"] == 2 and tree["degrees"] == {
-        "dp_replicate": 1,
-        "dp_shard": 1,
-        "sp": 2,
-    }
-    assert 0 < tree["seconds_waiting"] < tree["seconds_per_video"]
-    assert tree["seconds_exchanging"].keys() == {
-        "rollout",
-        "anchor",
-        "update",
-        "evaluation",
-    }
+    assert tree["fits"] and tree["weights"]["total"] == 9_533_120
+    assert tree["layout"] == {"replicate": 1, "shard": 1, "sp": 2, "node": 8}
+    assert 0 < tree["waiting"] < tree["seconds_per_video"]
+    assert tree["waits"].keys() == {"rollout", "anchor", "update", "evaluation"}
     assert main([*words, "--memory", "0.001", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False

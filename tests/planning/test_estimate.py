@@ -321,7 +321,8 @@ def test_visits_per_video(overrides: list[str], expected: tuple[float, ...]) -> 
 
 
 def test_a_fixed_anchor_is_behind_in_all_but_the_first_rollout() -> None:
-    assert anchor_share(load_config(B).training, "fixed") == pytest.approx(1 - 1 / 200)
+    config = load_config(B, ["--objective.kl_mode=fixed"])
+    assert anchor_share(config) == pytest.approx(1 - 1 / 200)
 
 
 def test_ranks_share_what_is_trained() -> None:

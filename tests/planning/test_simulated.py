@@ -219,9 +219,7 @@ def test_a_rank_of_many_exchanges_what_the_plan_counts(
     config = load_config(file, words)
     plan = make_plan(config, DEVICES["h100"], gpus=size, runtime=0.0, sizes={})
     # The anchor is measured at every other update, as at the second.
-    times = {
-        "anchor": 1 / (anchor_share(config.training, config.objective.kl_mode) or 1)
-    }
+    times = {"anchor": 1 / (anchor_share(config) or 1)}
     exchanged = {
         phase: sent
         for (phase, kind), (_, sent) in found.items()

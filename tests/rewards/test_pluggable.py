@@ -89,7 +89,7 @@ def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(
     assert plan["memory"]["rollout"]["reward models"] == 3e9
     assert plan["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
     assert plan["memory"]["reward"]["scoring"] == 2e9
-    assert plan["phases"]["reward"]["seconds"] == pytest.approx(7.0)
+    assert plan["phases"]["reward"]["predicted"] == pytest.approx(7.0)
     assert (file().status, file().fix) == ("missing", "hf download judges/strict")
     assert file(path=folder).fix == f"hf download judges/strict --local-dir {folder}"
     # The files that are here count instead of the published ones.

@@ -25,13 +25,12 @@ import sage_kernels
 from sage_fast.config.errors import ConfigError
 from sage_kernels import LossSettings, PolicyTerms, StepColumns, reference
 from sage_kernels.reference.adaln import row_length
-from sage_kernels.reference.philox import MASK32, philox_normal
+from sage_kernels.reference.philox import philox_normal
 from sage_kernels.reference.policy_loss import policy_loss_of_noise
 from sage_kernels.reference.sde_step import transition
 from sage_kernels.tracer import moved
 
 __all__ = [
-    "MASK32",
     "REFERENCE",
     "BlockKernels",
     "Choice",

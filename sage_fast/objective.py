@@ -181,14 +181,12 @@ def loss_settings(
             f"kl_weight is {kl_weight}; it must be finite and not negative"
         )
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
+    position = kl_weight * settings.kl_position_weight * position_factor
+    velocity = kl_weight * settings.kl_velocity_weight
     return LossSettings(
         clip_range=settings.clip_range,
-        position_weight=kl_weight * settings.kl_position_weight * position_factor
-        if uses_position and position_factor
-        else None,
-        velocity_weight=kl_weight * settings.kl_velocity_weight
-        if uses_velocity
-        else None,
+        position_weight=position if uses_position and position_factor else None,
+        velocity_weight=velocity if uses_velocity else None,
         ratio_norm=settings.ratio in ("bias_corrected", "ratio_norm"),
         # RatioNorm's two factors travel in the columns of these two, see
         # `loss_columns`.

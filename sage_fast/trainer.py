@@ -26,6 +26,7 @@ from sage_fast.data import (
     deal,
     group_members,
     make_groups,
+    used_prompts,
 )
 from sage_fast.distributed.engine import Engine, WeightSnapshot, check_same_shapes
 from sage_fast.distributed.start import rank_device
@@ -84,40 +85,6 @@ PHASE_PREFIX = "phase: "
 """Begins the names of the trainer's ranges in a profiler's trace."""
 
 
-def used_prompts(
-    config: RunConfig,
-    prompts: Sequence[Prompt],
-    eval_prompts: Sequence[Prompt],
-    dp_degree: int,
-    done: tuple[int, int] = (0, 0),
-) -> list[Prompt]:
-    """Prompts that a run will sample from, each once, in the order of their first use;
-    an evaluation's come last.
-
-    Args:
-        dp_degree: data-parallel ranks. done: updates and rollouts that lie behind the
-            run.
-    """
-    left = max(
-        0,
-        math.ceil(
-            (config.training.num_updates - done[0])
-            / config.training.updates_per_rollout
-        ),
-    )
-    per_rollout = (
-        config.rollout.batch_size * dp_degree // config.rollout.num_generations
-    )
-    schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
-    # Two epochs' length holds a whole epoch, wherever it begins.
-    taken = schedule.take(
-        done[1] * per_rollout, min(left * per_rollout, 2 * len(prompts))
-    )
-    return list(
-        dict.fromkeys([*taken, *(eval_prompts if config.evaluation.every else ())])
-    )
-
-
 class Trainer:
     """State of a GRPO run and the step that advances it.
 
@@ -171,25 +138,19 @@ class Trainer:
         """On all ranks."""
         self.own_videos = slice(world.dp_rank * size, (world.dp_rank + 1) * size)
         """Videos of this rank."""
-        self.prompts_per_rollout = (
-            self.videos_per_rollout // config.rollout.num_generations
-        )
+        members = config.rollout.num_generations
+        self.prompts_per_rollout = self.videos_per_rollout // members
         chosen = objective_of(config)
         chosen.check_run(config, self.prompts_per_rollout)
 
         components.check_guidance(config.rollout.guidance_scale)
-        components.check_guidance(
-            config.sampling_guidance, "forward_process.sampling_guidance"
-        )
+        key = "forward_process.sampling_guidance"
+        components.check_guidance(config.sampling_guidance, key)
         components.warn(config.rollout.shift, config.steps_by_key)
-        size = sum(
-            parameter.numel() for parameter in components.transformer.parameters()
-        )
+        published = chosen.published[config.training.mode]
+        parameters = sum(p.numel() for p in components.transformer.parameters())
         if unusual := unusual_movement(
-            config.optimizer,
-            config.lora,
-            chosen.published[config.training.mode],
-            size,
+            config.optimizer, config.lora, published, parameters
         ):
             logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
@@ -202,10 +163,8 @@ class Trainer:
         lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
         if self.engine.sharded:
-            train, scored = (
-                {lengths[p] for p in group if p in lengths}
-                for group in (prompts, eval_prompts)
-            )
+            train = {lengths[p] for p in prompts if p in lengths}
+            scored = {lengths[p] for p in eval_prompts if p in lengths}
             check_lockstep(config.rollout, config.evaluation, train, scored)
         parts = Parts(
             policy=self.policy,
@@ -240,10 +199,8 @@ class Trainer:
         self.encoder = encoder
         videos = self.config.video, self.config.evaluation_video
         sizes = dict.fromkeys((video.height, video.width) for video in videos)
-        asked = [
-            self.config.rollout.negative_prompt,
-            *(p.asked(*size) for size in sizes for p in prompts),
-        ]
+        asked: list[str | Pictured] = [self.config.rollout.negative_prompt]
+        asked += [p.asked(*size) for size in sizes for p in prompts]
         lengths = encoder.prepare(
             asked,
             self.world,
@@ -296,14 +253,11 @@ class Trainer:
         self.parameters = self.engine.parameters
         negative = self.embed(config.rollout.negative_prompt)
         self.policy = GuidedPolicy(transformer, negative, config.rollout.guidance_scale)
-        self.ema: WeightSnapshot | None = (
-            self.engine.snapshot() if config.training.ema_decay else None
-        )
+        self.ema: WeightSnapshot | None = None
+        if config.training.ema_decay:
+            self.ema = self.engine.snapshot()
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
-            logger.info(
-                "training.guidance split does nothing: with rollout.guidance_scale 1 "
-                "there is only one branch."
-            )
+            logger.info("training.guidance split does nothing: there is one branch.")
 
     # ------------------------------------------------------------------------------------------
     # one iteration
@@ -350,10 +304,8 @@ class Trainer:
         table = rollout_table(rollout, self.rollouts)
         first_steps: FirstSteps | None = None
         if shares_first_steps(rollout, self.engine.sharded):
-            first_steps = FirstSteps(
-                velocity=partial(policy_velocity, self.objective.sampler),
-                members=members,
-            )
+            velocity = partial(policy_velocity, self.objective.sampler)
+            first_steps = FirstSteps(velocity=velocity, members=members)
         sampler = Sampler(
             velocity=lambda batch, keys: self.objective.velocity(batch, keys, table),
             embed=self._embed_of_rollout,
@@ -399,9 +351,8 @@ class Trainer:
             return trajectories, scoring.gather(self.videos_per_rollout)
 
     def _embed_of_rollout(self, prompt: Prompt) -> PromptEmbeds:
-        return self.embed(
-            prompt.asked(self.config.video.height, self.config.video.width)
-        )
+        video = self.config.video
+        return self.embed(prompt.asked(video.height, video.width))
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -415,9 +366,8 @@ class Trainer:
 
     def _prompts(self) -> list[Prompt]:
         """The prompts of the next rollout on all ranks."""
-        return self.schedule.take(
-            self.rollouts * self.prompts_per_rollout, self.prompts_per_rollout
-        )
+        count = self.prompts_per_rollout
+        return self.schedule.take(self.rollouts * count, count)
 
     def _score(
         self,
@@ -435,18 +385,15 @@ class Trainer:
         if not trained_groups.any():
             raise TrainingError(
                 f"Update {self.update + 1}: the reward failed in every group of the "
-                "rollout, so there is nothing to "
-                "train on. Set reward.on_failure to stop to see the first error."
+                "rollout, so there is nothing to train on. Set reward.on_failure to "
+                "stop to see the first error."
             )
-        components = {
-            name: values.view(groups)[trained_groups]
-            for name, values in columns.items()
-        }
+        scores = {name: values.view(groups) for name, values in columns.items()}
+        components = {name: values[trained_groups] for name, values in scores.items()}
         # Of the trained groups alone: with the global deviation the others would shift
         # it.
-        result = weighted_advantages(
-            components, self.reward.weights, **asdict(config.advantage)
-        )
+        settings = asdict(config.advantage)
+        result = weighted_advantages(components, self.reward.weights, **settings)
         self._warn_of_no_spread(bool(result.zero_spread.all()))
         advantages = torch.zeros(groups)
         advantages[trained_groups] = result.advantages
@@ -454,26 +401,23 @@ class Trainer:
         metrics = reward_metrics(
             components, self.reward.overall(components), result, ~trained_groups, table
         )
-        scores = {name: values.view(groups) for name, values in columns.items()}
+        prompts = self._prompts()
         self.on_rollout(
             RolloutRecord(
                 update=self.update,
-                prompts=self._prompts(),
+                prompts=prompts,
                 scores=scores,
                 reward=self.reward.overall(scores),
                 advantages=advantages,
                 trained=trained_groups,
             )
         )
-        trained = (
-            trained_groups[:, None]
-            & best_and_worst(advantages, config.training.best_and_worst)
-        ).flatten()
-        members = group_members(self._prompts(), groups[1])
+        chosen = best_and_worst(advantages, config.training.best_and_worst)
+        trained = (trained_groups[:, None] & chosen).flatten()
         # Of all ranks' videos, so that each rank knows every order without an exchange.
         keys = [
             noise_key(prompt, member, config.seed, self.update)
-            for prompt, member in members
+            for prompt, member in group_members(prompts, groups[1])
         ]
         rows = torch.arange(self.videos_per_rollout).view(self.world.dp_degree, -1)
         if config.training.best_and_worst and self.world.dp_degree > 1:
@@ -501,23 +445,15 @@ class Trainer:
         Returns:
             This rank's, and the rows (R, N) of a `ScoredRollout`.
         """
-        rollout = self.config.rollout
+        members = self.config.rollout.num_generations
+        size = self.config.rollout.videos_at_once
         # Every rank knows all advantages, so they agree without a word.
-        dealt = deal(
-            trained.view(self.world.dp_degree, -1, rollout.videos_at_once).any(dim=2)
-        )
-        samples = partial(
-            make_groups,
-            self._prompts(),
-            self._embed_of_rollout,
-            rollout.num_generations,
-        )
-        rows = dealt[:, :, None] * rollout.videos_at_once + torch.arange(
-            rollout.videos_at_once
-        )
-        return exchange_trajectories(
-            trajectories, dealt, samples, keys, self.world
-        ), rows.flatten(1)
+        dealt = deal(trained.view(self.world.dp_degree, -1, size).any(dim=2))
+        prompts = self._prompts()
+        samples = partial(make_groups, prompts, self._embed_of_rollout, members)
+        own = exchange_trajectories(trajectories, dealt, samples, keys, self.world)
+        rows = dealt[:, :, None] * size + torch.arange(size)
+        return own, rows.flatten(1)
 
     def _warn_of_no_spread(self, none: bool) -> None:
         """Say once that a rollout has nothing to learn from, because no group has two
@@ -530,7 +466,8 @@ class Trainer:
                 "every advantage is 0 and the reward teaches nothing. Look at what %s "
                 "returns: it is constant, or too coarse to tell these videos apart. "
                 "advantage/zero_spread_groups counts such groups from here on.",
-                *(self.update + 1, ", ".join(self.reward.weights)),
+                self.update + 1,
+                ", ".join(self.reward.weights),
             )
 
     def _warn_of_eps(self, share: float) -> None:
@@ -539,16 +476,15 @@ class Trainer:
         """
         if share > LARGE_EPS_SHARE and self._eps_is_small and self.world.is_main:
             self._eps_is_small = False
+            eps = self.config.optimizer.eps
             logger.warning(
                 "Update %d: optimizer.eps = %g is %.0f%% of AdamW's denominator (mean "
                 "over the weights; optimizer/eps_share), so weights move less than "
                 "optimizer.learning_rate says. Lower it, for example to %.0e.",
-                *(
-                    self.update,
-                    self.config.optimizer.eps,
-                    100 * share,
-                    self.config.optimizer.eps / 1000,
-                ),
+                self.update,
+                eps,
+                100 * share,
+                eps / 1000,
             )
 
     def _optimizer_update(
@@ -557,10 +493,8 @@ class Trainer:
         """One optimizer step with the gradient at `positions` of every sample's order.
         Returns its metrics.
         """
-        rates = {
-            "learning_rate": self.engine.learning_rate,
-            "kl/weight": self.objective.kl_weight.weight,
-        }
+        rate = self.engine.learning_rate
+        rates = {"learning_rate": rate, "kl/weight": self.objective.kl_weight.weight}
         own = self.objective.accumulate(scored, positions, self.update)
         # Every rank clips and gathers whatever its own loss is: those that skipped
         # would leave the others waiting.
@@ -581,28 +515,22 @@ class Trainer:
         with record_function(PHASE_PREFIX + "optimizer"):
             self.engine.step()
         self.update += 1
-        if self.ema is not None and self.config.training.ema_decay:
+        decay = self.config.training.ema_decay
+        if self.ema is not None and decay:
             # A short run's average must not stay at the first weights.
-            self.ema.average(
-                min(self.config.training.ema_decay, self.update / (9 + self.update))
-            )
+            self.ema.average(min(decay, self.update / (9 + self.update)))
         self.objective.moved(self.update)
         # A mean over the ranks, so that it is the same on all of them.
-        visits = round(int(scored.all_trained.sum()) / self.world.dp_degree) * len(
-            positions
-        )
-        self._warn_of_eps(self.engine.eps_share or 0.0)
-        measured = {
-            "grad/signal": self.engine.signal,
-            "optimizer/eps_share": self.engine.eps_share,
-        }
-        known = {name: value for name, value in measured.items() if value is not None}
-        return (
-            self.objective.report(terms, visits)
-            | rates
-            | {"grad_norm": grad_norm}
-            | known
-        )
+        videos = round(scored.num_trained / self.world.dp_degree)
+        eps_share = self.engine.eps_share
+        self._warn_of_eps(eps_share or 0.0)
+        found = self.objective.report(terms, videos * len(positions)) | rates
+        found["grad_norm"] = grad_norm
+        if self.engine.signal is not None:
+            found["grad/signal"] = self.engine.signal
+        if eps_share is not None:
+            found["optimizer/eps_share"] = eps_share
+        return found
 
     def _skip_update(self, fault: str) -> None:
         """Drop the gradient of the present update, or stop where that is not allowed.
@@ -612,11 +540,8 @@ class Trainer:
         self._check_weights()  # if they are at fault, no later update is any better
         allowed = self.config.training.skip_nonfinite_updates
         if self.skipped_updates >= allowed:
-            before = (
-                f", after {allowed} that training.skip_nonfinite_updates let pass"
-                if allowed
-                else ""
-            )
+            passed = f", after {allowed} that training.skip_nonfinite_updates let pass"
+            before = passed if allowed else ""
             raise TrainingError(
                 f"Update {self.update + 1}: {fault} is not finite{before}. The weights "
                 "were not changed, and the last checkpoint is intact. Start a new run "
@@ -669,9 +594,8 @@ class Trainer:
         with self.evaluated_weights(), self.engine.phase("evaluation"):
             # every evaluation's, so that they pair
             scoring = self._new_scoring(seed=(section.seed, -1))
-            return evaluate(
-                sampler, scoring, self.eval_prompts, section, on_video=on_video
-            )
+            prompts = self.eval_prompts
+            return evaluate(sampler, scoring, prompts, section, on_video=on_video)
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Within the context the model has the weights that are evaluated and shipped:
@@ -691,10 +615,8 @@ class Trainer:
                 checkpoint. The same on every rank.
         """
         self._check_weights()
-        snapshots = {
-            name: snapshot.tensors() for name, snapshot in self._snapshots().items()
-        }
-        return {**self.engine.tensors(), **snapshots}
+        kept = {name: held.tensors() for name, held in self._snapshots().items()}
+        return {**self.engine.tensors(), **kept}
 
     def _check_weights(self) -> None:
         """TrainingError unless the weights are finite. Collective; waits for the GPU
@@ -756,6 +678,7 @@ class Trainer:
         self.objective.load_state(state)
 
     def _snapshots(self) -> dict[str, WeightSnapshot]:
-        return self.objective.snapshots() | (
-            {} if self.ema is None else {"ema": self.ema}
-        )
+        found = self.objective.snapshots()
+        if self.ema is not None:
+            found["ema"] = self.ema
+        return found

@@ -99,17 +99,17 @@ def weight_of(drawn: Drawn, row: int, weighting: str) -> float:
 def test_loss_and_gradient_are_those_of_the_formula(
     advantage: float, weighting: str
 ) -> None:
-    drawn, kl = Drawn(), 0.04
+    drawn = Drawn()
+    kl = 0.04
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     loss, gradient = drawn.gradient(settings, advantage, kl)
     for b in range(2):
-        v, old, u, anchor = (
-            drawn.velocity[b],
-            drawn.old[b],
-            drawn.target[b],
-            drawn.anchor[b],
-        )
-        w, moved = weight_of(drawn, b, weighting), v - old
+        v = drawn.velocity[b]
+        old = drawn.old[b]
+        u = drawn.target[b]
+        anchor = drawn.anchor[b]
+        w = weight_of(drawn, b, weighting)
+        moved = v - old
         terms = (
             w * (2 * advantage * (old - u) * moved + BOUND * 0.3 * moved**2)
             + kl * (v - anchor) ** 2
@@ -127,10 +127,12 @@ def test_loss_and_gradient_are_those_of_the_formula(
 def test_a_video_that_is_predicted_exactly_has_a_weight_too(error: float) -> None:
     """The adaptive weighting divides by the error, of 1e-5 at least."""
     drawn = Drawn()
-    drawn.velocity, drawn.old = drawn.target + error, drawn.target - 0.1
+    drawn.velocity = drawn.target + error
+    drawn.old = drawn.target - 0.1
     loss, _ = drawn.gradient(ForwardProcessConfig(weighting="adaptive", beta=0.3), 1.0)
     for row in range(2):
-        s, moved = float(drawn.sigma[row]), 0.1 + error
+        s = float(drawn.sigma[row])
+        moved = 0.1 + error
         weight = s * s / max(1e-5, s * error)
         assert float(loss[row]) == pytest.approx(
             weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6
@@ -149,13 +151,15 @@ def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(
     gradient.
     """
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for seed in (1, 2):
         drawn = Drawn(3)
         drawn.velocity = Drawn(seed).velocity
         loss, gradient = drawn.gradient(settings, advantage)
         velocity = drawn.velocity.clone().requires_grad_()
-        moved, r = velocity - drawn.old, (advantage / BOUND + 1) / 2
+        moved = velocity - drawn.old
+        r = (advantage / BOUND + 1) / 2
         nft = torch.zeros(2, dtype=torch.float64)
         for share, sign in ((r, 1), (1 - r, -1)):
             error = (drawn.old + sign * 0.3 * moved - drawn.target).flatten(
@@ -418,11 +422,9 @@ def test_guided_samples_train_the_unguided_velocity(
     )
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
-    parameters, objective, negative = (
-        list(trainer.parameters.values()),
-        trainer.objective,
-        trainer.policy.uncond,
-    )
+    parameters = list(trainer.parameters.values())
+    objective = trainer.objective
+    negative = trainer.policy.uncond
     assert isinstance(objective, ForwardProcess)
 
     def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
@@ -435,12 +437,11 @@ def test_guided_samples_train_the_unguided_velocity(
     scored, _ = trainer._score(*trainer._rollout())
     ((_, trajectory),) = scored.batches()
     embeds = [sample.embeds for sample in trajectory.samples]
-    x, sigmas = (
-        initial_latents(trajectory.keys, trainer.latent_shape),
-        trajectory.table.sigmas,
-    )
+    x = initial_latents(trajectory.keys, trainer.latent_shape)
+    sigmas = trajectory.table.sigmas
     for s, after in itertools.pairwise(sigmas.tolist()):
-        unguided, conditional = velocity(x, s, *[negative] * 4), velocity(x, s, *embeds)
+        unguided = velocity(x, s, *[negative] * 4)
+        conditional = velocity(x, s, *embeds)
         x = (
             (x + (after - s) * (unguided + 3 * (conditional - unguided)))
             .detach()
@@ -453,7 +454,8 @@ def test_guided_samples_train_the_unguided_velocity(
         for position, s in enumerate(
             levels_of(objective, key, trajectory).float().tolist()
         ):
-            x0, level = trajectory.final[b], torch.tensor(s)
+            x0 = trajectory.final[b]
+            level = torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
             v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
             expected = (
@@ -482,7 +484,9 @@ def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
         isinstance(trainer.objective, ForwardProcess)
         and trainer.objective.old is not None
     )
-    trained, averaged, update = [], [], trainer._optimizer_update
+    trained = []
+    averaged = []
+    update = trainer._optimizer_update
 
     def watched(scored: ScoredRollout, positions: Sequence[int]) -> dict[str, float]:
         trained.append((scored.all_trained.tolist(), list(positions)))
@@ -602,7 +606,8 @@ def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
     trainer = build_trainer(tiny_run(*PATH, *words))
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
-    parameters, objective = list(trainer.parameters.values()), trainer.objective
+    parameters = list(trainer.parameters.values())
+    objective = trainer.objective
     assert isinstance(objective, ForwardProcess)
     objective.begin(0, 0)
     scored, _ = trainer._score(*trainer._rollout())
@@ -615,11 +620,10 @@ def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
             for step in level_steps(
                 key, allowed_steps(objective.process, trajectory.table), 2
             ):
-                x, v_old = trajectory.latents[step][b], trajectory.velocities[step][b]
-                s, gain = (
-                    float(trajectory.table.sigmas[step]),
-                    float(trajectory.table.gain[step]),
-                )
+                x = trajectory.latents[step][b]
+                v_old = trajectory.velocities[step][b]
+                s = float(trajectory.table.sigmas[step])
+                gain = float(trajectory.table.gain[step])
                 eps = gain * ((x - trajectory.final[b]) / s - v_old)
                 v = smooth_velocity(parameters, x[None], torch.tensor([s]), text)[0]
                 advantage = float(scored.advantages[rows][b])

@@ -70,7 +70,9 @@ def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     advantages are made.
     """
     counts = {"rollout": 0, "anchor": 0, "update": 0}
-    phase, velocity, enter = "", GuidedPolicy.velocity, trainer._phase
+    phase = ""
+    velocity = GuidedPolicy.velocity
+    enter = trainer._phase
 
     def entering(name: str) -> Any:
         nonlocal phase
@@ -89,7 +91,8 @@ def passes(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 def test_every_sample_has_the_values_and_columns_of_its_own_step() -> None:
     table = transition_table("flow_grpo", sigma_schedule(4, 3.0), 0.5)
     settings = ObjectiveConfig(ratio="ratio_norm", equalizer=False)
-    steps, advantage = [2, 0, 1], torch.tensor([1.0, -1.0, 0.5])
+    steps = [2, 0, 1]
+    advantage = torch.tensor([1.0, -1.0, 0.5])
     columns = step_columns(settings, table, steps, advantage)
     torch.testing.assert_close(columns.gain, table.gain[steps].float())
     torch.testing.assert_close(columns.std, (table.std[steps].float() / 2).sqrt())
@@ -149,11 +152,10 @@ def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
 # ------------------------------------------------------------------------------------------
 # nothing for nothing
 
-SQUARE_AND_CIRCLE, SQUARE_AND_TRIANGLE = ("square", "circle"), ("square", "triangle")
-TWICE, UNWEIGHTED = (
-    "--training.updates_per_rollout=2",
-    "--objective.kl_position_weight=0",
-)
+SQUARE_AND_CIRCLE = ("square", "circle")
+SQUARE_AND_TRIANGLE = ("square", "triangle")
+TWICE = "--training.updates_per_rollout=2"
+UNWEIGHTED = "--objective.kl_position_weight=0"
 # Shapes, overrides, whether the anchor lies behind; passes of the anchor and of the
 # update, of 8 each.
 LEFT_OUT = {
@@ -279,7 +281,8 @@ class Estimates:
 
     def gradient(self, scored: ScoredRollout) -> tuple[Tensor, dict[str, float]]:
         """Of all ranks."""
-        trainer, positions = self.trainer, range(len(scored.all_orders[0]))
+        trainer = self.trainer
+        positions = range(len(scored.all_orders[0]))
         trainer.objective.measure(scored)
         terms = trainer.objective.accumulate(scored, positions, 0)
         terms, fault = gather_terms(scored, terms, positions, trainer.world)
@@ -500,7 +503,8 @@ def test_the_signal_is_the_cosine_of_the_gradients_of_two_halves(
         f"--training.update={update}",
         "--optimizer.max_grad_norm=1e9",
     ]
-    gradients, signals = [], []
+    gradients = []
+    signals = []
     for kept in (slice(0, 8), slice(0, 4), slice(4, 8)):
         trainer = build_trainer(tiny_run(*words))
         scored = rollout_of(trainer)

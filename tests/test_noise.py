@@ -46,10 +46,8 @@ def python_normal(key: NoiseKey, stream: int, step: int, element: int) -> float:
         [block & 0xFFFFFFFF, block >> 32, step, stream], struct.unpack("<2I", digest)
     )
     first, second = words[:2] if lane < 2 else words[2:]
-    radius, angle = (
-        math.sqrt(-2 * math.log(first / 2**32 + 2**-33)),
-        2 * math.pi * second / 2**32,
-    )
+    radius = math.sqrt(-2 * math.log(first / 2**32 + 2**-33))
+    angle = 2 * math.pi * second / 2**32
     return radius * (math.cos(angle) if lane % 2 == 0 else math.sin(angle))
 
 
@@ -127,14 +125,16 @@ def test_moments_and_distribution() -> None:
 def test_a_change_of_owner_or_step_gives_independent_noise(
     other: NoiseKey, step: int
 ) -> None:
-    first, second = gaussian([KEY], 9, (65536,)), gaussian([other], step, (65536,))
+    first = gaussian([KEY], 9, (65536,))
+    second = gaussian([other], step, (65536,))
     assert abs(float((first * second).mean())) < 4 / 256
     assert float((first == second).float().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
-    first, second = initial_latents([KEY], (65536,)), gaussian([KEY], step, (65536,))
+    first = initial_latents([KEY], (65536,))
+    second = gaussian([KEY], step, (65536,))
     assert abs(float((first * second).mean())) < 4 / 256
     assert float((first == second).float().mean()) < 1e-3
 
@@ -143,7 +143,8 @@ def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
     "shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str
 )
 def test_a_row_does_not_depend_on_its_batch(shape: tuple[int, ...]) -> None:
-    owners, steps = keys(9), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    owners = keys(9)
+    steps = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     batch = gaussian(owners, steps, shape)
     assert (
         batch.shape == (9, *shape)
@@ -165,7 +166,8 @@ def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
     """The loss draws the same noise again, by owner and step, so each latent must
     follow from the one before.
     """
-    owners, table = keys(2), transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
+    owners = keys(2)
+    table = transition_table("sage_grpo", sigma_schedule(4, 3.0), 0.5)
     initial = initial_latents(owners, (1, 1, 2, 3))
     embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
     samples = [

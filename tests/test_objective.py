@@ -159,7 +159,8 @@ def test_kl_modes_use_their_terms(mode: Any) -> None:
 
 
 def weights(settings: KLWeightConfig, values: list[float]) -> list[float]:
-    state, result = initial_kl_weight(settings), []
+    state = initial_kl_weight(settings)
+    result = []
     for value in values:
         result.append(state.weight)
         state = next_kl_weight(state, value, settings)

@@ -48,11 +48,13 @@ def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
 
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_without_a_gradient_only_the_decay_moves_a_weight(name: str) -> None:
-    weight, bias = parameter(4, 6), parameter(6, seed=1)
+    weight = parameter(4, 6)
+    bias = parameter(6, seed=1)
     before = [weight.detach().clone(), bias.detach().clone()]
     config = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.1)  # type: ignore[arg-type]
     optimizer = OptimizerSet({"proj.weight": weight, "proj.bias": bias}, config)
-    weight.grad, bias.grad = torch.zeros_like(weight), torch.zeros_like(bias)
+    weight.grad = torch.zeros_like(weight)
+    bias.grad = torch.zeros_like(bias)
     optimizer.step(config.learning_rate)
     for value, old in zip((weight, bias), before, strict=True):
         torch.testing.assert_close(value.detach(), (1 - 0.5 * 0.1) * old)
@@ -71,7 +73,8 @@ def test_sharded_muon_is_muon(mesh: DeviceMesh) -> None:
         nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)]))
         for p in whole
     ]
-    plain, sharded = Muon(whole, **settings), ShardedMuon(shards, **settings)  # type: ignore[arg-type]
+    plain = Muon(whole, **settings)  # type: ignore[arg-type]
+    sharded = ShardedMuon(shards, **settings)  # type: ignore[arg-type]
     for step in range(3):
         for i, (p, shard) in enumerate(zip(whole, shards, strict=True)):
             p.grad = torch.randn(
@@ -106,7 +109,10 @@ def test_muon_leaves_embeddings_to_adamw() -> None:
 
 def test_the_share_of_eps_is_that_of_the_elements_that_adamw_moves() -> None:
     """One of them has never had a gradient; a matrix of Muon's counts for nothing."""
-    bias, matrix, betas, eps = parameter(3), parameter(2, 2), (0.9, 0.99), 1e-3
+    bias = parameter(3)
+    matrix = parameter(2, 2)
+    betas = (0.9, 0.99)
+    eps = 1e-3
     gradients = torch.tensor(
         [[1e-3, 1e-2, 0.0], [4e-3, 1e-2, 0.0]], dtype=torch.float64
     )
@@ -117,7 +123,8 @@ def test_the_share_of_eps_is_that_of_the_elements_that_adamw_moves() -> None:
     assert optimizer.eps_share() is None
     moment = torch.zeros(3, dtype=torch.float64)
     for step, gradient in enumerate(gradients, 1):
-        bias.grad, matrix.grad = gradient.float(), torch.ones(2, 2)
+        bias.grad = gradient.float()
+        matrix.grad = torch.ones(2, 2)
         optimizer.step(1e-3)
         moment = betas[1] * moment + (1 - betas[1]) * gradient**2
         roots = (moment / (1 - betas[1] ** step)).sqrt()[:2]
@@ -140,7 +147,8 @@ def test_the_schedule_goes_on_where_it_was() -> None:
             {"weight": layer.weight}, config, SINGLE_PROCESS, layer, "never"
         )
 
-    whole, rates = made(), []
+    whole = made()
+    rates = []
     for _ in range(6):
         rates.append(whole.learning_rate)
         whole.step()
@@ -158,7 +166,8 @@ def test_the_schedule_goes_on_where_it_was() -> None:
 def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(
     name: str, rank: int | None, scale: float
 ) -> None:
-    n, generator = 256, torch.Generator().manual_seed(0)
+    n = 256
+    generator = torch.Generator().manual_seed(0)
     weight, gradient = torch.randn(2, n, n, generator=generator) * torch.tensor(
         [n**-0.5, 1.0]
     ).view(2, 1, 1)
@@ -167,19 +176,17 @@ def test_a_first_update_moves_weights_as_far_as_it_is_expected_to(
         trained = nn.Parameter(weight.clone())
         trained.grad = gradient
         OptimizerSet({"weight": trained}, config).step(config.learning_rate)
-        change, expected = (
-            trained.detach() - weight,
-            first_movement(config.name, 1e-4) * math.sqrt(n / WIDTH),
-        )
+        change = trained.detach() - weight
+        expected = first_movement(config.name, 1e-4) * math.sqrt(n / WIDTH)
     else:
-        a, b = nn.Parameter(torch.empty(rank, n)), nn.Parameter(torch.zeros(n, rank))
+        a = nn.Parameter(torch.empty(rank, n))
+        b = nn.Parameter(torch.zeros(n, rank))
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)  # as peft does
-        a.grad, b.grad = torch.zeros_like(a), scale * gradient @ a.detach().T
+        a.grad = torch.zeros_like(a)
+        b.grad = scale * gradient @ a.detach().T
         OptimizerSet({"a": a, "b": b}, config).step(config.learning_rate)
-        change, expected = (
-            scale * (b @ a).detach(),
-            first_movement(config.name, 1e-4, rank, scale),
-        )
+        change = scale * (b @ a).detach()
+        expected = first_movement(config.name, 1e-4, rank, scale)
     assert float(change.norm() / weight.norm()) == pytest.approx(expected, rel=0.2)
 
 

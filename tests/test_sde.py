@@ -59,10 +59,8 @@ def test_no_table_holds_anything_but_finite_numbers(sde_type: str) -> None:
             tuple(still.nonzero()[:, 0].tolist()) if asked_for_noise else ()
         )
         if bool(table.trainable.any()):
-            gain, scale = (
-                table.gain[table.trainable].abs(),
-                table.scale[table.trainable],
-            )
+            gain = table.gain[table.trainable].abs()
+            scale = table.scale[table.trainable]
             torch.testing.assert_close(
                 gain * scale, torch.median(gain).expand_as(gain), rtol=1e-12, atol=0
             )
@@ -72,7 +70,8 @@ def test_sage_variance_is_exact_near_zero_noise() -> None:
     """For small sigma the integral of sigma / (1 - sigma) is (s^2 - n^2)/2 + (s^3 -
     n^3)/3 + ...
     """
-    s, n = 2e-6, 1e-6
+    s = 2e-6
+    n = 1e-6
     table = transition_table(
         "sage_grpo", torch.tensor([s, n], dtype=torch.float64), 1.0
     )
@@ -84,7 +83,9 @@ def test_sage_exact_is_the_ornstein_uhlenbeck_step_of_sages_noise_rate() -> None
     """rho and std from the rate eta^2 sigma / (1 - sigma), integrated numerically; the
     mean from x0 and z by hand.
     """
-    eta, s, n = 0.7, 0.8, 0.55
+    eta = 0.7
+    s = 0.8
+    n = 0.55
     levels = torch.linspace(n, s, 200_001, dtype=torch.float64)
     pull = eta**2 * levels / (1 - levels) / (2 * levels**2)
     rho = math.exp(-float(torch.trapezoid(pull, levels)))
@@ -92,8 +93,10 @@ def test_sage_exact_is_the_ornstein_uhlenbeck_step_of_sages_noise_rate() -> None
         "sage_exact", torch.tensor([s, n], dtype=torch.float64), eta
     )
     assert float(table.std[0]) == pytest.approx(n * math.sqrt(1 - rho**2), rel=1e-9)
-    data, noise = 0.3, -1.7
-    x, v = (1 - s) * data + s * noise, noise - data
+    data = 0.3
+    noise = -1.7
+    x = (1 - s) * data + s * noise
+    v = noise - data
     assert float(table.a[0] * x + table.b[0] * v) == pytest.approx(
         (1 - n) * data + n * rho * noise, rel=1e-9
     )
@@ -168,7 +171,10 @@ def target_variance(sigma: float, spread: float) -> float:
 
 def propagate(table: TransitionTable, spread: float) -> tuple[list[float], list[float]]:
     """Mean and variance of x after every step of a rollout that starts from N(0, 1)."""
-    mean, variance, means, variances = 0.0, 1.0, [], []
+    mean = 0.0
+    variance = 1.0
+    means = []
+    variances = []
     columns = (table.a, table.b, table.std, table.sigmas[:-1])
     for a, b, std, sigma in zip(*(column.tolist() for column in columns), strict=True):
         slope = velocity_slope(sigma, spread)

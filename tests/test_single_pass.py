@@ -325,7 +325,8 @@ def test_a_batch_leaves_each_video_the_gradient_that_it_has_alone(
                 f"--rollout.micro_batch_size={size}",
             )
         )
-        objective, table = trainer.objective, rollout_table(trainer.config.rollout, 0)
+        objective = trainer.objective
+        table = rollout_table(trainer.config.rollout, 0)
         assert isinstance(objective, SinglePass)
         if name != "stock":  # diffusers' own forward passes through float32
             trainer.policy.transformer.double()
@@ -357,7 +358,8 @@ def test_a_batch_leaves_each_video_the_gradient_that_it_has_alone(
             velocities += torch.stack(of_steps, dim=1).unbind()
         return objective._videos, velocities
 
-    (alone, velocities_alone), (together, velocities) = collected(1), collected(4)
+    (alone, velocities_alone) = collected(1)
+    (together, velocities) = collected(4)
     for expected, found in zip(velocities_alone, velocities, strict=True):
         assert relative(found, expected) < (1e-5 if name == "stock" else 1e-6)
     assert len({id(video.kl) for video in together}) == 2
@@ -382,7 +384,8 @@ def test_a_group_begins_where_it_does_among_all_ranks(tiny_run: MakeRun) -> None
     trainer = build_trainer(
         tiny_run("--training.update=single_pass", "--rollout.num_generations=4")
     )
-    objective, config = trainer.objective, trainer.config
+    objective = trainer.objective
+    config = trainer.config
     assert isinstance(objective, SinglePass)
     objective.first_video = 6
     objective.begin(0, 0)

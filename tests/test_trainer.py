@@ -73,7 +73,8 @@ def test_every_algorithm_is_finite_and_its_kl_begins_with_the_first_move(
         tiny_run(*words, "--kl_weight.minimum=1.0", "--kl_weight.maximum=1.0")
     )
     start = weights(trainer)
-    first, second = trainer.iterate(), trainer.iterate()
+    first = trainer.iterate()
+    second = trainer.iterate()
     assert any(not torch.equal(start[name], p) for name, p in weights(trainer).items())
     assert all(math.isfinite(v) for v in (*first.values(), *second.values()))
     assert first["ratio/max_deviation"] == first["kl/position"] == 0.0
@@ -264,7 +265,8 @@ def test_what_cannot_influence_the_video_is_not_trained(
 def test_gradient_checkpointing_recomputes_and_changes_no_number(
     tiny_run: MakeRun,
 ) -> None:
-    records, forwards = [], []
+    records = []
+    forwards = []
     for checkpointing in ("full", "none"):
         trainer = build_trainer(
             tiny_run("--model.forward=stock", f"--model.checkpointing={checkpointing}")
@@ -493,7 +495,8 @@ def test_fixed_initial_noise_starts_a_member_alike_in_every_rollout_and_for_ever
     )
     first = trainer._rollout()[0][0]
     trainer.update += 1
-    second, start = trainer._rollout()[0][0], first.latents[0]
+    second = trainer._rollout()[0][0]
+    start = first.latents[0]
     assert first.keys[0].prompt_index != first.keys[2].prompt_index
     assert torch.equal(start[:2], start[2:4]) and not torch.equal(start[0], start[1])
     assert torch.equal(start, second.latents[0]) and not torch.equal(
@@ -615,7 +618,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_as_often_as_allowed(
     trainer = build_trainer(tiny_run(*words, "--training.num_updates=4"))
     poison_gradients(trainer, monkeypatch, {1, 3})
     assert trainer.iterate()["update/skipped_nonfinite"] == 0
-    before, rate = everything(trainer), trainer.engine.learning_rate
+    before = everything(trainer)
+    rate = trainer.engine.learning_rate
     record = trainer.iterate()
     assert record["update"] == 2 and record["update/skipped_nonfinite"] == 1
     assert all(math.isfinite(value) for value in record.values())
@@ -687,7 +691,8 @@ def test_nothing_of_the_state_is_lost_in_a_checkpoint(
     config = tiny_run(
         *words, "--kl_weight.warmup_updates=3", "--optimizer.warmup_updates=9"
     )
-    trainer, resumed = build_trainer(config), build_trainer(config)
+    trainer = build_trainer(config)
+    resumed = build_trainer(config)
     poison_gradients(trainer, monkeypatch, {1})
     fresh = resumed.state()
     for _ in range(3):
@@ -720,7 +725,8 @@ def test_skipped_updates_are_part_of_the_state(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_run("--training.skip_nonfinite_updates=1")
-    trainer, resumed = build_trainer(config), build_trainer(config)
+    trainer = build_trainer(config)
+    resumed = build_trainer(config)
     poison_gradients(trainer, monkeypatch, {0})
     trainer.iterate()
     # the weights have not moved
@@ -838,10 +844,13 @@ def test_what_a_reward_draws_is_a_function_of_seed_update_and_video(
     config = tiny_run(
         f"--reward.rewards=[{__name__}:draws]", "--reward.weights={draws: 1}"
     )
-    trainer, again = build_trainer(config), build_trainer(config)
-    first, second = trainer.iterate()["reward/mean"], trainer.iterate()["reward/mean"]
+    trainer = build_trainer(config)
+    again = build_trainer(config)
+    first = trainer.iterate()["reward/mean"]
+    second = trainer.iterate()["reward/mean"]
     assert first != second
-    again.update, again.rollouts = 1, 1
+    again.update = 1
+    again.rollouts = 1
     draws(torch.empty(0), ["another process has drawn less or more"])
     assert again.iterate()["reward/mean"] == second
     assert trainer.evaluate().reward == again.evaluate().reward
@@ -886,7 +895,8 @@ def test_guidance_leads_away_from_the_negative_prompt(
     )
     assert torch.equal(negative.policy.uncond.text, plain.embed(text).text)
     assert not torch.equal(negative.policy.uncond.text, plain.policy.uncond.text)
-    first, other = plain.iterate(), negative.iterate()
+    first = plain.iterate()
+    other = negative.iterate()
     assert (
         other["ratio/first_max_deviation"] == 0
         and other["reward/mean"] != first["reward/mean"]

@@ -21,6 +21,7 @@ from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig, check_gathering
+from sage_fast.data import used_prompts
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
@@ -109,8 +110,6 @@ def plan_encoding(
         isinstance(file, str) and not Path(file).is_file() for file in files
     ):
         return None
-    from sage_fast.trainer import used_prompts  # imports all that a run needs
-
     used = used_prompts(config, *load_prompts(config), gpus // config.distributed.sp)
     # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]

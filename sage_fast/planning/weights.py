@@ -21,10 +21,9 @@ class Weights:
 
     block: of one transformer block, the last one. trained: of those that get a
     gradient. moments: optimizer state. adaln: of the modulation layers, which may leave
-    the GPU. largest: of the largest trained tensor. matrices, matrix_elements: trained
-    tensors that Muon makes orthogonal. muon_flops: of one step of doing so. pinned,
-    trained_pinned: of all and of trained ones in pinned memory, where torch rounds
-    every tensor up to a power of two.
+    the GPU. largest: of the largest trained tensor. muon_flops: of making matrices
+    orthogonal in one step of Muon. pinned, trained_pinned: of all and of trained ones
+    in pinned memory, where torch rounds every tensor up to a power of two.
 
     Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`,
     adapters not included.
@@ -36,8 +35,6 @@ class Weights:
     moments: int
     adaln: int
     largest: int
-    matrices: int
-    matrix_elements: int
     muon_flops: float
     pinned: int
     trained_pinned: int
@@ -52,20 +49,15 @@ def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
     count = partial(
         _count, hashable(transformer), modules, config.lora.rank, config.optimizer.name
     )
-    return (
-        count(layers)
-        if layers <= 3
-        else extended(count(2), count(3), layers, ("block", "largest"))
-    )
+    if layers <= 3:
+        return count(layers)
+    return extended(count(2), count(3), layers, ("block", "largest"))
 
 
 def targets_of(config: RunConfig) -> tuple[str, ...] | None:
     """Layers that get an adapter as a key; None are those of the family."""
-    return (
-        None
-        if config.lora.target_modules is None
-        else tuple(config.lora.target_modules)
-    )
+    modules = config.lora.target_modules
+    return None if modules is None else tuple(modules)
 
 
 def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -91,9 +83,7 @@ def _count(
     from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
 
     transformer = meta_transformer(dict(key), torch.float32, layers)
-    total, pinned = (
-        sum(map(of, transformer.parameters())) for of in (torch.numel, _pinned)
-    )
+    parameters = list(transformer.parameters())
     block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())
     adaln = sum(
         p.numel()
@@ -105,32 +95,26 @@ def _count(
     else:
         add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
     moments = 0
-    matrices = 0
-    matrix_elements = 0
     flops = 0.0
     trained = trainable_parameters(transformer)
     for name, parameter in trained.items():
         # As `OptimizerSet` divides them.
         if optimizer == "muon" and parameter.ndim == 2 and "embed.weight" not in name:
             moments += parameter.numel()
-            matrices = matrices + 1
-            matrix_elements = matrix_elements + parameter.numel()
             short, long = sorted(parameter.shape)
             # Five Newton-Schulz steps: X X^T, its square, and their product with X.
             flops += 5 * (4 * short * short * long + 2 * short**3)
         else:
             moments += 2 * parameter.numel()
     return Weights(
-        total=total,
+        total=sum(p.numel() for p in parameters),
         block=block,
         trained=sum(p.numel() for p in trained.values()),
         moments=moments,
         adaln=adaln,
         largest=max(p.numel() for p in trained.values()),
-        matrices=matrices,
-        matrix_elements=matrix_elements,
         muon_flops=flops,
-        pinned=pinned,
+        pinned=sum(map(_pinned, parameters)),
         trained_pinned=sum(map(_pinned, trained.values())),
     )
 

@@ -45,6 +45,7 @@ from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import check_heads, kl_uses
+from sage_fast.data import used_prompts
 from sage_fast.distributed.failure import (
     HangGuard,
     check_same_everywhere,
@@ -79,7 +80,7 @@ from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import abandon_after, find_start, keep_videos, move_aside
 from sage_fast.run.run_status import RunProgress, State, Status
-from sage_fast.trainer import Trainer, used_prompts
+from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0
 """The page of a run is written at its end, and after an update where it is older than

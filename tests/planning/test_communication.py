@@ -23,7 +23,10 @@ from tests.planning.test_estimate import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 H100 = DEVICES["h100"]
-WIDTH, LAYERS, TOKENS, TEXT = 256, 3, 72, 250
+WIDTH = 256
+LAYERS = 3
+TOKENS = 72
+TEXT = 250
 FULL = [
     "--training.mode=full",
     "--model.dtype=float32",
@@ -71,7 +74,8 @@ def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(
     plan = small(
         f"--distributed.sp={sp}", f"--model.checkpointing={checkpointing}", gpus=sp
     )
-    share, away = ceil(TOKENS / sp), (sp - 1) / sp
+    share = ceil(TOKENS / sp)
+    away = (sp - 1) / sp
     forward = 2 * away * WIDTH * (LAYERS * 4 * share + (LAYERS - 1) * TEXT)
     backward = 2 * away * WIDTH * (LAYERS * 8 * share + (LAYERS - 1) * TEXT)
     assert plan.waits["rollout"] == pytest.approx(16 * forward / (H100.link * 1e9))
@@ -97,7 +101,8 @@ def test_tokens_and_heads_are_swapped_twice_per_layer_and_pass(
 
 def test_shards_of_all_weights_and_what_stays_whole() -> None:
     plan = small(*FULL, "--optimizer.name=adamw", "--training.ema_decay=0.9", gpus=8)
-    update, weights = plan.memory.phases["update"].parts(), plan.weights
+    update = plan.memory.phases["update"].parts()
+    weights = plan.weights
     assert update["transformer"] == 4 * weights.total / 8
     for name in ("gradients", "anchor", "average (EMA)"):
         assert update[name] == 4 * weights.trained / 8
@@ -186,7 +191,8 @@ def test_ranks_wait_for_the_longest_of_their_prompts(tmp_path: Path) -> None:
     config = load_config(
         "configs/hv15_480p_lora_8gpu.yaml", [f"--data.prompts={prompts}"]
     )
-    batch, group = config.rollout.batch_size, config.rollout.num_generations
+    batch = config.rollout.batch_size
+    group = config.rollout.num_generations
     assert longest_prompt(config, 2 * group // batch) == pytest.approx(
         (3 * 5 + 2 * 3 + 1) / 9 / 2
     )
@@ -209,7 +215,8 @@ def test_communication_buffers_are_on_every_gpu_once_ranks_communicate() -> None
     assert 688e6 < Layout(replicate=4).communication_buffers / 2 < 1.5 * 688e6
     eight = Layout(sp=8).communication_buffers - 2 * RING_AND_TREE
     assert eight == pytest.approx(3.28e9, rel=0.15)
-    alone, several = small(gpus=1), small("--distributed.sp=2", gpus=4)
+    alone = small(gpus=1)
+    several = small("--distributed.sp=2", gpus=4)
     for name, phase in several.memory.phases.items():
         assert phase.communication_buffers == (
             0 if name == "encode" else several.layout.communication_buffers

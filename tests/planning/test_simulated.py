@@ -156,11 +156,13 @@ def simulate(file: str, words: list[str], rank: int, size: int) -> Found:
             {name: scores[:count].cos() for name in ("VQ", "MQ", "TA")}, torch.zeros(count, dtype=torch.bool)
         ))  # fmt: skip
         trainer = build(file, words)
-        recorder, own = Recorder(), trainer.engine.phase
+        recorder = Recorder()
+        own = trainer.engine.phase
 
         @contextmanager
         def named(name: str, context: Any) -> Iterator[None]:
-            before, recorder.phase = recorder.phase, name
+            before = recorder.phase
+            recorder.phase = name
             with context:
                 yield
             recorder.phase = before

@@ -130,7 +130,16 @@ class TransitionTable:
 
         Args:
             steps: step indices in [0, T); order and repetition do not matter.
+
+        Raises:
+            ValueError: for an index out of range.
         """
+        # A negative one would count from the end.
+        if wrong := [step for step in steps if not 0 <= step < self.num_steps]:
+            raise ValueError(
+                f"steps {wrong} are not in the table; allowed are 0 to "
+                f"{self.num_steps - 1}"
+            )
         kept = torch.zeros(self.num_steps, dtype=torch.bool)
         kept[list(steps)] = True
         kept &= self.trainable

@@ -12,9 +12,10 @@ so where W_2 is trained dgate costs no further product.
 Shapes: B batch, N tokens, D width; rows are tokens of all samples.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from itertools import islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -67,13 +68,71 @@ def read_layers(flat: list[Tensor], *modules: Any) -> list[Projection]:
     """Layers of diffusers or peft, whose tensors are appended to a block's flat list."""
     found = []
     for module in modules:
-        found.append(projection(module, len(flat)))
-        flat.extend(found[-1].tensors())
+        layer = projection(module, len(flat))
+        flat += layer.tensors()
+        found.append(layer)
     return found
 
 
+T = TypeVar("T")
+
+
+class Stage(Generic[T]):
+    """An attribute that is computed when it is first read, and may be set or deleted.
+
+    `functools.cached_property` of Python 3.11 has one lock for all blocks, which
+    threads that exchange tokens wait for.
+    """
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self.compute = compute
+        self.name = compute.__name__
+
+    def __get__(self, owner: Any, kind: type) -> T:
+        # Python looks into the instance before a descriptor without `__set__`, so the
+        # next read does not come here.
+        value = owner.__dict__[self.name] = self.compute(owner)
+        return value
+
+
+class Staged:
+    """One pass that computes its `Stage`s as they are read, in the forward and again in
+    the backward.
+    """
+
+    saved: Sequence[str]
+    """Stages that the forward leaves for the backward."""
+
+    def forget(self, *stages: str) -> None:
+        """Free what is not saved."""
+        for stage in stages:
+            if stage in self.__dict__ and stage not in self.saved:
+                del self.__dict__[stage]
+
+
+def save(ctx: Any, tensors: Sequence[Tensor], *passes: Staged) -> None:
+    """Leave the tensors and the saved stages of an autograd function for its backward."""
+    values = [one.__dict__[name] for one in passes for name in one.saved]
+    # Autograd saves a flat list. Of each stage `ctx.sizes` keeps the size of its tuple,
+    # 0 for a plain tensor.
+    ctx.sizes = [len(value) if type(value) is tuple else 0 for value in values]
+    flat: list[Tensor] = []
+    for value, size in zip(values, ctx.sizes, strict=True):
+        flat += value if size else (value,)
+    ctx.save_for_backward(*tensors, *flat)
+
+
+def restore(ctx: Any, saved: Iterator[Tensor], *passes: Staged) -> None:
+    """Set the stages that `save` left; `saved` is what follows the tensors."""
+    sizes = iter(ctx.sizes)
+    for one in passes:
+        for name in one.saved:
+            size = next(sizes)
+            one.__dict__[name] = tuple(islice(saved, size)) if size else next(saved)
+
+
 @dataclass
-class BlockPass:
+class BlockPass(Staged):
     """One pass of tokens (B, N, D) through a block's layers."""
 
     kernels: BlockKernels
@@ -139,7 +198,7 @@ class BlockPass:
     def feed_forward_backward(
         self,
         grad: Tensor,
-        hidden: Tensor | None,
+        hidden: Tensor,
         normed: Tensor,
         gate: Tensor,
         gradients: Gradients,
@@ -151,19 +210,16 @@ class BlockPass:
 
         Args:
             grad: of the block's result.
-            hidden: y W_1 + b, which the GELU's derivative needs; None to compute it.
+            hidden: y W_1 + b, which the GELU's derivative needs.
             normed: y.
         """
         (ff_out,) = self.layers["ff_out"]
         adapter = self.adapters["ff_out"]
         wanted = gradients.wants(ff_out)
-        hidden = self.project("ff_in", normed) if hidden is None else hidden
         branch_grad, _ = self.kernels.gated_residual_backward(
             grad, None, gate, hidden.dtype
         )
         branch_grad = branch_grad.flatten(0, 1)
-        # dh = branch_grad W_2 needs nothing of the forward, so it comes before h
-        # exists.
         # h = gelu(hidden) is never saved: the kernel that differentiates the GELU
         # writes it on the way, if anyone asks.
         activated_grad, low_grad = input_backward([branch_grad], [ff_out], adapter)

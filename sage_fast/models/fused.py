@@ -37,7 +37,6 @@ class LocalAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor]:
-        """As in `JointAttention`."""
         # On meta the op gives shapes and counts FLOPs. Elsewhere the dispatcher would
         # only cost time.
         run = torch.ops.sage_fast.attention if q.device.type == "meta" else call_forward
@@ -53,12 +52,9 @@ class LocalAttention:
         lse: Tensor,
         num_video: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `JointAttention`."""
-        run = (
-            torch.ops.sage_fast.attention_backward
-            if q.device.type == "meta"
-            else call_backward
-        )
+        run = call_backward
+        if q.device.type == "meta":
+            run = torch.ops.sage_fast.attention_backward
         return run(grad, q, k, v, out, lse, self.backend, self.deterministic)
 
 
@@ -238,11 +234,9 @@ class BlockwiseForward(FusedForward):
 
     def leave(self, tokens: Tensor) -> Tensor:
         """The video tokens of all ranks (B, N, ...)."""
-        return (
-            tokens
-            if self.sequence is None
-            else self.sequence.join(tokens, 1, self.num_video)
-        )
+        if self.sequence is None:
+            return tokens
+        return self.sequence.join(tokens, 1, self.num_video)
 
     def settings(self, device: torch.device, dtype: torch.dtype) -> BlockSettings:
         """How blocks are computed for tensors of a device and dtype."""

@@ -160,21 +160,17 @@ class Adapter:
 
     def low(self, rows: Tensor) -> Tensor:
         """x A^T, (R, T), of rows of x."""
-        return (
-            rows[:, self.a.shape[1] :]
-            if self.is_behind(rows)
-            else torch.mm(rows, self.a.t())
-        )
+        if self.is_behind(rows):
+            return rows[:, self.a.shape[1] :]
+        return torch.mm(rows, self.a.t())
 
     def widened(self, layers: Sequence[Projection]) -> Tensor:
         """[W | b] of the layers."""
         if self.wide is None:
-            weight = stacked([layer.weight for layer in layers])
-            weight = (
-                torch.cat([layer.weight for layer in layers])
-                if weight is None
-                else weight
-            )
+            weights = [layer.weight for layer in layers]
+            weight = stacked(weights)
+            if weight is None:
+                weight = torch.cat(weights)
             self.wide = torch.cat([weight, self.b], dim=1)
         return self.wide
 
@@ -415,11 +411,7 @@ def _sum_of_products(
     rows: Sequence[Tensor], weights: Sequence[Tensor], out: Tensor | None = None
 ) -> Tensor:
     """The sum of rows[i] @ weights[i], added up in one buffer."""
-    result = (
-        torch.mm(rows[0], weights[0])
-        if out is None
-        else torch.mm(rows[0], weights[0], out=out)
-    )
+    result = torch.mm(rows[0], weights[0], out=out)
     for more, weight in zip(rows[1:], weights[1:], strict=True):
         _add_product(result, more, weight)
     return result

@@ -119,13 +119,11 @@ class Library:
         major, minor = torch.cuda.get_device_capability(use.device)
         least, most = self.capabilities
         if not least <= major <= most:
-            span = (
-                f"{least}.x or newer"
-                if most == 99
-                else f"{least}.x"
-                if least == most
-                else f"{least}.x to {most}.x"
-            )
+            span = f"{least}.x to {most}.x"
+            if most == 99:
+                span = f"{least}.x or newer"
+            elif least == most:
+                span = f"{least}.x"
             return (
                 f"it needs a GPU of compute capability {span}, and this one has "
                 f"{major}.{minor}"
@@ -250,11 +248,9 @@ class Sdpa(Library):
         """CPU: any head dim and float dtype."""
         if use.device.type == "cpu":
             allowed = (*self.dtypes, torch.float64)
-            return (
-                None
-                if use.dtype in allowed
-                else f"it computes in {dtype_names(allowed)}, not in {use.dtype}"
-            )
+            if use.dtype in allowed:
+                return None
+            return f"it computes in {dtype_names(allowed)}, not in {use.dtype}"
         older = (
             use.device.type == "cuda"
             and torch.cuda.get_device_capability(use.device)[0] < 8
@@ -271,7 +267,6 @@ class Sdpa(Library):
         return "flash" if newer else "efficient"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         aten = torch.ops.aten
         query, key, value = _heads_first(q, k, v)
         kernel = self.kernel(q)
@@ -300,7 +295,6 @@ class Sdpa(Library):
         lse: Tensor,
         deterministic: bool,
     ) -> Gradients:
-        """As in `Library`."""
         aten = torch.ops.aten
         grad, query, key, value, result = _heads_first(grad_out, q, k, v, out)
         kernel = self.kernel(q)
@@ -366,19 +360,13 @@ class Cudnn(Library):
     head_dims = (8, 128)
 
     def _missing(self) -> str | None:
-        version = (
-            torch.backends.cudnn.version()
-            if torch.backends.cudnn.is_available()
-            else None
-        )
-        return (
-            None
-            if version is not None and version >= 90000
-            else f"cuDNN is {version or 'missing'}; {self.install}"
-        )
+        # None where torch has no cuDNN
+        version = torch.backends.cudnn.version()
+        if version is not None and version >= 90000:
+            return None
+        return f"cuDNN is {version or 'missing'}; {self.install}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             *_heads_first(q, k, v), None, True, scale=_scale(q)
         )
@@ -451,7 +439,6 @@ class Flash2(Library):
     deterministic = True
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         from flash_attn.flash_attn_interface import _flash_attn_forward
 
         out, lse, *_ = _flash_attn_forward(
@@ -469,7 +456,6 @@ class Flash2(Library):
         lse: Tensor,
         deterministic: bool,
     ) -> Gradients:
-        """As in `Library`."""
         from flash_attn.flash_attn_interface import _flash_attn_backward
 
         dq, dk, dv = empty_gradients(q, k, v)
@@ -499,9 +485,8 @@ def _hub_flash3() -> Any:
         # too.
         load = importlib.import_module("kernels").get_local_kernel
         old = "package_name" in inspect.signature(load).parameters
-        return (
-            load(folder, "flash_attn3") if old else load(folder)
-        ).flash_attn_interface
+        build = load(folder, "flash_attn3") if old else load(folder)
+        return build.flash_attn_interface
     except Exception as error:  # noqa: BLE001  releases of that package raise AssertionError and more
         logger.debug("No FlashAttention-3 from the hub: %s", error)
         return None
@@ -532,14 +517,11 @@ class Flash3(Library):
 
     def _interface(self) -> Any:
         """The source build's module, or the hub's."""
-        return (
-            importlib.import_module("flash_attn_interface")
-            if super()._missing() is None
-            else _hub_flash3()
-        )
+        if super()._missing() is None:
+            return importlib.import_module("flash_attn_interface")
+        return _hub_flash3()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         # From k_new to v_descale: caches, pages, ragged lengths, rotary tables, float8
         # scales.
         absent = (None,) * 20
@@ -558,7 +540,6 @@ class Flash3(Library):
         lse: Tensor,
         deterministic: bool,
     ) -> Gradients:
-        """As in `Library`."""
         dq, dk, dv = empty_gradients(q, k, v)
         # From cu_seqlens_q to max_seqlen_k: ragged lengths.
         absent = (None,) * 6
@@ -593,7 +574,6 @@ class Flash4(Library):
     deterministic = True
 
     def unavailable(self, use: Use) -> str | None:
-        """As in `Library`."""
         if (
             use.deterministic
             and use.device.type == "cuda"
@@ -603,7 +583,6 @@ class Flash4(Library):
         return super().unavailable(use)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         from flash_attn.cute.interface import _flash_attn_fwd
 
         out, lse, *_ = _flash_attn_fwd(
@@ -621,7 +600,6 @@ class Flash4(Library):
         lse: Tensor,
         deterministic: bool,
     ) -> Gradients:
-        """As in `Library`."""
         from flash_attn.cute.interface import _flash_attn_bwd
 
         # Releases before the option existed are asked for it only by those who need it,
@@ -644,7 +622,6 @@ class Xformers(Library):
     dtypes = (*HALF, torch.float32)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """As in `Library`."""
         from xformers.ops.fmha import memory_efficient_attention_forward_requires_grad
 
         out, lse = memory_efficient_attention_forward_requires_grad(

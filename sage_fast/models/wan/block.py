@@ -30,15 +30,22 @@ Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are token
 samples.
 """
 
-from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
-from sage_fast.models.block import EPS, BlockPass, Weights, read_layers
+from sage_fast.models.block import (
+    EPS,
+    BlockPass,
+    Stage,
+    Weights,
+    read_layers,
+    restore,
+    save,
+)
 from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import Gradients, read_adapters
 
@@ -121,26 +128,6 @@ def block_forward(
         return _Block(settings, weights, rotary, *tensors).forward()
 
 
-T = TypeVar("T")
-
-
-class Stage(Generic[T]):
-    """An attribute that is computed when it is first read, and may be set or deleted.
-
-    `functools.cached_property` of Python 3.11 has one lock for all blocks, which
-    threads that exchange tokens wait for.
-    """
-
-    def __init__(self, compute: "Callable[[_Block], T]") -> None:
-        self.compute = compute
-
-    def __get__(self, block: "_Block", owner: type) -> T:
-        # Python looks into the instance before a descriptor without `__set__`, so the
-        # next read does not come here.
-        value = block.__dict__[self.compute.__name__] = self.compute(block)
-        return value
-
-
 class _Block(BlockPass):
     """One pass of one block."""
 
@@ -174,12 +161,6 @@ class _Block(BlockPass):
         return tuple(
             part.unflatten(2, (-1, head_dim)) for part in tokens.split(width, dim=2)
         )
-
-    def forget(self, *stages: str) -> None:
-        """Free what is not saved."""
-        for stage in stages:
-            if stage not in self.saved:
-                self.__dict__.pop(stage, None)
 
     # ----------------------------------------------------------------------------------------------------
     # stages
@@ -428,32 +409,17 @@ class _BlockFunction(torch.autograd.Function):
         ctx.weights = weights
         ctx.rotary = rotary
         ctx.count = len(tensors)
-        ctx.stages = {name: getattr(block, name) for name in block.saved}
-        # Autograd saves a flat list. Of each stage `ctx.stages` keeps the size of its
-        # tuple, 0 for a plain tensor.
-        kept = [
-            tensor
-            for value in ctx.stages.values()
-            for tensor in (value if type(value) is tuple else (value,))
-        ]
-        ctx.stages = {
-            name: 2 if type(value) is tuple else 0 for name, value in ctx.stages.items()
-        }
-        ctx.save_for_backward(*tensors, *kept)
+        save(ctx, tensors, block)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tensors = ctx.saved_tensors[: ctx.count]
-        kept = iter(ctx.saved_tensors[ctx.count :])
-        block = _Block(
-            ctx.settings, ctx.weights.rebuilt(tensors[3:]), ctx.rotary, *tensors
-        )
-        for name, count in ctx.stages.items():
-            block.__dict__[name] = (
-                tuple(next(kept) for _ in range(count)) if count else next(kept)
-            )
+        saved = ctx.saved_tensors
+        tensors = saved[: ctx.count]
+        weights = ctx.weights.rebuilt(tensors[3:])
+        block = _Block(ctx.settings, weights, ctx.rotary, *tensors)
+        restore(ctx, iter(saved[ctx.count :]), block)
         *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]
         gradients = Gradients(ctx.needs_input_grad[6:])
         with without_autocast(grad):

@@ -349,9 +349,9 @@ def test_rollout_and_update_compute_the_same_bits(checkpointing: Any) -> None:
         # Tensors of all tokens at the peak of the forward, kept for the backward, and
         # at the peak of the backward.
         ("none", "adapters", (15.024, 10.016, 22.815)),
-        ("feed_forward", "adapters", (13.524, 6.016, 21.321)),
-        ("selective", "adapters", (10.524, 2.016, 17.961)),
-        ("full", "adapters", (10.524, 1.0, 24.008)),
+        ("feed_forward", "adapters", (12.899, 6.016, 21.321)),
+        ("selective", "adapters", (9.899, 2.016, 17.961)),
+        ("full", "adapters", (9.899, 1.0, 24.008)),
         ("full", "nothing", (7.391, 1.0, 19.391)),
         ("none", "everything", (14.391, 10.016, 32.652)),
     ],

@@ -19,17 +19,14 @@ import pytest
 import torch
 from torch import nn
 
-from sage_fast.checkpoint import (
-    MANIFEST,
-    CheckpointData,
-    CheckpointWriter,
-    checkpoint_name,
+from sage_fast.checkpoint import writer
+from sage_fast.checkpoint.folder import MANIFEST, checkpoint_name, list_checkpoints
+from sage_fast.checkpoint.reader import (
     find_checkpoint,
-    list_checkpoints,
     newest_checkpoint,
     open_checkpoint,
-    writer,
 )
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 
 WAYS = pytest.mark.parametrize(

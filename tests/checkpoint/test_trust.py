@@ -13,8 +13,8 @@ import yaml
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import sage_fast
-from sage_fast.checkpoint import find_checkpoint, open_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
+from sage_fast.checkpoint.reader import find_checkpoint, open_checkpoint
 from sage_fast.config import files
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.test_checkpoint import save

@@ -21,7 +21,8 @@ import torch
 from torch import distributed as dist
 
 from sage_fast import rollout
-from sage_fast.checkpoint import list_checkpoints, writer
+from sage_fast.checkpoint import writer
+from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.commands import cli
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed import failure

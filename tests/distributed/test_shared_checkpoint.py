@@ -19,15 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sage_fast.checkpoint import (
-    CheckpointData,
-    CheckpointWriter,
-    find_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-    verify_checkpoint,
-)
 from sage_fast.checkpoint import folder as folder_module
+from sage_fast.checkpoint.folder import list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint.reader import find_checkpoint, open_checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.failure import HangGuard

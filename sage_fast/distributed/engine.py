@@ -103,7 +103,9 @@ class WeightSnapshot:
                 there.copy_(old)
             else:
                 # Swapped, so that the same call undoes it.
-                parameter.data, self.values[name] = self.values[name], parameter.data
+                old = parameter.data
+                parameter.data = self.values[name]
+                self.values[name] = old
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -93,7 +93,8 @@ def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
     assert checkpoint is not None and checkpoint.state == {"update": 40, "ranks": 4}
     parameters = sharded(world, model(value=9))
     momenta = {f"{name}.exp_avg": torch.zeros_like(p) for name, p in parameters.items()}
-    step, adapter = torch.tensor(0.0), torch.zeros(3, 4)
+    step = torch.tensor(0.0)
+    adapter = torch.zeros(3, 4)
     checkpoint.load_into(
         {
             "weights": parameters,
@@ -168,7 +169,9 @@ def save_thrice(root: str) -> tuple[list[int], int]:
         "weights": parameters,
         "adapter": {str(n): torch.full((8,), float(n)) for n in range(8)},
     }
-    copied, planned, plan = [], [], DefaultSavePlanner.create_global_plan
+    copied = []
+    planned = []
+    plan = DefaultSavePlanner.create_global_plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             DefaultSavePlanner,

@@ -74,7 +74,7 @@ from sage_fast.rollout import (
 from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
 
 if TYPE_CHECKING:
-    from sage_fast.checkpoint import Checkpoint
+    from sage_fast.checkpoint.reader import Checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,9 @@ import torch
 from torch import Tensor
 
 from sage_fast import optim
-from sage_fast.checkpoint import (
-    CheckpointData,
-    CheckpointWriter,
-    list_checkpoints,
-    open_checkpoint,
-)
+from sage_fast.checkpoint.folder import list_checkpoints
+from sage_fast.checkpoint.reader import open_checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import ConfigError, DecodeError, TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import KLMode, ModelConfig, kl_uses

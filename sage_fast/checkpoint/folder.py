@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import stat
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
@@ -64,17 +63,14 @@ def list_checkpoints(root: Path) -> list[Path]:
         UnreadableCheckpointError: `root` exists and cannot be listed.
     """
     try:
-        with os.scandir(root) as entries:
-            names = [
-                entry.name
-                for entry in entries
-                if CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_dir()
-            ]
+        named = [
+            path for path in root.iterdir() if CHECKPOINT_NAME.fullmatch(path.name)
+        ]
+        return sorted(filter(Path.is_dir, named), key=update_of)
     except OSError as error:
         if error.errno in ABSENT:
             return []
         raise UnreadableCheckpointError.of(root, error) from error
-    return sorted((root / name for name in names), key=update_of)
 
 
 def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
@@ -96,11 +92,9 @@ def read_best(root: Path, newest: float = math.inf) -> tuple[int, float] | None:
             error,
         )
         return None
-    return (
-        (update, score)
-        if update <= newest and (root / checkpoint_name(update)).is_dir()
-        else None
-    )
+    if update <= newest and (root / checkpoint_name(update)).is_dir():
+        return update, score
+    return None
 
 
 def verify_checkpoint(folder: Path, world: World = SINGLE_PROCESS) -> None:
@@ -161,14 +155,8 @@ def agree(world: World, step: Callable[[], T]) -> T:
         failure = error
     failures = [found for found in world.gather(failure) if found is not None]
     if failures:
-        raise next(
-            (
-                found
-                for found in failures
-                if isinstance(found, UnreadableCheckpointError)
-            ),
-            failures[0],
-        )
+        failures.sort(key=lambda f: not isinstance(f, UnreadableCheckpointError))
+        raise failures[0]
     return outcome  # type: ignore[return-value]
 
 
@@ -207,12 +195,10 @@ def write_manifest(folder: Path, update: int, files: Files) -> None:
         "format_version": FORMAT_VERSION,
         "sage_fast": __version__,
         "update": update,
-        "files": dict(files),
+        "files": files,
     }
     manifest["sha256"] = _manifest_digest(manifest)
-    (folder / MANIFEST).write_text(
-        json.dumps(manifest, indent=1, ensure_ascii=False), encoding="utf-8"
-    )
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     sync(folder / MANIFEST)
     # A file outlasts a crash of the machine only if the entry in its folder does.
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
@@ -236,27 +222,21 @@ def _read_manifest(folder: Path) -> Files:
     """The files that the manifest of a checkpoint describes. Raises as
     `verify_checkpoint`.
     """
-    try:
-        is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except OSError as error:
-        if error.errno not in ABSENT:
-            raise UnreadableCheckpointError.of(folder, error) from error
-        is_folder = False
-    if not is_folder:
-        raise CheckpointError(
-            f"There is no checkpoint folder {folder}. Give a folder such as "
-            "runs/NAME/checkpoints/update-000040."
-        )
     incomplete = DamagedCheckpointError(
         f"{folder} has no intact {MANIFEST}: it was not written completely or altered."
     )
     try:
         manifest = loads((folder / MANIFEST).read_bytes())
     except OSError as error:
-        if error.errno in ABSENT:
+        if error.errno not in ABSENT:
+            raise UnreadableCheckpointError.of(folder / MANIFEST, error) from error
+        if folder.is_dir():
             raise incomplete from error
-        raise UnreadableCheckpointError.of(folder / MANIFEST, error) from error
-    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"There is no checkpoint folder {folder}. Give a folder such as "
+            "runs/NAME/checkpoints/update-000040."
+        ) from error
+    except ValueError as error:
         raise incomplete from error
     if not isinstance(manifest, dict):
         raise incomplete
@@ -271,10 +251,9 @@ def _read_manifest(folder: Path) -> Files:
     ):
         raise CheckpointError(
             f"{folder} has checkpoint format {version} of SAGE-Fast "
-            f"{manifest.get('sage_fast')}; version {__version__} "
-            f"reads format {FORMAT_VERSION} alone. Finish that run with the version "
-            "that started it, or start a new "
-            "run in another output_dir."
+            f"{manifest.get('sage_fast')}; version {__version__} reads format "
+            f"{FORMAT_VERSION} alone. Finish that run with the version that started "
+            "it, or start a new run in another output_dir."
         )
     if not intact:
         raise incomplete
@@ -283,13 +262,9 @@ def _read_manifest(folder: Path) -> Files:
         raise incomplete
     for name in files:
         path = PurePosixPath(name)
-        if (
-            not name.isprintable()
-            or not path.parts
-            or path.is_absolute()
-            or ".." in path.parts
-        ):
-            raise incomplete  # it leads out of the folder
+        # it may not lead out of the folder
+        if not name.isprintable() or path.is_absolute() or ".." in path.parts:
+            raise incomplete
     return files
 
 

@@ -95,16 +95,14 @@ class Checkpoint:
             CheckpointError: the checkpoint lacks one, has it in another shape, or
                 cannot be read; on all ranks.
         """
-        shapes = self.shapes
-        wanted = {
-            (group, name): t
-            for group, tensors in targets.items()
-            for name, t in tensors.items()
-        }
+        agree(self._world, lambda: self._fill(targets))
 
-        def fill() -> None:
-            # All are checked before one is filled.
-            for (group, name), target in wanted.items():
+    def _fill(self, targets: Mapping[str, Mapping[str, Tensor]]) -> None:
+        shapes = self.shapes
+        wanted: dict[str, Tensor] = {}
+        # All are checked before one is filled.
+        for group, tensors in targets.items():
+            for name, target in tensors.items():
                 saved = shapes.get(group, {}).get(name)
                 if saved is None:
                     raise CheckpointError(
@@ -113,14 +111,10 @@ class Checkpoint:
                 if saved != target.shape:
                     raise CheckpointError(
                         f"{self.folder} has {group} {name!r} of shape {tuple(saved)}, "
-                        "this run's is "
-                        f"{tuple(target.shape)}."
+                        f"this run's is {tuple(target.shape)}."
                     )
-            self._shards.read(
-                {f"{group}.{name}": target for (group, name), target in wanted.items()}
-            )
-
-        agree(self._world, fill)
+                wanted[f"{group}.{name}"] = target
+        self._shards.read(wanted)
 
 
 @dataclass(eq=False)
@@ -216,19 +210,15 @@ class _Shards(FileSystemReader):
             flatten_state_dict=False, flatten_sharded_tensors=False
         )
         try:
-            load(dict(targets), storage_reader=self, planner=planner, no_dist=True)
+            load(targets, storage_reader=self, planner=planner, no_dist=True)
         except OSError as error:
             raise UnreadableCheckpointError.of(self._checkpoint, error) from error
         except CheckpointException as error:  # no Exception: nobody else would catch it
-            reasons = {failure[0] for failure in error.failures.values()}
-            if refused := [
-                reason
-                for reason in reasons
-                if isinstance(reason, OSError) and reason.errno
-            ]:
-                raise UnreadableCheckpointError.of(
-                    self._checkpoint, refused[0]
-                ) from error
+            for reason, _ in error.failures.values():
+                if isinstance(reason, OSError) and reason.errno:
+                    raise UnreadableCheckpointError.of(
+                        self._checkpoint, reason
+                    ) from error
             raise CheckpointError(
                 f"{self._checkpoint} cannot be read: {error}"
             ) from error
@@ -236,6 +226,7 @@ class _Shards(FileSystemReader):
 
 _RECORDS = {
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
@@ -259,13 +250,10 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        # the name of Python 3.13
-        module = {"pathlib._local": "pathlib"}.get(module, module)
         if (module, name) in _RECORDS:
             return super().find_class(module, name)
-        if module == "torch" and isinstance(
-            dtype := getattr(torch, name, None), torch.dtype
-        ):
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
             return dtype
         raise pickle.UnpicklingError(
             f"it calls for {module}.{name}, which no checkpoint contains"
@@ -289,21 +277,16 @@ def _read_metadata(path: Path) -> tuple[Metadata, dict[str, dict[str, Tensor]]]:
     except Exception as error:  # a prepared pickle can raise anything
         raise CheckpointError(
             f"{path} does not describe a checkpoint's tensors: {error}. Nothing in it "
-            "was run. Use another "
-            "checkpoint, unless a newer version of SAGE-Fast or PyTorch has written "
-            "this one: then use that version."
+            "was run. Use another checkpoint, unless a newer version of SAGE-Fast or "
+            "PyTorch has written this one: then use that version."
         ) from error
 
 
-def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
+def _describe(metadata: Metadata) -> dict[str, dict[str, Tensor]]:
     """group -> name -> meta tensor. ValueError unless there is nothing but tensors
     (torch would unpickle other objects), and every one of them lies in a shard of this
     checkpoint.
     """
-    if not isinstance(metadata, Metadata) or not isinstance(
-        metadata.storage_data, dict
-    ):
-        raise ValueError(f"it holds a {type(metadata).__name__}")
     for place in metadata.storage_data.values():
         # It must not lead out of the folder, whose own files alone the manifest covers.
         if (
@@ -327,15 +310,11 @@ def _describe(metadata: Any) -> dict[str, dict[str, Tensor]]:
 def _read_state(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint. Raises as `_read_metadata`."""
     try:
-        state = loads(path.read_bytes())
+        state: dict[str, Any] = loads(path.read_bytes())
     except OSError as error:
         raise UnreadableCheckpointError.of(path, error) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not valid JSON: {error}. Use another checkpoint."
         ) from error
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path} does not hold a JSON object. Use another checkpoint."
-        )
     return state

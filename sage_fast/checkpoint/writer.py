@@ -103,26 +103,21 @@ class CheckpointWriter:
         self.root = root
         self.keep_last = keep_last
         self.world = world
-        self._group = (
-            None
-            if world.mesh is None
-            else dist.new_group(
+        self._group: dist.ProcessGroup | None = None
+        if world.mesh is not None:
+            self._group = dist.new_group(
                 backend="gloo",
                 timeout=timedelta(seconds=timeout_seconds),
                 group_desc=OWN_TIMEOUT,
             )
-        )
         # Ranks of an earlier attempt at the run, which may not have ended yet, must not
         # write into the same folder.
         self._attempt = world.gather(secrets.token_hex(4))[0]
         # Python waits for its thread before it exits, so a rename is never cut short by
         # the end of the program.
-        self._thread = (
-            ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-            if asynchronous
-            else None
-        )
-        self._has_root = False
+        self._thread: ThreadPoolExecutor | None = None
+        if asynchronous:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         self.published: deque[Path] = deque()
         """Checkpoints that have become complete, oldest first, on rank 0; who reads
@@ -167,20 +162,19 @@ class CheckpointWriter:
         }
         planner = self._plan(tensors)
         self._agree(update, lambda: self._make_folder(update))
-        more = (
-            None
-            if extra is None
-            else self._agree(update, lambda: extra(self._partial(update)))
-        )
-        own = ((key, tensors[key]) for key in planner.own_keys)
-        parts = {key: t.to_local() if isinstance(t, DTensor) else t for key, t in own}
+        more: Callable[[], object] | None = None
+        if extra is not None:
+            more = self._agree(update, lambda: extra(self._partial(update)))
+        parts: dict[str, Tensor] = {}
+        for key in planner.own_keys:
+            tensor = tensors[key]
+            parts[key] = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local = self._agree(update, lambda: self._copy(parts))
+        arguments = (update, state, planner, local, more)
         if self._thread is None:
-            self._write(update, state, planner, local, more)
+            self._write(*arguments)
         else:
-            self._pending = self._thread.submit(
-                self._write, update, state, planner, local, more
-            )
+            self._pending = self._thread.submit(self._write, *arguments)
         return self._final(update)
 
     def pin_best(self, update: int, score: float) -> None:
@@ -304,13 +298,10 @@ class CheckpointWriter:
                 mesh = tensor.device_mesh
                 place = 0
                 holders = 1
-                for dim in (
-                    dim
-                    for dim, placement in enumerate(tensor.placements)
-                    if placement.is_replicate()
-                ):
-                    place = place * mesh.size(dim) + mesh.get_local_rank(dim)
-                    holders = holders * mesh.size(dim)
+                for dim, placement in enumerate(tensor.placements):
+                    if placement.is_replicate():
+                        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
+                        holders *= mesh.size(dim)
             elif not everywhere:
                 place = 0
                 holders = 1
@@ -332,15 +323,11 @@ class CheckpointWriter:
         """
         if not self.world.is_main:
             return
-        if not self._has_root:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._has_root = True
         for abandoned in self.root.glob(".update-*.partial"):
             # One writer per run: nobody else's is needed. A rank that is just being
             # ended may still write into one.
             shutil.rmtree(abandoned, ignore_errors=True)
-        self._partial(update).mkdir()
-        (self._partial(update) / SHARDS).mkdir()
+        (self._partial(update) / SHARDS).mkdir(parents=True)
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in CPU memory that is kept for the next save;
@@ -369,7 +356,7 @@ class CheckpointWriter:
         update: int,
         state: str,
         planner: "_CopiesPlanner",
-        local: Mapping[str, Tensor],
+        local: dict[str, Tensor],
         more: Callable[[], object] | None,
     ) -> None:
         """Write, sum and publish.
@@ -385,11 +372,11 @@ class CheckpointWriter:
             storage = FileSystemWriter(
                 self._partial(update) / SHARDS, sync_files=True, per_thread_copy_ahead=0
             )
-            if self._group is None:
-                one_process_is_meant()
             alone = self._group is None
+            if alone:
+                one_process_is_meant()
             save(
-                dict(local),
+                local,
                 storage_writer=storage,
                 planner=planner,
                 process_group=self._group,
@@ -403,7 +390,9 @@ class CheckpointWriter:
 
         # Each rank has described its own files; all come into one manifest.
         parts = self.world.gather(self._agree(update, write), self._group)
-        files = {name: entry for part in parts for name, entry in part.items()}
+        files: Files = {}
+        for part in parts:
+            files |= part
         self._agree(update, lambda: self._publish(update, files))
 
     def _describe_own(self, update: int, text: str) -> Files:
@@ -415,15 +404,12 @@ class CheckpointWriter:
         if self.world.is_main:
             state = partial / STATE
             state.write_text(text, encoding="utf-8")
-            others = [
-                p
-                for p in partial.rglob("*")
-                if p.is_file() and not p.match(f"{SHARDS}/__*")
-            ]
-            # safetensors makes files that nobody else may read, whatever the umask says
-            for path in others:
-                path.chmod(stat.S_IMODE(state.stat().st_mode))
-            mine += others
+            for path in partial.rglob("*"):
+                if path.is_file() and not path.match(f"{SHARDS}/__*"):
+                    # safetensors makes files that nobody else may read, whatever the
+                    # umask says
+                    path.chmod(stat.S_IMODE(state.stat().st_mode))
+                    mine.append(path)
         return describe_files(mine, partial)
 
     def _publish(self, update: int, files: Files) -> None:
@@ -442,13 +428,10 @@ class CheckpointWriter:
         self.published.append(final)
         try:
             best = read_best(self.root, newest=update)
+            folders = list_checkpoints(self.root)
             # A newer folder is a damaged one that this run has passed over; it must not
             # push out what was just written.
-            folders = [
-                folder
-                for folder in list_checkpoints(self.root)
-                if update_of(folder) <= update
-            ]
+            folders = [folder for folder in folders if update_of(folder) <= update]
             for old in folders[: -self.keep_last]:
                 if best is None or update_of(old) != best[0]:
                     self._discard(old)
@@ -489,23 +472,20 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):
                 reason += f" ({shutil.disk_usage(self.root).free / 1e9:.1f} GB free)"
         reasons = self.world.gather(reason, self._group)
-        failures = [
-            (rank, found) for rank, found in enumerate(reasons) if found is not None
-        ]
-        if not failures:
+        culprits = [rank for rank, found in enumerate(reasons) if found is not None]
+        if not culprits:
             return outcome  # type: ignore[return-value]
         self._planner = None  # it may know the plan of some ranks alone
         if self.world.is_main:
             shutil.rmtree(self._partial(update), ignore_errors=True)
         if isinstance(failure, KeyboardInterrupt):  # DCP takes it for a failure
             raise failure
-        rank, reason = failures[0]
+        rank = culprits[0]
         where = f" on rank {rank}" if self.world.size > 1 else ""
         raise CheckpointError(
-            f"Could not write checkpoint {self._final(update)}{where}: {reason}. Free "
-            "space, raise the quota or fix "
-            "permissions, then resume with --resume auto: earlier checkpoints are "
-            "intact."
+            f"Could not write checkpoint {self._final(update)}{where}: "
+            f"{reasons[rank]}. Free space, raise the quota or fix permissions, then "
+            "resume with --resume auto: earlier checkpoints are intact."
         ) from failure
 
 

@@ -68,9 +68,7 @@ class WeightSnapshot:
 
     @torch.no_grad()
     def average(self, decay: float) -> None:
-        """Move towards the present weights: value <- decay * value + (1 - decay) *
-        weight.
-        """
+        """value <- decay * value + (1 - decay) * weight"""
         for name, parameter in self._parameters.items():
             self.values[name].lerp_(parameter, 1.0 - decay)
 
@@ -90,10 +88,8 @@ class WeightSnapshot:
         # a second, which reading a configuration need not pay
         from torch.distributed.tensor import DTensor
 
-        if (
-            any(p.device.type == "cpu" for p in self._parameters.values())
-            and torch.cuda.is_available()
-        ):
+        on_cpu = any(p.device.type == "cpu" for p in self._parameters.values())
+        if on_cpu and torch.cuda.is_available():
             # With `cpu_offload` copies to the GPU that are queued still read the pinned
             # shards that change here.
             torch.cuda.synchronize()
@@ -107,7 +103,9 @@ class WeightSnapshot:
                 there.copy_(old)
             else:
                 # Swapped, so that the same call undoes it.
-                parameter.data, self.values[name] = self.values[name], parameter.data
+                old = parameter.data
+                parameter.data = self.values[name]
+                self.values[name] = old
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -201,7 +199,7 @@ class Engine(ABC):
 
     @abstractmethod
     def snapshot(self) -> WeightSnapshot:
-        """The present weights. Collective."""
+        """A copy of the present weights. Collective."""
 
     def phase(self, name: Phase) -> AbstractContextManager[None]:
         """The context is one phase of an iteration; the engine may keep weights

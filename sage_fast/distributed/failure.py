@@ -10,6 +10,7 @@ TORCH_FR_BUFFER_SIZE and TORCH_NCCL_DUMP_ON_TIMEOUT are set; `torchfrtrace` read
 import faulthandler
 import hashlib
 import platform
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -109,14 +110,8 @@ def is_communication_error(error: BaseException) -> bool:
     if isinstance(error, dist.DistError):
         return True
     # Gloo raises plain RuntimeErrors, which name its source file.
-    text = str(error)
-    return type(error) is RuntimeError and any(
-        sign in text
-        for sign in (
-            "gloo/transport",
-            "Connection closed by peer",
-            "Connection reset by peer",
-        )
+    return type(error) is RuntimeError and bool(
+        re.search(r"gloo/transport|Connection (closed|reset) by peer", str(error))
     )
 
 
@@ -143,51 +138,32 @@ def check_same_everywhere(
     """
     if not dist.is_initialized():
         return
-    # By UUID, since two processes may know one GPU by different numbers.
-    gpu = (
-        str(torch.cuda.get_device_properties(device).uuid)
-        if device and device.type == "cuda"
-        else ""
-    )
+    gpu = ""
+    if device is not None and device.type == "cuda":
+        # By UUID, since two processes may know one GPU by different numbers.
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
     gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
     dist.all_gather_object(gathered, (own, gpu))
     everywhere = [values for values, _ in gathered]
     differences = []
-    for name in sorted({name for values in everywhere for name in values}):
+    for name in sorted(set().union(*everywhere)):
         owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
         if len(owners) > 1:
-            # What most ranks have comes first.
-            shown = sorted(owners.items(), key=lambda item: -len(item[1]))[:MOST_SHOWN]
-            differences.append(
-                f"{name}: "
-                + ", ".join(f"{value} ({in_words(ranks)})" for value, ranks in shown)
-            )
+            shown = [f"{value} ({_in_words(ranks)})" for value, ranks in owners.items()]
+            differences.append(f"{name}: {', '.join(shown[:MOST_SHOWN])}")
     if differences:
-        more = (
-            f"; and {len(differences) - MOST_SHOWN} more"
-            if len(differences) > MOST_SHOWN
-            else ""
-        )
         raise ConfigError(
-            f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}{more}. Start "
-            "every process with the same files "
-            "and overrides, in one environment and on one file system that all nodes "
-            "share."
+            f"The ranks differ in {'; '.join(differences[:MOST_SHOWN])}. Start every "
+            "process with the same files and overrides, in one environment and on one "
+            "file system that all nodes share."
         )
-    # The empty name is that of ranks without a GPU.
-    shared = [
-        ranks
-        for name, ranks in _ranks_by_value([name for _, name in gathered]).items()
-        if name and ranks[1:]
-    ]
-    if shared:
-        raise ConfigError(
-            f"{'; '.join(in_words(ranks) for ranks in shared[:MOST_SHOWN])} share one "
-            "GPU. Start as many processes per "
-            "node as it has GPUs, with model.device auto, and see that "
-            "CUDA_VISIBLE_DEVICES shows every process all of "
-            "them or one each."
-        )
+    for uuid, ranks in _ranks_by_value([gpu for _, gpu in gathered]).items():
+        if uuid and len(ranks) > 1:
+            raise ConfigError(
+                f"{_in_words(ranks)} share one GPU. Start as many processes per node "
+                "as it has GPUs, with model.device auto, and see that "
+                "CUDA_VISIBLE_DEVICES shows every process all of them or one each."
+            )
 
 
 def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
@@ -197,12 +173,12 @@ def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
     return ranks
 
 
-def in_words(ranks: Sequence[int]) -> str:
+def _in_words(ranks: Sequence[int]) -> str:
     """Example: [0, 1, 5] -> "ranks 0, 1, 5"; of more than four the first ones."""
-    words = ", ".join(map(str, ranks[:MOST_SHOWN])) + (
-        ", ..." if len(ranks) > MOST_SHOWN else ""
-    )
-    return f"rank{'s' if len(ranks) > 1 else ''} {words}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = ", ..." if len(ranks) > MOST_SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}{more}"
 
 
 # ------------------------------------------------------------------------------------------
@@ -213,13 +189,14 @@ def software() -> dict[str, str]:
     """Versions of Python and of the packages that compute, and a digest of this
     package's Python files.
     """
-    found = [find_spec(name) for name in ("sage_fast", "sage_kernels")]
     digest = hashlib.sha256()
-    for root in [
-        Path(spec.origin).parent for spec in found if spec is not None and spec.origin
-    ]:
+    for package in ("sage_fast", "sage_kernels"):
+        spec = find_spec(package)
+        if spec is None or spec.origin is None:
+            continue
+        root = Path(spec.origin).parent
         for file in sorted(root.rglob("*.py")):
-            digest.update(f"{root.name}/{file.relative_to(root).as_posix()}\n".encode())
+            digest.update(f"{package}/{file.relative_to(root)}\n".encode())
             digest.update(file.read_bytes())
     return {
         "python": platform.python_version(),
@@ -231,9 +208,8 @@ def software() -> dict[str, str]:
 
 def package_versions() -> dict[str, str]:
     """Installed versions of the packages in ``PACKAGES``, by name."""
-    return {
-        name: version for name in PACKAGES if (version := version_of(name)) is not None
-    }
+    versions = {name: version_of(name) for name in PACKAGES}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def version_of(package: str) -> str | None:

@@ -36,13 +36,11 @@ def world_size() -> int:
     return _number("WORLD_SIZE", 1)
 
 
-def _number(
-    name: str, default: int, environment: Mapping[str, str] = os.environ
-) -> int:
+def _number(name: str, default: int) -> int:
     """A whole number of the environment. SystemExit where it is another text: who reads
     it may be telling an error.
     """
-    text = environment.get(name) or str(default)
+    text = os.environ.get(name) or str(default)
     if not text.isdecimal():
         sys.exit(
             f"error: the environment variable {name} is {text!r}; a launcher sets it "
@@ -101,7 +99,7 @@ def rank_device(name: str) -> "torch.device":
     return device
 
 
-def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) -> None:
+def check_restartable(resume: str) -> None:
     """Refuse restarts by torchrun that would not go on with the run.
 
     By default torchrun's agent keeps one store through all restarts, and a process that
@@ -116,7 +114,7 @@ def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) 
         ConfigError: torchrun may restart the processes, and would let them share one
             store, or not go on with the run.
     """
-    restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0, environment)
+    restarts = _number("TORCHELASTIC_MAX_RESTARTS", 0)
     if restarts and resume != "auto":
         raise ConfigError(
             f"torchrun was started with --max-restarts={restarts}, but with --resume "
@@ -125,7 +123,7 @@ def check_restartable(resume: str, environment: Mapping[str, str] = os.environ) 
             "where there is none; to begin "
             "elsewhere, leave --max-restarts out until the first checkpoint is there."
         )
-    if restarts and environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
             f"torchrun was started with --max-restarts={restarts}, but restarted "
             "processes would wait forever in the store of those before. Set the "
@@ -185,13 +183,12 @@ def start_world(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     seconds = distributed.startup_timeout_seconds
     dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
-    settings = {
-        f"config {key}": repr(value)
-        for key, value in by_dotted_key(configuration).items()
-    }
+    own = software()
+    for key, value in by_dotted_key(configuration).items():
+        own[f"config {key}"] = repr(value)
     # Before there are groups: ranks that were given different degrees would make
     # different ones.
-    check_same_everywhere(settings | software(), device)
+    check_same_everywhere(own, device)
     world = World(
         rank=dist.get_rank(),
         size=size,
@@ -228,22 +225,24 @@ def configure_logging() -> None:
     Raises:
         ConfigError: LOGLEVEL is not a level.
     """
-    level, who = ("INFO", "") if rank() == 0 else ("WARNING", f"[rank {rank()}] ")
+    level = "INFO"
+    who = ""
+    if rank() > 0:
+        level = "WARNING"
+        who = f"[rank {rank()}] "
     level = os.environ.get("LOGLEVEL") or level
     if level not in logging.getLevelNamesMapping():
         raise ConfigError(f"LOGLEVEL is {level!r}. Use DEBUG, INFO, WARNING or ERROR.")
     layout = f"%(asctime)s {who}%(levelname)s %(message)s"
-    logging.basicConfig(
-        level=level, format=layout, datefmt="%Y-%m-%d %H:%M:%S", stream=sys.stderr
-    )
+    logging.basicConfig(level=level, format=layout, datefmt="%Y-%m-%d %H:%M:%S")
 
 
 def report_error(message: str) -> None:
     """Print an error that ends this process, with its rank before it where there are
     several.
     """
-    text = message if world_size() == 1 else f"[rank {rank()}] {message}"
-    print(printable(text), file=sys.stderr, flush=True)
+    who = f"[rank {rank()}] " if world_size() > 1 else ""
+    print(printable(who + message), file=sys.stderr, flush=True)
 
 
 def end_process(status: int) -> NoReturn:

@@ -117,9 +117,8 @@ class World:
         with torch.no_grad():
             flat = torch.cat([t.flatten() for t in tensors])
             dist.all_reduce(flat)
-            for tensor, part in zip(
-                tensors, flat.split([t.numel() for t in tensors]), strict=True
-            ):
+            parts = flat.split([t.numel() for t in tensors])
+            for tensor, part in zip(tensors, parts, strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
     def exchange(
@@ -138,14 +137,10 @@ class World:
         from torch import distributed as dist
 
         def by_rank(counts: Sequence[int]) -> list[int]:
-            """Numbers of rows by rank: a share of a video's ranks exchanges with the
-            same share of another's.
-            """
-            return [
-                count if share == self.rank % self.sp else 0
-                for count in counts
-                for share in range(self.sp)
-            ]
+            # A share of a video's ranks exchanges with the same share of another's.
+            of_ranks = [0] * self.size
+            of_ranks[self.rank % self.sp :: self.sp] = counts
+            return of_ranks
 
         found = rows.new_empty((sum(received), *rows.shape[1:]))
         dist.all_to_all_single(found, rows, by_rank(received), by_rank(sent))

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import MANIFEST, SavedTensors
+from sage_fast.checkpoint.folder import MANIFEST
+from sage_fast.checkpoint.reader import SavedTensors
 from sage_fast.config.sections import LoraConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import family_of

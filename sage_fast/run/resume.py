@@ -20,8 +20,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from sage_fast.checkpoint import Checkpoint, find_checkpoint, list_checkpoints
-from sage_fast.checkpoint.folder import agree
+from sage_fast.checkpoint.folder import agree, list_checkpoints
+from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, marked_keys

@@ -28,13 +28,9 @@ from typing import Any
 
 import torch
 
-from sage_fast.checkpoint import (
-    Checkpoint,
-    CheckpointData,
-    CheckpointWriter,
-    list_checkpoints,
-)
-from sage_fast.checkpoint.folder import update_of
+from sage_fast.checkpoint.folder import list_checkpoints, update_of
+from sage_fast.checkpoint.reader import Checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import (
     CheckpointError,
     ConfigError,

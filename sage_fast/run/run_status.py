@@ -30,7 +30,7 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from sage_fast.checkpoint import checkpoint_name
+from sage_fast.checkpoint.folder import checkpoint_name
 from sage_fast.config.errors import (
     CheckpointError,
     DecodeError,

@@ -116,9 +116,8 @@ def parallelize(
     ):
         logger.info(
             "distributed.dp_shard %d has no effect: the frozen weights take less than "
-            "a third of a GPU, so with "
-            "keep_gathered auto every rank holds them whole. Set keep_gathered to "
-            "rollout to shard them.",
+            "a third of a GPU, so with keep_gathered auto every rank holds them whole. "
+            "Set keep_gathered to rollout to shard them.",
             world.dp_shard,
         )
     if sharded and keep_gathered == "never" and world.dp_shard > 1:
@@ -146,8 +145,8 @@ def parallelize(
         if acceleration is None:
             raise ConfigError(
                 f"distributed.sp is {world.sp}, but sequence parallelism needs the "
-                "fused forward and model.forward is "
-                "stock. Set model.forward to fused, or distributed.sp to 1."
+                "fused forward and model.forward is stock. Set model.forward to fused, "
+                "or distributed.sp to 1."
             )
         assert world.sp_group is not None
         shard_sequence(acceleration, world.sp_group)
@@ -176,32 +175,25 @@ def shard_weights(
     family = family_of(transformer)
     # Not sharded: adapters, the weights behind a modulation table, and those that stay
     # float32 beside 16-bit ones, since a unit has one type.
-    named = () if full else transformer.named_parameters()
-    whole = {
-        p for name, p in named if p.requires_grad or in_parts(name, family.in_float32)
-    }
-    for parameter in whole:
-        parameter.data = parameter.data.to(device)
+    whole: set[nn.Parameter] = set()
+    if not full:
+        for name, p in transformer.named_parameters():
+            if p.requires_grad or in_parts(name, family.in_float32):
+                p.data = p.data.to(device)
+                whole.add(p)
     if model.adaln in ("table", "offload"):
         layers = family.adaln_layers(transformer)
         if model.adaln == "table":  # with `offload` they are in CPU memory
             nn.ModuleList(layers).to(device)
-        embedding = nn.ModuleList(
-            transformer.get_submodule(name) for name in family.time_embedding
-        )
-        whole |= {
-            p
-            for module in (*embedding.to(device), *layers)
-            for p in module.parameters()
-        }
+        embedding = nn.ModuleList(map(transformer.get_submodule, family.time_embedding))
+        for module in (*embedding.to(device), *layers):
+            whole.update(module.parameters())
     for name, buffer in transformer.named_buffers():
         owner, _, last = name.rpartition(".")
         transformer.get_submodule(owner)._buffers[last] = buffer.to(device)
-    offload = (
-        CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if distributed.cpu_offload
-        else OffloadPolicy()
-    )
+    offload = OffloadPolicy()
+    if distributed.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     settings: dict[str, Any] = {
         # A mesh of two dimensions means replicas of the shards to FSDP2.
         "mesh": world.fsdp_mesh if world.dp_replicate > 1 else world.fsdp_mesh["shard"],  # type: ignore[index]
@@ -270,28 +262,26 @@ class TorchEngine(Engine):
     vjp = staticmethod(vjp_into_grad)
 
     def last_vjp(self, last: bool) -> None:
-        """As in `Engine`: FSDP2 leaves the sum over replicas of the weights to the last
-        backward.
-        """
+        # FSDP2 leaves the sum over replicas of the weights to the last backward.
         if self.shards_trained and self.world.dp_replicate > 1:
             for module in self.modules:
                 module.set_requires_all_reduce(last, recurse=False)
 
     def halve(self) -> None:
-        """As in `Engine`; one more copy of the gradient, until it is summed."""
-        weights = self.parameters.values()
+        # one more copy of the gradient, until it is summed
         self._first_half = [
-            torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in weights
+            torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for p in self.parameters.values()
         ]
 
     def clip_gradients(self) -> float:
-        """As in `Engine`."""
         if not self.shards_trained:
+            whole: list[Tensor] = []
             for parameter in self.parameters.values():
                 # no video of this rank has one; decay and moments act all the same
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            whole = [p.grad for p in self.parameters.values() if p.grad is not None]
+                whole.append(parameter.grad)
             self.world.sum_(whole)
             self.signal = self._compare_halves(whole)
         return self.optimizer.clip_gradients()
@@ -317,7 +307,6 @@ class TorchEngine(Engine):
         return cosine if math.isfinite(cosine) else None
 
     def step(self) -> None:
-        """As in `Engine`."""
         self.optimizer.step(self.learning_rate)
         if not self.shards_trained:
             self.eps_share = self.optimizer.eps_share()
@@ -325,17 +314,15 @@ class TorchEngine(Engine):
         self._weights_changed()
 
     def zero_grad(self) -> None:
-        """As in `Engine`."""
         self.optimizer.zero_grad()
 
     def snapshot(self) -> WeightSnapshot:
-        """As in `Engine`."""
         return WeightSnapshot(self.parameters, self._weights_changed)
 
     @contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
-        """As in `Engine`: weights stay gathered through a phase that changes none, if
-        `keep_gathered` says so.
+        """Weights stay gathered through a phase that changes none, if `keep_gathered`
+        says so.
         """
         stays = self.keep_gathered == "rollout" and name != "update"
         if stays:
@@ -364,14 +351,12 @@ class TorchEngine(Engine):
                 module.reshard()
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """As in `Engine`."""
         return {
             "weights": {name: p.detach() for name, p in self.parameters.items()},
             "optimizer": self.optimizer.tensors(),
         }
 
     def load_tensors(self, source: TensorSource) -> None:
-        """As in `Engine`."""
         source.load_into(self.tensors())
         self._weights_changed()
 
@@ -392,12 +377,10 @@ def _resolve_keep_gathered(
         return "never"
     if mode == "full":
         return "rollout"
-    size = sum(p.numel() * p.element_size() for p in transformer.parameters())
-    room = (
-        torch.cuda.get_device_properties(device).total_memory / 3
-        if device.type == "cuda"
-        else float("inf")
-    )
+    size = sum(p.nbytes for p in transformer.parameters())
+    room = math.inf
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory / 3
     return "rollout" if world.any(size > room) else "always"
 
 
@@ -419,15 +402,14 @@ def check_lockstep(
     if rollout.num_generations % rollout.videos_at_once and len(train) > 1:
         raise ConfigError(
             f"rollout.micro_batch_size is {rollout.videos_at_once}, which mixes "
-            "prompts of different lengths, but "
-            "weights are sharded over ranks (distributed.dp_shard, sp), which must "
-            "all run equally many forwards. Set "
-            f"it to a divisor of rollout.num_generations = {rollout.num_generations}."
+            "prompts of different lengths, but weights are sharded over ranks "
+            "(distributed.dp_shard, sp), which must all run equally many forwards. "
+            f"Set it to a divisor of rollout.num_generations = {rollout.num_generations}."
         )
     if evaluation.every and evaluation.batch_size > 1 and len(scored) > 1:
         raise ConfigError(
             f"evaluation.batch_size is {evaluation.batch_size}, which mixes prompts "
-            "of different lengths, but weights "
-            "are sharded over ranks (distributed.dp_shard, sp), which must all run "
-            "equally many forwards. Set it to 1."
+            "of different lengths, but weights are sharded over ranks "
+            "(distributed.dp_shard, sp), which must all run equally many forwards. "
+            "Set it to 1."
         )

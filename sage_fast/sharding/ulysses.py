@@ -54,7 +54,7 @@ from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.transformer import Checkpointing, FusedForward
 
 
-def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) -> None:
+def shard_sequence(acceleration: FusedForward, group: dist.ProcessGroup) -> None:
     """Let the ranks of a group share the video tokens of every forward of this
     transformer from now on.
 
@@ -62,29 +62,18 @@ def shard_sequence(acceleration: FusedForward | None, group: dist.ProcessGroup) 
     same velocities. A group of one rank changes nothing.
 
     Args:
-        acceleration: of the transformer; None stands for a transformer with diffusers'
-            own forward, which is refused. group: P ranks; P divides the number of
-            heads. On a GPU an NCCL group, on a CPU a gloo one.
+        acceleration: of the transformer.
+        group: P ranks; P divides the number of heads. On a GPU an NCCL group, on a CPU
+            a gloo one.
 
     Raises:
-        ValueError: not accelerated, or a number of heads that P ranks cannot split
-            evenly.
+        ValueError: a number of heads that P ranks cannot split evenly.
     """
-    if (
-        acceleration is None
-        or acceleration.transformer.__dict__.get("_acceleration") is not acceleration
-    ):
-        raise ValueError(
-            "This transformer runs diffusers' own forward, which computes every token "
-            "on every rank. Sequence "
-            "parallelism needs the fused one: set model.forward to fused, or "
-            "distributed.sp to 1."
-        )
     degree = dist.get_world_size(group)
     check_heads(degree, acceleration.transformer.config["num_attention_heads"])
-    acceleration.sequence = (
-        Ulysses(group, dist.get_rank(group), degree) if degree > 1 else None
-    )
+    acceleration.sequence = None
+    if degree > 1:
+        acceleration.sequence = Ulysses(group, dist.get_rank(group), degree)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -267,9 +256,7 @@ class UlyssesAttention:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, num_video: int
     ) -> tuple[Tensor, Tensor]:
-        """As in `JointAttention`: q, k, v (B, n + L, H, d) of the share and the text, q
-        possibly without the text.
-        """
+        """q, k, v are (B, n + L, H, d), of the share and the text; q may lack the text."""
         share = num_video
         whole = self.num_video
         degree = self.layout.degree
@@ -319,9 +306,7 @@ class UlyssesAttention:
         lse: Tensor,
         num_video: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As in `JointAttention`; the text's gradients are whole for this rank's heads
-        and zero for the others.
-        """
+        """The text's gradients are whole for this rank's heads and zero for the others."""
         share = num_video
         whole = self.num_video
         degree = self.layout.degree
@@ -348,7 +333,8 @@ class UlyssesAttention:
         video = received[:, : 5 * batch * share].unflatten(1, (5 * batch, share))
         _paste(video[:, : 3 * batch], queries.flatten(0, 1)[:, :whole])
         _paste(video[:, 3 * batch :], keys.flatten(0, 1)[:, :whole])
-        all_grad, all_q, all_out, all_k, all_v = *queries.unbind(0), *keys.unbind(0)
+        all_grad, all_q, all_out = queries.unbind(0)
+        all_k, all_v = keys.unbind(0)
         # Every rank has sent its part of the gradient of the text, for the heads here.
         all_grad[:, whole:] = (
             received[:, 5 * batch * share :].sum(0).unflatten(0, (batch, query_text))

@@ -79,8 +79,8 @@ class DeepSpeedEngine(Engine):
         if not dist.is_initialized():
             raise ConfigError(
                 f"distributed.zero_stage is {settings.zero_stage}, which needs a "
-                "process group. Start the run by "
-                "`torchrun --nproc_per_node=N -m sage_fast train ...`; N may be 1."
+                "process group. Start the run by `torchrun --nproc_per_node=N -m "
+                "sage_fast train ...`; N may be 1."
             )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")
@@ -89,11 +89,9 @@ class DeepSpeedEngine(Engine):
         self.sharded = False
         self.lockstep = True
 
-        bf16 = (
-            settings.param_dtype == "bfloat16"
-            if mode == "full"
-            else transformer.dtype == torch.bfloat16
-        )
+        bf16 = transformer.dtype == torch.bfloat16
+        if mode == "full":
+            bf16 = settings.param_dtype == "bfloat16"
         exact: dict[str, Tensor] = {}
         """Weights that bfloat16 rounds: their masters start from these."""
         if bf16:
@@ -115,12 +113,10 @@ class DeepSpeedEngine(Engine):
         # This rank's float32 partitions of the trained weights.
         for master in self.masters:
             # What AdamW creates in its first step; a checkpoint may come before.
-            self._zero.optimizer.state[master] = {
-                "step": torch.tensor(0.0),
-                **{
-                    key: torch.zeros_like(master, requires_grad=False) for key in STATES
-                },
+            state = {
+                key: torch.zeros_like(master, requires_grad=False) for key in STATES
             }
+            self._zero.optimizer.state[master] = {"step": torch.tensor(0.0), **state}
         # It lets the `safe_` functions find this state by the weight.
         self._zero._lazy_init_hp_params_optimizer_state()
         # DeepSpeed has made the masters of the rounded weights.
@@ -173,35 +169,29 @@ class DeepSpeedEngine(Engine):
     # gradient and step
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
-        """As in `Engine`. The sum over ranks is taken on the way."""
         (cotangent,) = cotangents
         # As DeepSpeed does before a forward: this adds to the gradient so far instead
         # of replacing it.
         self._zero.clear_backward_seen_flag()
-        self._engine.backward(
-            (output * (cotangent * self.world.size)).sum(), scale_wrt_gas=False
-        )
+        product = output * (cotangent * self.world.size)
+        # It sums over the ranks on the way.
+        self._engine.backward(product.sum(), scale_wrt_gas=False)
 
     @torch.no_grad()
     def clip_gradients(self) -> float:
-        """As in `Engine`. Scaling is left to `step`, with torch's coefficient max_norm
-        / (norm + 1e-6), at most 1.
-        """
+        # Scaling is left to `step`, with torch's coefficient max_norm / (norm + 1e-6),
+        # at most 1.
         self._zero.finalize_gradient_accumulation_boundary()
         # A rank holds the sum for its own partitions, so the squares of all ranks add
         # up to the whole norm.
-        parts = [
-            part
-            for group in self._zero.averaged_gradients.values()
-            if group is not None
-            for part in group
-        ]
-        squares = torch.stack([part.float().norm().square() for part in parts]).sum()
-        dist.all_reduce(squares)
-        return float(squares.sqrt())
+        squares: list[Tensor] = []
+        for group in self._zero.averaged_gradients.values():
+            squares += [part.float().norm().square() for part in group or ()]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total)
+        return float(total.sqrt())
 
     def step(self) -> None:
-        """As in `Engine`."""
         for group in self._zero.optimizer.param_groups:
             group["lr"] = self.learning_rate
         # Not the engine's step, which would complete the gradient a second time.
@@ -210,39 +200,32 @@ class DeepSpeedEngine(Engine):
         self.updates += 1
 
     def zero_grad(self) -> None:
-        """As in `Engine`."""
         self._zero.zero_grad(set_to_none=True)
         self._zero._release_preflattened_grad_buffers()
         for index in range(len(self.masters)):
-            self._zero.averaged_gradients[index] = self._zero.all_grad_tensors[
-                index
-            ] = None
+            self._zero.averaged_gradients[index] = None
+            self._zero.all_grad_tensors[index] = None
 
     def snapshot(self) -> "ZeroSnapshot":
-        """As in `Engine`: one more set of float32 partitions."""
+        """One more set of float32 partitions."""
         return ZeroSnapshot(self, self._zero.update_lp_params)
 
     # ------------------------------------------------------------------------------------------------------
     # state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """As in `Engine`: copies in CPU memory, every tensor on one rank, in turn.
-        Collective.
-        """
+        """Copies in CPU memory, every tensor on one rank, in turn. Collective."""
         optimizer: dict[str, Tensor] = {}
         for key in STATES:
-            optimizer |= {
-                f"{name}.{key}": value for name, value in self.gather_whole(key).items()
-            }
+            for name, value in self.gather_whole(key).items():
+                optimizer[f"{name}.{key}"] = value
         weights = self.gather_whole()
         step = self._zero.optimizer.state[self.masters[0]]["step"]
-        return {
-            "weights": weights,
-            "optimizer": optimizer | {f"{name}.step": step.clone() for name in weights},
-        }
+        for name in weights:
+            optimizer[f"{name}.step"] = step.clone()
+        return {"weights": weights, "optimizer": optimizer}
 
     def load_tensors(self, source: TensorSource) -> None:
-        """As in `Engine`."""
         for name in self.parameters:
             self.set_master(name, source.read("weights", name))
             for key in STATES:
@@ -294,14 +277,11 @@ class DeepSpeedEngine(Engine):
     @torch.no_grad()
     def set_master(self, name: str, whole: Tensor, key: str | None = None) -> None:
         """Fill this rank's part of a master, or of a part of its AdamW state."""
+        parameter = self.parameters[name]
         if key is None:
-            self._fragments.safe_set_full_fp32_param(
-                self.parameters[name], whole.detach()
-            )
+            self._fragments.safe_set_full_fp32_param(parameter, whole)
         else:
-            self._fragments.safe_set_full_optimizer_state(
-                self.parameters[name], whole.detach(), key
-            )
+            self._fragments.safe_set_full_optimizer_state(parameter, whole, key)
 
 
 class ZeroSnapshot(WeightSnapshot):
@@ -327,14 +307,11 @@ class ZeroSnapshot(WeightSnapshot):
         self._changed()
 
     def tensors(self) -> dict[str, Tensor]:
-        """As in `WeightSnapshot`: copies in CPU memory, every tensor on one rank, in
-        turn. Collective.
-        """
+        """Copies in CPU memory, every tensor on one rank, in turn. Collective."""
         with self.applied():
             return self._engine.gather_whole()
 
     def load_tensors(self, source: TensorSource, group: str) -> None:
-        """As in `WeightSnapshot`."""
         with self.applied():
             for name in self._engine.parameters:
                 self._engine.set_master(name, source.read(group, name))
@@ -352,16 +329,15 @@ def _import_deepspeed(device: torch.device) -> Any:
     except ImportError as error:
         raise ConfigError(
             "distributed.zero_stage needs DeepSpeed, which cannot be imported here "
-            f"({error}). Run "
-            "`pip install 'sage-fast[deepspeed]'`, or set distributed.zero_stage to "
-            "null, which is FSDP2."
+            f"({error}). Run `pip install 'sage-fast[deepspeed]'`, or set "
+            "distributed.zero_stage to null, which is FSDP2."
         ) from error
     if Version(deepspeed.__version__) < Version(OLDEST):
         raise ConfigError(
             f"distributed.zero_stage needs DeepSpeed {OLDEST}, and "
-            f"{deepspeed.__version__} is installed. Run "
-            "`pip install -U 'sage-fast[deepspeed]'`, or set distributed.zero_stage "
-            "to null, which is FSDP2."
+            f"{deepspeed.__version__} is installed. Run `pip install -U "
+            "'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is "
+            "FSDP2."
         )
     # On a CPU it would compile its own operator for the communication, at run time,
     # which takes a minute.

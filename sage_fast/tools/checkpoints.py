@@ -4,13 +4,8 @@ better.
 
 import logging
 
-from sage_fast.checkpoint import (
-    Checkpoint,
-    checkpoint_name,
-    find_checkpoint,
-    open_checkpoint,
-)
-from sage_fast.checkpoint.folder import read_best, update_of
+from sage_fast.checkpoint.folder import checkpoint_name, read_best, update_of
+from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.results import decline

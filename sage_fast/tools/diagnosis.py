@@ -18,7 +18,7 @@ import av
 import torch
 
 from sage_fast import __version__
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CheckpointError, ConfigError
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast import __version__
-from sage_fast.checkpoint import Checkpoint, open_checkpoint
+from sage_fast.checkpoint.reader import Checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import loads, replacing, write_text
 from sage_fast.config.load import check_trust, load_config, named_code, save_config

@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from sage_fast.checkpoint import (
-    CheckpointData,
-    CheckpointWriter,
+from sage_fast.checkpoint.folder import (
+    agree,
     list_checkpoints,
-    newest_checkpoint,
     verify_checkpoint,
+    write_manifest,
 )
-from sage_fast.checkpoint.folder import agree, write_manifest
+from sage_fast.checkpoint.reader import newest_checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import DamagedCheckpointError, UnreadableCheckpointError
 from sage_fast.distributed.world import World
 from tests.checkpoint.test_checkpoint import save
@@ -133,7 +133,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
         return wrapped
 
     monkeypatch.setattr(io, "open", refusing(io.open))
-    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    monkeypatch.setattr(os, "listdir", refusing(os.listdir))
 
 
 @pytest.mark.parametrize(

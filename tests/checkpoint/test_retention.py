@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.checkpoint import CheckpointWriter, list_checkpoints, newest_checkpoint
+from sage_fast.checkpoint.folder import list_checkpoints
+from sage_fast.checkpoint.reader import newest_checkpoint
+from sage_fast.checkpoint.writer import CheckpointWriter
 from tests.checkpoint.test_checkpoint import contents, save
 
 

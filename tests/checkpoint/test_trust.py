@@ -13,8 +13,8 @@ import yaml
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import sage_fast
-from sage_fast.checkpoint import find_checkpoint, open_checkpoint
 from sage_fast.checkpoint.folder import describe_files, write_manifest
+from sage_fast.checkpoint.reader import find_checkpoint, open_checkpoint
 from sage_fast.config import files
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 from tests.checkpoint.test_checkpoint import save
@@ -41,7 +41,8 @@ def replace_metadata(folder: Path, data: bytes) -> None:
 
 @pytest.mark.parametrize("resume", ["auto", "path"])
 def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
-    root, evidence = tmp_path / "checkpoints", tmp_path / "evidence"
+    root = tmp_path / "checkpoints"
+    evidence = tmp_path / "evidence"
     save(root, 1, 2)
     folder = root / "update-000002"
     metadata = pickle.loads((folder / "shards/.metadata").read_bytes())
@@ -104,16 +105,12 @@ def test_metadata_that_no_checkpoint_has_is_refused(
 def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
     """torch reads every tensor of a shard with weights_only."""
     save(tmp_path, 1)
-    checkpoint, evidence = (
-        open_checkpoint(tmp_path / "update-000001"),
-        tmp_path / "evidence",
-    )
+    checkpoint = open_checkpoint(tmp_path / "update-000001")
+    evidence = tmp_path / "evidence"
     torch.save(Prepared(evidence), tmp_path / "update-000001/shards/__0_0.distcp")
     for place in checkpoint._shards._metadata.storage_data.values():
-        place.offset, place.length = (
-            0,
-            (tmp_path / "update-000001/shards/__0_0.distcp").stat().st_size,
-        )
+        place.offset = 0
+        place.length = (tmp_path / "update-000001/shards/__0_0.distcp").stat().st_size
     with pytest.raises(CheckpointError, match="cannot be read"):
         checkpoint.read("weights", "blocks.0.weight")
     assert not evidence.exists()

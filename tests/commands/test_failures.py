@@ -18,8 +18,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
-from sage_fast.checkpoint.folder import describe_files, write_manifest
+from sage_fast.checkpoint.folder import (
+    describe_files,
+    list_checkpoints,
+    verify_checkpoint,
+    write_manifest,
+)
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import (
     CheckpointError,

@@ -53,10 +53,8 @@ def _rank(
     try:
         result: Any = ("value", function(*arguments))
     except BaseException as error:  # noqa: BLE001  # the parent shows it
-        result, code = (
-            ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"),
-            1,
-        )
+        result = ("error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        code = 1
     file = Path(folder) / f"{number}.pkl"
     file.with_suffix(".partial").write_bytes(pickle.dumps(result))
     file.with_suffix(".partial").rename(file)

@@ -15,7 +15,8 @@ from sage_fast.objectives.base import gather_terms
 from tests.distributed.ranks import build, run_ranks, write_run
 from tests.tiny.velocity_field import move_weights, relative, use_smooth_velocity
 
-VIDEOS, STEPS = 16, 3
+VIDEOS = 16
+STEPS = 3
 COMMON = [
     "--optimizer.max_grad_norm=1e9",
     "--kl_weight.minimum=0.5",
@@ -57,7 +58,8 @@ def train(file: str, words: list[str], chosen: int) -> Trained:
     chosen: trained videos of a group.
     """
     trainer = build(file, words)
-    objective, engine = trainer.objective, trainer.engine
+    objective = trainer.objective
+    engine = trainer.engine
     passes = []
     vjp = engine.vjp
     engine.vjp = lambda *arguments: (passes.append(1), vjp(*arguments))

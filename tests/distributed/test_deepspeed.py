@@ -166,7 +166,8 @@ def follow(
     """
     policy = make_policy(mode)
     engine = make_engine(policy, mode, world)
-    anchor, average = engine.snapshot(), engine.snapshot()
+    anchor = engine.snapshot()
+    average = engine.snapshot()
     found: dict[str, Any] = {
         "start": deepcopy(engine.tensors()),
         "rates": [],
@@ -303,7 +304,8 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 def test_updates_and_average_are_those_of_one_process(
     mode: str, runs: dict[str, Run], plain: dict[str, Any]
 ) -> None:
-    run, expected = runs[mode], plain[mode]
+    run = runs[mode]
+    expected = plain[mode]
     assert_same(run.whole("start"), expected["start"]["weights"])
     assert run["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     assert min(expected["norms"]) > 10 * CONFIG.max_grad_norm  # all are clipped
@@ -339,7 +341,8 @@ def test_the_anchor_comes_and_goes_bit_for_bit(mode: str, runs: dict[str, Run]) 
 def test_checkpoints_of_one_process_and_of_ranks_are_interchangeable(
     mode: str, runs: dict[str, Run], plain: dict[str, Any]
 ) -> None:
-    run, expected = runs[mode], plain[mode]
+    run = runs[mode]
+    expected = plain[mode]
     for group in ("weights", "optimizer"):
         assert_same(run.whole("loaded", group), expected["end"][group])
     assert run["norms"][UPDATES] == pytest.approx(expected["norms"][UPDATES], rel=1e-6)

@@ -21,7 +21,8 @@ import torch
 from torch import distributed as dist
 
 from sage_fast import rollout
-from sage_fast.checkpoint import list_checkpoints, writer
+from sage_fast.checkpoint import writer
+from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.commands import cli
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed import failure
@@ -63,6 +64,23 @@ def on_ranks(
     return results, "".join(
         (folder / f"log-{rank}").read_text() for rank in range(ranks)
     )
+
+
+def finish(ranks: int, words: list[str], folder: Path, disturb: Any = None) -> None:
+    """Let a command end well on every rank."""
+    results, text = on_ranks(ranks, words, folder, disturb)
+    assert [code for _, code in results] == [0] * ranks, text
+
+
+def torchrun(*options: str) -> tuple[list[str], dict[str, str]]:
+    """Words of a launch whose ranks may be started again, and its environment."""
+    variables = {
+        "PYTHONPATH": ".",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+    words = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend=c10d"]
+    return [*words, *options], os.environ | variables
 
 
 def at_update(
@@ -122,7 +140,8 @@ def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
     """
     met: list[float] = []
     tried: set[float] = set()
-    join, reduce = dist.init_process_group, dist.all_reduce
+    join = dist.init_process_group
+    reduce = dist.all_reduce
 
     def meet(*rest: Any, timeout: timedelta | None = None, **options: Any) -> None:
         met.append(0.0 if timeout is None else timeout.total_seconds())
@@ -139,7 +158,8 @@ def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
         tried.add(waiting(group or dist.group.WORLD))
         return reduce(tensor, *rest, group=group, **options)
 
-    dist.init_process_group, dist.all_reduce = meet, recorded
+    dist.init_process_group = meet
+    dist.all_reduce = recorded
     settings = DistributedConfig(timeout_seconds=55, sp=2)
     world = start_world(settings, "lora", torch.device("cpu"), {})
     assert world.fsdp_mesh is not None
@@ -165,8 +185,7 @@ def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0})
-    results, text = on_ranks(2, ["train", file], tmp_path, sleep_in_the_rollout)
-    assert [code for _, code in results] == [0, 0], text
+    finish(2, ["train", file], tmp_path, sleep_in_the_rollout)
     first, second = read_metrics(tmp_path / "run/metrics.jsonl")
     assert first["time/slowest"].startswith(f"rank 1 on {platform.node()}: ")
     assert second["time/reward"] < 0.6 and second["time/waiting"] > 3.0, (
@@ -221,12 +240,8 @@ def test_kills_of_either_rank_cost_the_update_in_progress(
             list_checkpoints(tmp_path / "run/checkpoints")[-1].name
             == f"update-{saved:06d}"
         )
-    results, text = on_ranks(2, ["train", file, "--resume=auto"], tmp_path)
-    assert [code for _, code in results] == [0, 0], text
-    results, text = on_ranks(
-        2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path
-    )
-    assert [code for _, code in results] == [0, 0], text
+    finish(2, ["train", file, "--resume=auto"], tmp_path)
+    finish(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
@@ -239,38 +254,18 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(
     }
     file = write_run(tiny_model, tmp_path, evaluation={"every": 0}, **settings)
     # the same words, and the same 8 videos
-    for ranks, updates in ((4, 1), (2, 2), (1, 3)):
-        words = [
-            "train",
-            file,
-            "--rollout.batch_size=2",
-            f"--training.num_updates={updates}",
-            "--resume=auto",
-        ]
-        words += (
-            ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"]
-            if ranks == 4
-            else []
-        )
-        results, text = on_ranks(ranks, words, tmp_path)
-        assert [code for _, code in results] == [0] * ranks, text
+    replicas = ["--distributed.dp_shard=2", "--distributed.dp_replicate=2"]
+    same = ["train", file, "--rollout.batch_size=2", "--resume=auto"]
+    for ranks, updates, words in ((4, 1, replicas), (2, 2, []), (1, 3, [])):
+        until = f"--training.num_updates={updates}"
+        finish(ranks, [*same, until, *words], tmp_path)
     straight = tmp_path / "straight"
-    results, text = on_ranks(
-        1,
-        ["train", file, "--rollout.batch_size=8", f"--output_dir={straight}"],
-        tmp_path,
-    )
-    assert [code for _, code in results] == [0], text
-    for expected, given in zip(
-        numbers(straight), numbers(tmp_path / "run"), strict=True
-    ):
-        for name in (
-            "grad_norm",
-            "reward/mean",
-            "kl/weight",
-            "learning_rate",
-            "advantage/abs_mean",
-        ):
+    words = ["train", file, "--rollout.batch_size=8", f"--output_dir={straight}"]
+    finish(1, words, tmp_path)
+    compared = ("grad_norm", "reward/mean", "kl/weight", "advantage/abs_mean")
+    parts = numbers(tmp_path / "run")
+    for expected, given in zip(numbers(straight), parts, strict=True):
+        for name in (*compared, "learning_rate"):
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
@@ -362,10 +357,7 @@ def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(
         if how == "STOP"
         else partial(signal.raise_signal, signal.SIGTERM)
     )
-    results, text = on_ranks(
-        2, ["train", file], tmp_path, partial(at_update, ask, 1, 2)
-    )
-    assert [code for _, code in results] == [0, 0], text
+    finish(2, ["train", file], tmp_path, partial(at_update, ask, 1, 2))
     last = read_metrics(run / "metrics.jsonl")[-1]["update"]
     assert (
         last < 5
@@ -393,36 +385,17 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(
         "    at_update(KILL, 0, 2, int(os.environ['RANK']))\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node=2",
-        "--max-restarts=1",
-    ]
-    command += [
-        "--rdzv_backend=c10d",
-        "--rdzv_endpoint=localhost:0",
-        str(dies_once),
-        "train",
-        file,
-    ]
-    command += ["--resume=auto"]
-    environment = os.environ | {
-        "PYTHONPATH": ".",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    command, environment = torchrun(
+        "--nproc_per_node=2", "--max-restarts=1", "--rdzv_endpoint=localhost:0"
+    )
+    command += [str(dies_once), "train", file, "--resume=auto"]
     end = subprocess.run(
         command, capture_output=True, text=True, timeout=200, env=environment
     )
     assert end.returncode == 0, end.stderr
     assert end.stderr.count("Going on from ") == 1
     assert "Done: " in end.stdout
-    results, text = on_ranks(
-        2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path
-    )
-    assert [code for _, code in results] == [0, 0], text
+    finish(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
 
 
@@ -448,24 +421,13 @@ def test_a_spare_node_goes_on_where_one_is_lost(
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )
     meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+    command, environment = torchrun(
         "--nnodes=2:2",
         "--nproc_per_node=1",
         "--max-restarts=3",
-    ]
-    command += [
-        "--rdzv_backend=c10d",
         f"--rdzv_endpoint=localhost:{meeting}",
         "--rdzv_id=spare",
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": ".",
-        "OMP_NUM_THREADS": "1",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    )
     agents = []
     for number in range(3):
         if number == 2:
@@ -475,15 +437,8 @@ def test_a_spare_node_goes_on_where_one_is_lost(
                 time.sleep(0.2)
         pace = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
         settings = f"--rdzv_conf=is_host={number == 0},{pace}"
-        words = [
-            *command,
-            settings,
-            str(node),
-            str(number),
-            "train",
-            file,
-            "--resume=auto",
-        ]
+        words = [*command, settings, str(node), str(number)]
+        words += ["train", file, "--resume=auto"]
         log = (tmp_path / f"agent-{number}").open("w")
         agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
     try:
@@ -496,9 +451,5 @@ def test_a_spare_node_goes_on_where_one_is_lost(
     assert "Going on from " in text and not list(
         (tmp_path / "run").glob("previous-*")
     ), text
-    assert [row["update"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["update"] for row in rows] == [1, 2, 3, 4]

@@ -66,7 +66,8 @@ def spread(
 SINGLE_PASS = ["--training.update=single_pass", "--rollout.micro_batch_size=1"]
 # Every video is differentiated at two of its four steps, drawn for itself.
 OTHER_STEPS = [*SINGLE_PASS, "--training.timestep_fraction=0.5"]
-NEVER, ZERO = "--distributed.keep_gathered=never", "--distributed.zero_stage=2"
+NEVER = "--distributed.keep_gathered=never"
+ZERO = "--distributed.zero_stage=2"
 BF16 = ["--distributed.param_dtype=bfloat16", "--training.mode=full"]
 
 

@@ -19,15 +19,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from sage_fast.checkpoint import (
-    CheckpointData,
-    CheckpointWriter,
-    find_checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-    verify_checkpoint,
-)
 from sage_fast.checkpoint import folder as folder_module
+from sage_fast.checkpoint.folder import list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint.reader import find_checkpoint, open_checkpoint
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import CheckpointError, UnreadableCheckpointError
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.failure import HangGuard
@@ -98,7 +93,8 @@ def load(root: str, degrees: dict[str, int]) -> dict[str, Tensor]:
     assert checkpoint is not None and checkpoint.state == {"update": 40, "ranks": 4}
     parameters = sharded(world, model(value=9))
     momenta = {f"{name}.exp_avg": torch.zeros_like(p) for name, p in parameters.items()}
-    step, adapter = torch.tensor(0.0), torch.zeros(3, 4)
+    step = torch.tensor(0.0)
+    adapter = torch.zeros(3, 4)
     checkpoint.load_into(
         {
             "weights": parameters,
@@ -173,7 +169,9 @@ def save_thrice(root: str) -> tuple[list[int], int]:
         "weights": parameters,
         "adapter": {str(n): torch.full((8,), float(n)) for n in range(8)},
     }
-    copied, planned, plan = [], [], DefaultSavePlanner.create_global_plan
+    copied = []
+    planned = []
+    plan = DefaultSavePlanner.create_global_plan
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             DefaultSavePlanner,

@@ -31,7 +31,8 @@ def train(
     """
     trainer = build(file, words)
     engine = trainer.engine
-    vjp, clip = engine.vjp, engine.clip_gradients
+    vjp = engine.vjp
+    clip = engine.clip_gradients
 
     def poison(output: Tensor, cotangents: Sequence[Tensor]) -> None:
         ruined = poisoned and trainer.update == 0 and trainer.world.rank == 1
@@ -41,7 +42,8 @@ def train(
         norm = clip()
         return norm if poisoned or trainer.update > 0 else math.inf
 
-    engine.vjp, engine.clip_gradients = poison, deny
+    engine.vjp = poison
+    engine.clip_gradients = deny
     records = [trainer.iterate() for _ in range(2)]
     tensors = {
         f"{g}/{name}": value

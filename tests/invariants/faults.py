@@ -117,7 +117,8 @@ class FaultServer:
                 of `folder`, named by its number.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
-        output, log = self._scratch / "output", self._scratch / "events"
+        output = self._scratch / "output"
+        log = self._scratch / "events"
         request = {
             "arguments": list(arguments), "folder": str(folder), "at": at, "error": error, "reads": reads,
             "output": str(output), "log": str(log), "copies": str(copies or ""),

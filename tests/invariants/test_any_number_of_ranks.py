@@ -17,7 +17,8 @@ from tests.distributed.ranks import run_ranks, train, write_run
 
 pytestmark = pytest.mark.slow
 
-UPDATES, VIDEOS = 3, 8
+UPDATES = 3
+VIDEOS = 8
 UNKNOWN = {"grad/signal", "optimizer/eps_share"}
 """Metrics that ranks leave out which hold parts of the trained weights or of the
 optimizer.
@@ -140,7 +141,8 @@ def test_every_layout_trains_like_one_process(
                 UNKNOWN & expected.keys() if parts else set()
             )
             for name in given:
-                value, tolerance = expected[name], TOLERANCE.get(name, 1e-5)
+                value = expected[name]
+                tolerance = TOLERANCE.get(name, 1e-5)
                 error = abs(given[name] - value)
                 assert error <= tolerance * abs(value) + ABSOLUTE.get(name, 1e-12), (
                     rank,

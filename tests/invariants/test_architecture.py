@@ -59,7 +59,8 @@ GRAPH = {module: modules_imported(module) for module in FILES}
 
 
 def reachable(*starts: str) -> set[str]:
-    seen, todo = set(), [*starts]
+    seen = set()
+    todo = [*starts]
     while todo:
         module = todo.pop()
         if module not in seen:

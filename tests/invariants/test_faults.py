@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from sage_fast.checkpoint import list_checkpoints, verify_checkpoint
+from sage_fast.checkpoint.folder import list_checkpoints, verify_checkpoint
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG
 from tests import made_runs
 from tests.conftest import TINY, TINY_RUN, write_tiny_model

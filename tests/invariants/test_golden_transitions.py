@@ -37,11 +37,9 @@ def deviation(ours: torch.Tensor, expected: Any) -> float:
 
 @pytest.mark.parametrize(("case", "sde_type"), CASES)
 def test_transition_equals_the_reference(case: dict[str, Any], sde_type: str) -> None:
-    expected, tolerance, step = (
-        case["expected"][sde_type],
-        GOLDEN["tolerances"][sde_type],
-        case["step"],
-    )
+    expected = case["expected"][sde_type]
+    tolerance = GOLDEN["tolerances"][sde_type]
+    step = case["step"]
     table = transition_table(
         sde_type, sigma_schedule(case["num_steps"], case["shift"]), case["eta"]
     )
@@ -67,7 +65,9 @@ def test_transition_equals_the_reference(case: dict[str, Any], sde_type: str) ->
         torch.tensor(case[name], dtype=torch.float64).reshape(case["shape"])
         for name in ("x", "v", "x_next")
     )
-    a, b, std = float(table.a[step]), float(table.b[step]), float(table.std[step])
+    a = float(table.a[step])
+    b = float(table.b[step])
+    std = float(table.std[step])
     mean = transition(x, v, torch.zeros_like(x), a=a, b=b, std=std)
     assert deviation(mean, expected["mean"]) <= tolerance
     assert deviation(torch.tensor(std).double(), expected["std"]) <= tolerance

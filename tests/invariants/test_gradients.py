@@ -48,8 +48,11 @@ class Batch:
             for column in (table.a, table.b, table.std, table.gain, table.scale)
         )
         self.size = -table.sigmas.diff()[STEPS]
-        self.x, self.noise, self.anchor = normal(), normal(), normal()
-        old_condition, old_uncondition = normal(), normal()
+        self.x = normal()
+        self.noise = normal()
+        self.anchor = normal()
+        old_condition = normal()
+        old_uncondition = normal()
         moved = (
             torch.tensor([0.0, 1e-4, 1e-4, 0.05, 0.05, 0.2, 0.2, 0.2])
             .double()
@@ -76,7 +79,8 @@ class Batch:
 
 def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
     new = batch.policy(guided(batch.condition, batch.uncondition))
-    old, anchor = batch.policy(batch.old), batch.policy(batch.anchor)
+    old = batch.policy(batch.old)
+    anchor = batch.policy(batch.anchor)
     log_ratio = mean_over_elements(
         new.log_prob(batch.x_next) - old.log_prob(batch.x_next)
     )
@@ -87,11 +91,10 @@ def explicit_loss(batch: Batch, settings: ObjectiveConfig) -> Tensor:
         used = used * batch.std
     if settings.ratio == "unnormalized":
         used = used * 2 * batch.std**2
-    ratio, clip = used.exp(), settings.clip_range
-    pushed, held = (
-        -batch.advantage * ratio,
-        -batch.advantage * ratio.clamp(1 - clip, 1 + clip),
-    )
+    ratio = used.exp()
+    clip = settings.clip_range
+    pushed = -batch.advantage * ratio
+    held = -batch.advantage * ratio.clamp(1 - clip, 1 + clip)
     loss = torch.max(pushed, held)
     if settings.equalizer:
         loss = loss * batch.scale

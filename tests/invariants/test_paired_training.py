@@ -157,7 +157,8 @@ def test_training_is_the_same_with_and_without_kernels(
 def test_auto_is_the_reference_on_a_cpu_and_triton_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    cpu = torch.device("cpu")
+    cuda = torch.device("cuda")
     assert select_kernels("auto", cpu) is select_kernels("reference", cuda) is REFERENCE
     assert select_kernels("auto", cuda) is sage_kernels
     monkeypatch.setattr("sage_kernels.common.INTERPRETED", False)

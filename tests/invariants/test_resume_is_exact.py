@@ -71,7 +71,8 @@ def test_resume_continues_bit_for_bit(
     Run(config("whole", total, "none")).train()
     Run(config("parts", saved, "none")).train()
     Run(config("parts", total, "auto")).train()
-    whole, parts = numbers(tmp_path / "whole"), numbers(tmp_path / "parts")
+    whole = numbers(tmp_path / "whole")
+    parts = numbers(tmp_path / "parts")
     assert parts[-1] == whole[-1]
     for row in (*whole, *parts):  # the shorter run also evaluated at its own end
         for key in [key for key in row if key.startswith("eval/")]:

@@ -28,8 +28,12 @@ PROMPTS = [
     'a neon sign that says "open" at night',
     "“late” and “early”",
 ]
-STEPS, SHIFT, GUIDANCE = 4, 5.0, 6.0
-FRAMES, HEIGHT, WIDTH = 9, 48, 32
+STEPS = 4
+SHIFT = 5.0
+GUIDANCE = 6.0
+FRAMES = 9
+HEIGHT = 48
+WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,8 @@ def run_stock(
     """Guided velocities, latents after every step, and the frames (F, H, W, 3) in [0,
     1] of a stock call.
     """
-    velocities, states = [], []
+    velocities = []
+    states = []
     step = stock.scheduler.step
 
     def recorded(

@@ -130,7 +130,8 @@ machine = SimpleNamespace(devices=1, jit=False, extension=None)
 
 def choose_machine(devices: int, jit: bool) -> None:
     """Another number of GPUs, before anything is on one."""
-    machine.devices, machine.jit = devices, jit
+    machine.devices = devices
+    machine.jit = jit
     machine.extension.start(devices, _noted)
 
 
@@ -312,7 +313,8 @@ def _operators(extension: Any) -> None:
             wide * out.double()
         ).sum(-1, keepdim=True)
         scores = weights * inner * scale
-        dq, dk = scores @ k.double(), scores.transpose(2, 3) @ q.double()
+        dq = scores @ k.double()
+        dk = scores.transpose(2, 3) @ q.double()
         return (
             dq.to(q.dtype),
             dk.to(q.dtype),

@@ -140,7 +140,8 @@ def on_cuda(folder: Path) -> dict[str, Any]:
     """
     from sage_fast.checkpoint.writer import CheckpointWriter
 
-    copy, finite = CheckpointWriter._copy, []
+    copy = CheckpointWriter._copy
+    finite = []
 
     def copied(self: Any, tensors: Any) -> Any:
         found = copy(self, tensors)
@@ -232,7 +233,9 @@ def budget(folder: Path) -> dict[str, Any]:
     for update in ("two_phase", "single_pass"):
         trainer: Any = toy_trainer(update, 6.0, "cuda")
         trainer.iterate()
-        within, enter, first = Counter[str](), trainer._phase, len(compiled)
+        within = Counter[str]()
+        enter = trainer._phase
+        first = len(compiled)
 
         @contextmanager
         def phase(

@@ -42,12 +42,14 @@ def run(
         "TRITON_INTERPRET": "0",
     }
     environment = os.environ | variables | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    command, pipe = [sys.executable, "-m", program.__name__], subprocess.PIPE
+    command = [sys.executable, "-m", program.__name__]
+    pipe = subprocess.PIPE
     with subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=pipe, stdout=pipe, text=True
     ) as server:
         assert server.stdin is not None and server.stdout is not None
-        given, answers = server.stdin, server.stdout
+        given = server.stdin
+        answers = server.stdout
 
         def of(work: str) -> dict[str, Any]:
             folder = tmp_path_factory.mktemp(work)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint import find_checkpoint
+from sage_fast.checkpoint.reader import find_checkpoint
 from sage_fast.config.load import load_config
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.attention import attention

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CallbackError
 from sage_fast.config.schema import RunConfig
 from sage_fast.run.callbacks import Callback, StopRun

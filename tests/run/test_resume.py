@@ -13,8 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sage_fast.checkpoint import list_checkpoints
-from sage_fast.checkpoint.folder import read_best
+from sage_fast.checkpoint.folder import list_checkpoints, read_best
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
 from sage_fast.config.load import dump_config, load_config

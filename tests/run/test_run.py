@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sage_fast.checkpoint import list_checkpoints
+from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config

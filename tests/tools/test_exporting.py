@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from sage_fast.checkpoint import CheckpointData, CheckpointWriter
+from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.commands import export as export_command
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError

@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15Pipeline
 
-from sage_fast.checkpoint import open_checkpoint
+from sage_fast.checkpoint.reader import open_checkpoint
 from sage_fast.commands.cli import main
 from sage_fast.run.directory import read_metrics
 from tests.tiny.checkpoints import save_diffusers_layout

@@ -227,7 +227,7 @@ def probe(transformer: WanTransformer3DModel) -> Tensor:
 
 
 def of_the_run(config: RunConfig) -> Tensor:
-    from sage_fast.checkpoint import open_checkpoint
+    from sage_fast.checkpoint.reader import open_checkpoint
 
     transformer = load_components(config.model).transformer
     checkpoint = open_checkpoint(

@@ -1,0 +1,168 @@
+"""Tables and figures of the documents are those of the committed results."""
+
+import json
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import pytest
+
+from benchmarks import report
+from tests.test_sde import dispersion_rows, leftover_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def committed(name: str) -> list[dict[str, Any]]:
+    """Rows of a file of docs/results."""
+    text = (ROOT / f"docs/results/{name}.jsonl").read_text("utf-8")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def page(name: str) -> str:
+    """A document, in which a line break is a space."""
+    return " ".join((ROOT / name).read_text("utf-8").split())
+
+
+def demo_cells(name: str, row: dict[str, Any]) -> str:
+    """A row of the demo's tables."""
+    reward = row["reward"]
+    aligned = row["aligned"]
+    distance = row["manifold_distance"]
+    return (
+        f"| {name} | {100 * aligned['before']:.0f} → {100 * aligned['after']:.0f} % "
+        f"| {reward['before']:.3f} → {reward['after']:.3f} "
+        f"| {reward['mean']:+.3f} ± {reward['stderr']:.3f} "
+        f"| {distance['before']:.4f} → {distance['after']:.4f} |"
+    )
+
+
+def gains_nothing(gains: list[float]) -> bool:
+    """Two standard errors over seeds: a training by noise moves at random too, which
+    the standard error of a run, over captions and noises, does not count.
+    """
+    return abs(fmean(gains)) < 2 * stdev(gains) / len(gains) ** 0.5
+
+
+def test_the_readme_shows_the_demos_results() -> None:
+    shown = page("README.md")
+    assert "20 updates of 128 videos: 60 held-out captions, 16 noises each" in shown
+    for row in committed("demo"):
+        assert (row["updates"], row["prompts"], row["noises"]) == (20, 60, 16)
+        assert demo_cells(row["seed"], row) in shown
+        # A large gain that is not bought with the pictures.
+        distance = row["manifold_distance"]
+        assert row["aligned"]["mean"] > 0.25
+        assert distance["after"] < 1.1 * distance["before"]
+
+
+def test_the_demo_page_shows_its_controls() -> None:
+    """Guidance alone is worth less than the training."""
+    shown = page("docs/tutorials/demo.md")
+    least = min(row["reward"]["mean"] for row in committed("demo"))
+    rows = committed("demo_controls")
+    for row in rows:
+        assert (row["prompts"], row["noises"]) == (60, 16)
+        assert demo_cells(row["control"], row) in shown
+        assert 3 * abs(row["reward"]["mean"]) < least
+    shuffled = [r["reward"]["mean"] for r in rows if "shuffled" in r["control"]]
+    assert gains_nothing(shuffled)
+
+
+def mean_and_error(tests: list[dict[str, float]]) -> tuple[float, float]:
+    """Of the gains of several seeds. Words and noises are those of every seed, so their
+    error does not shrink.
+    """
+    gains = [test["mean"] for test in tests]
+    variance = fmean(test["stderr"] ** 2 for test in tests)
+    if len(gains) > 1:
+        variance += stdev(gains) ** 2 / len(gains)
+    return fmean(gains), variance**0.5
+
+
+def test_the_page_of_words_shows_its_results() -> None:
+    shown = page("docs/words.md")
+    judged: dict[tuple[str, float, int], list[float]] = {}
+    for key, group in groupby(
+        committed("words"), key=lambda r: (r["arm"], r["rate"], r["updates"])
+    ):
+        _, rate, updates = key
+        seeds = list(group)
+        assert {(r["prompts"], r["noises"]) for r in seeds} == {(48, 16)}
+        read = 100 * fmean(r["OCR_right"]["after"] for r in seeds)
+        right = 100 * fmean(r["judge_right"]["after"] for r in seeds)
+        gain, error = mean_and_error([r["judge_right"] for r in seeds])
+        reward, of_reward = mean_and_error([r["OCR"] for r in seeds])
+        judged[key] = [100 * r["judge_right"]["mean"] for r in seeds]
+        each = ", ".join(f"{points:+.0f}" for points in judged[key])
+        each = f"{each}: " if len(seeds) > 1 else ""
+        start = f"| {updates} | {rate:g} |" if updates else "| 0 | |"
+        cells = (
+            f"{start} {read:.0f} % | {right:.0f} % "
+            f"| {each}{100 * gain:+.0f} ± {100 * error:.0f} "
+            f"| {reward:+.3f} ± {of_reward:.3f} |"
+        )
+        assert cells in shown, cells
+    best = judged["forward_process", 0.03, 20]
+    path = judged["path_two_levels", 0.03, 31]
+    tuned = judged["best_of_group", 0.01, 42]
+    control = judged["shuffled", 0.03, 20]
+    assert {len(best), len(path), len(tuned), len(control)} == {3}
+    readme = page("README.md")
+    assert f"reads {fmean(best):.0f} points more" in readme
+    assert f"at the same cost {fmean(tuned):.0f}." in readme
+    own = f"and {fmean(path):.0f} more after SAGE-GRPO at its sampler's own states"
+    assert own in readme
+    assert gains_nothing(control)
+
+
+def test_the_page_of_words_has_the_signal_of_each_gradient() -> None:
+    shown = page("docs/words.md")
+    for row in committed("signal"):
+        signals = row["signals"]
+        error = stdev(signals) / len(signals) ** 0.5
+        assert f"{fmean(signals):.3f} ± {error:.3f}" in shown
+
+
+def test_the_page_of_objectives_says_what_the_path_loses() -> None:
+    *path, noised = committed("path_toy")
+    shown = page("docs/objectives.md")
+
+    def between(name: str, digits: int) -> str:
+        values = [row[name]["after"] for row in path]
+        return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+    gained = f"aligned {between('aligned', 2)}, but a reward of {between('reward', 2)}"
+    assert gained in shown
+    assert f"a distance of {between('manifold_distance', 3)}" in shown
+    reward = noised["reward"]["after"]
+    aligned = noised["aligned"]["after"]
+    distance = noised["manifold_distance"]["after"]
+    assert f"have {reward:.2f}, {aligned:.2f} and {distance:.3f}" in shown
+
+
+def test_the_tables_of_benchmarks_are_what_the_report_writes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`python -m benchmarks report --write` mends this one."""
+    texts = {name: (ROOT / name).read_text("utf-8") for name in report.DOCUMENTS}
+    # Two are planned, by tests/config/test_presets.py.
+    for name, place in (
+        ("presets", "docs/how_to/which_card.md"),
+        ("cards", "README.md"),
+    ):
+        begin = f"<!-- benchmark {name}: begin -->\n"
+        there = (ROOT / place).read_text("utf-8").split(begin)[1].split("<!--")[0]
+        monkeypatch.setitem(report.BLOCKS, name, lambda found, there=there: there)
+    found = report.read_results(report.committed_files())
+    for name, text in texts.items():
+        assert report.document(text, found) == text, name
+    for name in report.BLOCKS:
+        assert f"<!-- benchmark {name}: begin -->" in "".join(texts.values())
+
+
+def test_the_tables_of_the_algorithm_are_what_the_code_gives() -> None:
+    document = (ROOT / "docs/algorithm.md").read_text("utf-8")
+    for rows in (leftover_rows(), dispersion_rows(0.1)):
+        assert "\n".join(rows) in document

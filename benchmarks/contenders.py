@@ -27,9 +27,9 @@ from torch.utils.checkpoint import checkpoint
 
 import sage_kernels
 from benchmarks.shapes import Shape
+from sage_fast import accelerate
 from sage_fast.models.attention.attention import attention
 from sage_fast.models.hunyuan15.backbone import velocity as policy_velocity
-from sage_fast.models.hunyuan15.fused import accelerate
 from sage_fast.models.transformer import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from sage_fast.config.errors import SageError
     from sage_fast.config.load import load_config
     from sage_fast.config.schema import RunConfig
-    from sage_fast.models.hunyuan15.fused import Acceleration, accelerate
+    from sage_fast.models.fused import accelerate
+    from sage_fast.models.hunyuan15.fused import Acceleration
     from sage_fast.records import Prompt, RolloutRecord
     from sage_fast.run.callbacks import (
         Callback,
@@ -58,6 +59,7 @@ _HOMES = {
     "sage_fast.config.errors": ("SageError",),
     "sage_fast.config.load": ("load_config",),
     "sage_fast.config.schema": ("RunConfig",),
+    "sage_fast.models.fused": ("accelerate",),
     "sage_fast.records": ("Prompt", "RolloutRecord"),
     "sage_fast.run.callbacks": (
         "Callback",
@@ -73,10 +75,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     # torch and diffusers take seconds to import.
-    if name in ("Acceleration", "accelerate"):
-        from sage_fast.models.hunyuan15 import fused
+    if name == "Acceleration":
+        from sage_fast.models.hunyuan15.fused import Acceleration
 
-        return getattr(fused, name)
+        return Acceleration
     for module, names in _HOMES.items():
         if name in names:
             return getattr(importlib.import_module(module), name)

@@ -37,11 +37,9 @@ class Result:
                 self.shape, self.strides, dtype=self.dtype, device="meta"
             )
         given = arguments[self.argument]
-        return (
-            given
-            if self.shape is None
-            else given.as_strided(self.shape, self.strides, self.offset)
-        )
+        if self.shape is None:
+            return given
+        return given.as_strided(self.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,8 @@ class CountingMode(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run the operator, or give what it gave, and count it."""
-        called = (func, args, *(kwargs or {}).items())
+        kwargs = kwargs or {}
+        called = (func, args, *kwargs.items())
         arguments: list[Tensor] = []
         form = _form(called, arguments, {})
         known = self.known.get(form)
@@ -84,9 +83,9 @@ class CountingMode(TorchDispatchMode):
             made = [result.of(arguments) for result in known.results]
             result: Any = tuple(made) if known.several else made[0]
         else:
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **kwargs)
             if known is None:
-                known = _observed(func, args, kwargs or {}, result, arguments)
+                known = _observed(func, args, kwargs, result, arguments)
                 # what changes the shape of an argument is observed every time
                 if form == _form(called, [], {}):
                     self.known[form] = known

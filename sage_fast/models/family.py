@@ -6,7 +6,6 @@ Shapes: B batch, C channels, F frames, H, W.
 
 import logging
 import math
-import re
 import tempfile
 import traceback
 from abc import ABC, abstractmethod
@@ -24,7 +23,7 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
 from sage_fast.models.stored import StoredWeights
-from sage_fast.models.transformer import FusedForward, Layout, in_parts
+from sage_fast.models.transformer import FusedForward, in_parts
 from sage_fast.records import Prompt, PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -353,7 +352,7 @@ class ModelFamily(ABC):
     licence: tuple[str, str] | None = None
     pipeline: str = "DiffusionPipeline"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
-    clients: ClassVar[Mapping[Layout, Client]] = {
+    clients: ClassVar[Mapping[str, Client]] = {
         "diffusers": Client("diffusers"),
         "peft": Client("peft"),
     }
@@ -515,95 +514,6 @@ class ModelFamily(ABC):
         """A prompt without values on the meta device, for traces."""
         raise NotImplementedError
 
-    @classmethod
-    def named_adapter(
-        cls, values: Mapping[str, Tensor], layout: Layout
-    ) -> dict[str, Tensor]:
-        """A LoRA adapter by diffusers' names, with a scale (alpha / rank) of 1, by the
-        names of a layout.
-
-        diffusers' has every tensor twice, for `load_lora_adapter` with its default
-        prefix and with prefix=None.
-        """
-        if layout == "peft":
-            return {f"base_model.model.{name}": value for name, value in values.items()}
-        if layout == "diffusers":
-            return {
-                **values,
-                **{
-                    f"transformer.{name}": value.clone()
-                    for name, value in values.items()
-                },
-            }
-        adapter: dict[str, Tensor] = {}
-        for module in dict.fromkeys(
-            re.sub(r"\.lora_[AB]\.weight$", "", name) for name in values
-        ):
-            _, number, layer = module.split(".", 2)
-            official, comfyui = cls.names[layer]
-            down = values[f"{module}.lora_A.weight"]
-            up = values[f"{module}.lora_B.weight"]
-            name = f"{cls.official_blocks}.{number}.{official}"
-            if layout == "musubi":
-                name = f"lora_unet_{name.replace('.', '_')}"
-                # alpha = rank is a scale of 1.
-                rank = torch.tensor(float(len(down)))
-                adapter |= {
-                    f"{name}.lora_down.weight": down,
-                    f"{name}.lora_up.weight": up,
-                    f"{name}.alpha": rank,
-                }
-                continue
-            if layout == "comfyui":
-                name = f"diffusion_model.{cls.official_blocks}.{number}.{comfyui}"
-                joined = [
-                    other
-                    for other, (_, theirs) in cls.names.items()
-                    if theirs == comfyui
-                ]
-                # The joined layer's rank is the sum of its parts' ranks: each has its
-                # own rows and columns of lora_B.
-                rows = up.new_zeros(len(joined), *up.shape)
-                rows[joined.index(layer)] = up
-                up = rows.flatten(0, 1)
-                if f"{name}.lora_A.weight" in adapter:
-                    down = torch.cat([adapter[f"{name}.lora_A.weight"], down])
-                    up = torch.cat([adapter[f"{name}.lora_B.weight"], up], dim=1)
-            adapter |= {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
-        return adapter
-
-    @classmethod
-    def layers_named(cls, name: str) -> list[str]:
-        """The linear layers by diffusers' names that a layer of any layout stands for,
-        in the order of its rows.
-
-        Its name comes without a prefix, and with `.` or `_` between its parts. One that
-        no layout has stands for itself.
-
-        Example: `double_blocks.0.img_attn.qkv` of ComfyUI is
-        `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
-        """
-        for own, official in cls.outer_names.items():
-            if name.replace(".", "_") in (
-                own.replace(".", "_"),
-                official.replace(".", "_"),
-            ):
-                return [own]
-        match = re.fullmatch(
-            rf"(?:{cls.blocks}|{cls.official_blocks})[._](\d+)[._](.+)", name
-        )
-        part = match[2].replace(".", "_") if match else None
-        layers = [
-            own
-            for own, others in cls.names.items()
-            if part in [n.replace(".", "_") for n in (own, *others)]
-        ]
-        return (
-            [f"{cls.blocks}.{match[1]}.{layer}" for layer in layers]
-            if match and layers
-            else [name]
-        )
-
 
 @dataclass(frozen=True)
 class _LoadFunction(ModelFamily):
@@ -664,8 +574,8 @@ def family_of(
         if known in _OUTSIDE:
             return _OUTSIDE[known]
     raise ValueError(
-        f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} can be "
-        "trained. Another class needs a "
+        f"The transformer is a {names[0]}, and only {', '.join(TRANSFORMERS)} are "
+        "known. Another class needs a "
         "ModelFamily (sage_fast/models/family.py) with that transformer_class."
     )
 

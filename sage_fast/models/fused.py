@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import (
     call_backward,
@@ -22,7 +23,7 @@ from sage_fast.models.attention.attention import (
     resolve_backend,
 )
 from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.family import transformer_blocks
+from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.projection import stack_weights, unstack_weights
 from sage_fast.models.transformer import Checkpointing, FusedForward
 
@@ -269,3 +270,30 @@ class BlockwiseForward(FusedForward):
     def __getstate__(self) -> dict[str, Any]:
         """Content of a copy or a pickle, without what is made again."""
         return self.__dict__ | {"_settings": {}, "_rope": {}}
+
+
+def accelerate(model: Any, **options: Any) -> Any:
+    """Give one transformer of any family the fused forward, for training and for
+    generating; its signature stays that of diffusers.
+
+    Args:
+        model: a transformer, with or without LoRA adapters, or a pipeline of diffusers
+            that has one as its `transformer`.
+        options: `attention`, `kernels`, `checkpointing`, `deterministic` and `adaln`,
+            as in `ModelConfig`.
+
+    Returns:
+        The handle whose `undo()` restores diffusers' forward, as does the end of a
+        `with` over it.
+
+    Raises:
+        ValueError: a model of a class that no family has, an unsupported variant, or
+            options that cannot be satisfied.
+    """
+    transformer = getattr(model, "transformer", model)
+    family = family_of(transformer)
+    if "_acceleration" in transformer.__dict__:
+        raise ValueError(
+            "This transformer is accelerated already; call undo() of its handle first."
+        )
+    return family.fuse(transformer, ModelConfig(**options))

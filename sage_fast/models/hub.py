@@ -80,17 +80,14 @@ def require(
         include: glob patterns of what is downloaded; none are everything.
         gigabytes: 1e9 bytes of that, at most.
     """
-    missing = missing_files(local_folder(path), patterns)
-    if is_repository(path):
-        fetch = fetch_command(path, *include)
+    folder = None if is_repository(path) else path
+    if folder is None:
         repository = path
-    else:
-        fetch = fetch_command(repository, *include, folder=path)
     return Requirement(
         name=name,
         where=path,
-        missing=missing,
-        fetch=fetch,
+        missing=missing_files(local_folder(path), patterns),
+        fetch=fetch_command(repository, *include, folder=folder),
         repository=repository,
         gigabytes=gigabytes,
     )
@@ -157,9 +154,11 @@ def checkpoint_folder(path: str, key: str, *include: str) -> Path:
         OSError: there is none; the message says how to fetch it.
     """
     folder = local_folder(path)
-    if folder is None and not is_repository(path):
-        raise OSError(f"{path!r} does not exist. Set {key} to a folder or a hub id.")
     if folder is None:
+        if not is_repository(path):
+            raise OSError(
+                f"{path!r} does not exist. Set {key} to a folder or a hub id."
+            )
         raise OSError(
             f"{path!r} is neither a folder nor in the hub's local cache. Fetch it with "
             f"`{fetch_command(path, *include)}`, or set {key} to a folder that holds "
@@ -173,10 +172,7 @@ def stored_bytes(path: str) -> int:
     are none.
     """
     folder = local_folder(path)
-    if folder is None:
-        return 0
+    files = folder.rglob("*") if folder is not None else ()
     return sum(
-        f.stat().st_size
-        for f in folder.rglob("*")
-        if f.suffix in (".safetensors", ".pth")
+        file.stat().st_size for file in files if file.suffix in (".safetensors", ".pth")
     )

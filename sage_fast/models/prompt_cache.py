@@ -97,23 +97,21 @@ class CachedPromptEncoder(ABC):
         place = ranks.index(world.rank)
         count = len(ranks)
         # A prompt or two may be a trial, or the empty one of guidance.
-        words = (word_count(text_of(text)) for text in unique)
-        if (
-            world.is_main
-            and len(unique) > 2
-            and (median := statistics.median(words)) < SHORT_CAPTION
-        ):
-            logger.warning(
-                "The median prompt has %d words; %s is used with captions of %s.",
-                median,
-                *self.usual,
-            )
+        if world.is_main and len(unique) > 2:
+            median = statistics.median(word_count(text_of(text)) for text in unique)
+            if median < SHORT_CAPTION:
+                logger.warning(
+                    "The median prompt has %d words; %s is used with captions of %s.",
+                    median,
+                    *self.usual,
+                )
         share = range(place, len(unique), count)
         counts: dict[int, tuple[int, ...]] = {}
-        # Mapped and not read: the counts are wanted here, and `encode` compares the
-        # checksum.
         for number in share:
-            if (found := self._read(unique[number], checked=False)) is not None:
+            # Mapped and not read: the counts are wanted here, and `encode` compares the
+            # checksum.
+            found = self._read(unique[number], checked=False)
+            if found is not None:
                 counts[number] = found[1]
         # Collective, as are the rounds and the gather behind them: a rank that lacks
         # nothing takes part.
@@ -212,17 +210,12 @@ class CachedPromptEncoder(ABC):
         self.cache.mkdir(parents=True, exist_ok=True)
         # A file that is never changed is known by its number and its date, on every
         # node that sees it.
-        descriptor = os.open(self.cache / ".identity", os.O_CREAT | os.O_RDONLY, 0o666)
-        try:
-            file = os.fstat(descriptor)
-        finally:
-            os.close(descriptor)
+        identity = self.cache / ".identity"
+        os.close(os.open(identity, os.O_CREAT | os.O_RDONLY, 0o666))
+        file = identity.stat()
         identities = world.gather((file.st_ino, file.st_mtime_ns, wanted))
-        return [
-            rank
-            for rank, identity in enumerate(identities)
-            if identity == identities[world.rank]
-        ]
+        own = identities[world.rank]
+        return [rank for rank, other in enumerate(identities) if other == own]
 
     # ------------------------------------------------------------------------------------------
     # cache
@@ -331,19 +324,14 @@ class CachedPromptEncoder(ABC):
         Args:
             counts: text -> its tokens (L, Lg), uncut.
         """
-        for place, (limit, reader) in enumerate(
-            zip(self.limits, self.readers, strict=True)
-        ):
-            if cut := [
-                (text, count[place])
-                for text, count in counts.items()
-                if count[place] > limit
-            ]:
+        for place, limit in enumerate(self.limits):
+            cut = [text for text, count in counts.items() if count[place] > limit]
+            if cut:
                 logger.warning(
                     "%d of %d prompts are cut off after %d tokens, of which the %s "
-                    "sees no more; shorten them. The "
-                    "first has %d: %.60r...",
-                    *(len(cut), len(counts), limit, reader, cut[0][1], cut[0][0]),
+                    "sees no more; shorten them. The first has %d: %.60r...",
+                    *(len(cut), len(counts), limit, self.readers[place]),
+                    *(counts[cut[0]][place], cut[0]),
                 )
 
 

@@ -31,10 +31,11 @@ from sage_fast.models.stored import (
 )
 
 WEIGHTS = {
-    **dict.fromkeys(("transformer", "vae"), STEMS["diffusers"]),
-    **dict.fromkeys(
-        ("text_encoder", "text_encoder_2", "image_encoder"), STEMS["transformers"]
-    ),
+    "transformer": STEMS["diffusers"],
+    "vae": STEMS["diffusers"],
+    "text_encoder": STEMS["transformers"],
+    "text_encoder_2": STEMS["transformers"],
+    "image_encoder": STEMS["transformers"],
 }
 """Folders with weights, and the stem of their files."""
 
@@ -69,9 +70,10 @@ def cache_folder(model: ModelConfig) -> Path:
                 f"{error}. Choose another folder."
             ) from error
         return folder
-    root = Path(model.path).expanduser() if model.path is not None else None
-    if root is not None and root.is_dir() and os.access(root, os.W_OK):
-        return root / ".sage_fast"
+    if model.path is not None:
+        root = Path(model.path).expanduser()
+        if root.is_dir() and os.access(root, os.W_OK):
+            return root / ".sage_fast"
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
 
 
@@ -263,16 +265,15 @@ def stored_config(
     """
     file = folder / part / "config.json" if folder is not None else None
     stored = read_json(file) if file is not None and file.is_file() else {}
-    takes = stored.keys() if kind is None else inspect.signature(kind).parameters
-    if (
-        kind is not None
-        and (name := stored.get("_class_name", kind.__name__)) != kind.__name__
-    ):
-        raise ValueError(
-            f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set "
-            "model.family to that of the model, "
-            "or model.path to another folder."
-        )
+    takes: Any = stored
+    if kind is not None:
+        takes = inspect.signature(kind).parameters
+        name = stored.get("_class_name", kind.__name__)
+        if name != kind.__name__:
+            raise ValueError(
+                f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set "
+                "model.family to that of the model, or model.path to another folder."
+            )
     return dict(published) | {
         k: value for k, value in stored.items() if k in takes and not k.startswith("_")
     }
@@ -289,11 +290,9 @@ def published_shift(root: Path) -> float | None:
 
 def model_device(model: ModelConfig) -> str:
     """`model.device`; `auto` is cuda where there is one."""
-    return (
-        ("cuda" if torch.cuda.is_available() else "cpu")
-        if model.device == "auto"
-        else model.device
-    )
+    if model.device != "auto":
+        return model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_vae(kind: Any, folder: Path, dtype: str) -> Any:

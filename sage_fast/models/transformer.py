@@ -15,10 +15,6 @@ Checkpointing = Literal["none", "feed_forward", "selective", "full"]
 MAX_LEVELS = 512
 """Most noise levels in a table of modulation; beyond them it is emptied."""
 
-Layout = Literal["diffusers", "official", "comfyui", "musubi", "peft"]
-"""Programs that an adapter is exported for, each with its names for the same weights.
-"""
-
 
 class FusedForward:
     """The handle of a transformer that runs a fused forward instead of the stock one."""

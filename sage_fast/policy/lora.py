@@ -73,13 +73,10 @@ def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list
         ]
         if not matches:
             block = transformer_blocks(transformer)[0]
-            known = sorted(
-                n for n, m in block.named_modules() if isinstance(m, nn.Linear)
-            )
+            known = [n for n, m in block.named_modules() if isinstance(m, nn.Linear)]
             raise ValueError(
-                f"lora.target_modules has {suffix!r}, which is not a linear layer of "
-                "a transformer block. "
-                f"Choose from {known}."
+                f"lora.target_modules has {suffix!r}, which is not a linear layer of a "
+                f"transformer block. Choose from {sorted(known)}."
             )
         targets += [n for n in matches if not is_dead(n, dead)]
     return targets

@@ -25,11 +25,10 @@ class PerVideo:
     """
 
     def __init__(self, transformer: nn.Module) -> None:
-        linear = (
-            module for module in transformer.modules() if isinstance(module, nn.Linear)
-        )
         self.layers: list[Any] = [
-            layer for layer in linear if layer.weight.requires_grad
+            module
+            for module in transformer.modules()
+            if isinstance(module, nn.Linear) and module.weight.requires_grad
         ]
         self.weights: list[Tensor] = [layer.weight for layer in self.layers]
 
@@ -81,6 +80,5 @@ class _Linear(torch.autograd.Function):
         rows, columns = (
             tensor.reshape(len(copies), -1, tensor.shape[-1]) for tensor in (x, grad)
         )
-        return torch.bmm(columns.mT, rows), grad @ copies[0] if ctx.needs_input_grad[
-            1
-        ] else None
+        of_x = grad @ copies[0] if ctx.needs_input_grad[1] else None
+        return torch.bmm(columns.mT, rows), of_x

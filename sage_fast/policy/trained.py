@@ -16,7 +16,7 @@ from sage_fast.config.sections import LoraConfig
 from sage_fast.distributed.engine import check_same_shapes, shapes_of
 from sage_fast.models.family import family_of
 from sage_fast.models.transformer import is_dead
-from sage_fast.policy.adapters import adapter_files
+from sage_fast.policy.layouts import adapter_files
 from sage_fast.policy.lora import make_trainable, trainable_parameters
 
 

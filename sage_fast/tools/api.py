@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
-from sage_fast.config.errors import ConfigError, shown
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import loads
 from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
@@ -34,7 +34,7 @@ from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
-from sage_fast.policy.adapters import adapter_files, read_adapter
+from sage_fast.policy.layouts import adapter_files, read_adapter
 from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
@@ -44,7 +44,6 @@ from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
-from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
 from sage_fast.tools.exporting import Export, export
@@ -52,12 +51,14 @@ from sage_fast.tools.generation import initial_weights, load_generator, write_vi
 from sage_fast.tools.paired import PairedEvaluation, Report, write_report
 
 FILE = re.compile(r"\S+\.(csv|jsonl?|txt)", re.IGNORECASE)
-"""A text that is the name of a prompt file, whether or not that is here."""
+"""A text that is the name of a prompt file."""
 
 MOST_ON_CPU = 1_000_000_000
 """Parameters from which a model is refused on a CPU: one video of HunyuanVideo-1.5,
 with 8.3e9, takes hours there.
 """
+
+Prompts = str | Prompt | Sequence[str | Prompt]
 
 RewardLike = Reward | type[Reward] | Callable[..., Any] | str
 
@@ -86,18 +87,15 @@ class TrainedRun:
     stop_reason: str | None = None
 
     def __repr__(self) -> str:
-        end = (
-            "finished"
-            if self.finished
-            else f"stopped{f': {self.stop_reason}' if self.stop_reason else ''}"
-        )
+        end = "finished" if self.finished else "stopped"
+        if self.stop_reason:
+            end += f": {self.stop_reason}"
         gain = "reward not compared: there are no two evaluations"
         if (test := self.test) is not None:
             gain = (
                 f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over "
                 f"{test.count} prompts"
             )
-            gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
         directory = RunDirectory(self.output_dir)
         updates = self.config.training.num_updates
         return (
@@ -123,7 +121,7 @@ class TrainedRun:
 
     def generate(
         self,
-        prompts: str | Prompt | Sequence[str | Prompt],
+        prompts: Prompts,
         output_dir: str | Path | None = None,
         **options: Any,
     ) -> list[Path]:
@@ -143,7 +141,7 @@ RunLike = TrainedRun | RunConfig | str | Path
 def train(
     config: RunLike | Sequence[str | Path],
     *,
-    prompts: str | Prompt | Sequence[str | Prompt] | None = None,
+    prompts: Prompts | None = None,
     reward: RewardLike | Sequence[RewardLike] | None = None,
     reward_weights: Mapping[str, float] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
@@ -193,10 +191,9 @@ def train(
     # A lone word would be taken for a list of its letters.
     allowed = [allow_changes] if isinstance(allow_changes, str) else allow_changes
     told = callbacks if isinstance(callbacks, Sequence) else [callbacks]
-    own = {
+    _REWARDS[Path(config.output_dir).absolute()] = {
         name: REGISTERED[name] for name in config.reward.rewards if name in REGISTERED
     }
-    _REWARDS[Path(config.output_dir).absolute()] = own
     with lasting_streams():
         result = training.train(
             settle_memory(config), allow_changes=allowed, callbacks=told
@@ -228,13 +225,10 @@ def open_run(directory: str | Path, *, trust_config: bool = False) -> TrainedRun
     config = load_config(run.config, {"output_dir": str(run)})
     if not trust_config:
         check_trust(config, run.path, REGISTERED)
-    result = run.result
     update = max(map(update_of, list_checkpoints(run.checkpoints)), default=0)
-    test = (
-        PairedTest(**loads(result.read_text("utf-8"))["reward"])
-        if result.is_file()
-        else None
-    )
+    test = None
+    if run.result.is_file():
+        test = PairedTest(**loads(run.result.read_text("utf-8"))["reward"])
     return TrainedRun(
         config=config,
         update=update,
@@ -295,22 +289,21 @@ def evaluate(
             "auto or a folder, or --lora."
         )
     trained, weights = chosen
-    evaluation = PairedEvaluation(
+    report = PairedEvaluation(
         config=config,
         prompts=prompts,
         folder=output_dir,
         trained=trained,
         weights=weights,
         overwrite=overwrite,
-    )
-    report = evaluation.report(num_videos=num_videos, resamples=resamples)
+    ).report(num_videos=num_videos, resamples=resamples)
     write_report(output_dir, report)
     return report
 
 
 def generate(
     run: RunLike,
-    prompts: str | Prompt | Sequence[str | Prompt] | None,
+    prompts: Prompts | None,
     output_dir: str | Path | None = None,
     *,
     checkpoint: str = "auto",
@@ -402,45 +395,33 @@ def _config_of(
     return config
 
 
-def _rows(
-    prompts: str | Prompt | Sequence[str | Prompt],
-) -> list[str | dict[str, str | int]]:
+def _rows(prompts: Prompts) -> list[str | dict[str, str | int]]:
     """The prompts as the configuration lists them, which a saved one can be used with
-    from any directory.
-
-    ConfigError for the name of a file, and for a mapping, whose keys would be the
-    texts.
+    from any directory. ConfigError for the name of a file.
     """
-    given = [prompts] if isinstance(prompts, str | Prompt | Path | Mapping) else prompts
-    rows: list[str | dict[str, str | int]] = []
+    given: Any = prompts
+    if isinstance(prompts, str | Prompt | Path | Mapping):
+        given = [prompts]
+    rows: list[Any] = []
     for prompt in given:
-        named = isinstance(prompt, str) and (
-            FILE.fullmatch(prompt) or (prompt is prompts and os.path.isfile(prompt))
-        )
-        if named or isinstance(prompt, Path):
-            raise ConfigError(
-                f"prompts is {str(prompt)!r}, a file, but it must be a text or a list "
-                "of them. A file goes into the "
-                "configuration, as data.prompts (train) or evaluation.prompts "
-                "(generate)."
-            )
-        if prompt is prompts and isinstance(prompt, Mapping):
-            raise ConfigError(
-                f"prompts is {shown(prompt)}, but it must be a text or a list of "
-                "texts and rows."
-            )
         if isinstance(prompt, Prompt):
-            optional = {
-                "seed": prompt.seed,
-                "image": prompt.image and os.path.abspath(prompt.image),
-            }
-            own: dict[str, str | int] = {
-                key: value for key, value in optional.items() if value is not None
-            }
-            rows.append({"prompt": prompt.text, **own})
-        else:
+            row: dict[str, str | int] = {"prompt": prompt.text}
+            if prompt.seed is not None:
+                row["seed"] = prompt.seed
+            if prompt.image is not None:
+                row["image"] = os.path.abspath(prompt.image)
+            rows.append(row)
+        elif isinstance(prompt, str | Path):
+            if FILE.fullmatch(str(prompt)):
+                raise ConfigError(
+                    f"prompts is {str(prompt)!r}, a file, but it must be a text or a "
+                    "list of them. A file goes into the configuration, as "
+                    "data.prompts (train) or evaluation.prompts (generate)."
+                )
             # YAML does not know numpy's texts
-            rows.append(str(prompt) if isinstance(prompt, str) else prompt)
+            rows.append(str(prompt))
+        else:
+            rows.append(prompt)
     return rows
 
 
@@ -490,19 +471,14 @@ def _with_reward(
     """The configuration with rewards of this process's, or some by name, instead of
     those that it names.
     """
-    if weights is not None:
-        numbers = isinstance(weights, Mapping) and all(
-            isinstance(value, int | float) for value in weights.values()
+    if weights is not None and not (
+        isinstance(weights, Mapping)
+        and all(isinstance(value, int | float) for value in weights.values())
+    ):
+        raise ConfigError(
+            f"reward_weights is {weights!r}, but it must be {{score name: number}}."
         )
-        if not numbers:
-            raise ConfigError(
-                f"reward_weights is {weights!r}, but it must be {{score name: number}}."
-            )
-    rewards = (
-        list(given)
-        if isinstance(given, Sequence) and not isinstance(given, str)
-        else [given]
-    )
+    rewards = given if isinstance(given, list | tuple) else [given]
     names = list[str]()
     own = dict[str, float]()
     for reward in rewards:

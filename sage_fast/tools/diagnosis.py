@@ -8,9 +8,11 @@ fails does not end the others.
 import os
 import platform
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -83,14 +85,14 @@ def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
 
     gpus: processes of the run; None means the fewest that the configuration fits.
     """
-    checks = [*software(), *hardware(), *_attention(config)]
+    checks = [*software(), *hardware(), *attention(config)]
     if config is not None:
         gpus = gpus or least_gpus(config.distributed, config.rollout)
         checks += [
-            *_settings(config, gpus),
-            *_files(config),
-            *_memory(config, gpus),
-            *_disk(config),
+            *settings(config, gpus),
+            *files(config),
+            *memory(config, gpus),
+            *disk(config),
         ]
     return checks
 
@@ -113,26 +115,22 @@ def to_text(checks: Sequence[Check], config_given: bool) -> str:
         lines.append(f"  {mark:<8} {check.name:<{width}}  {check.detail}")
         if check.fix:
             lines.append(f"  {'':<8} {'':<{width}}  -> {check.fix}")
-    missing, failed, warnings = (
-        sum(c.status == s for c in checks) for s in ("missing", "failed", "warning")
-    )
-    verdict = (
-        "This configuration can run." if config_given else "This machine is ready."
-    )
-    if missing:
-        subject = (
-            "This configuration cannot run"
-            if config_given
-            else "This machine is not ready"
-        )
-        verdict = f"{subject}: see the {missing} marked missing."
-    elif failed:
+    count = Counter(check.status for check in checks)
+    verdict = "This machine is ready."
+    if config_given:
+        verdict = "This configuration can run."
+    if count["missing"]:
+        subject = "This machine is not ready"
+        if config_given:
+            subject = "This configuration cannot run"
+        verdict = f"{subject}: see the {count['missing']} marked missing."
+    elif count["failed"]:
         verdict = (
-            f"This configuration does not do what it should: see the {failed} marked "
-            "failed."
+            "This configuration does not do what it should: see the "
+            f"{count['failed']} marked failed."
         )
-    if warnings:
-        verdict += f" {warnings} warning{'s' if warnings > 1 else ''}."
+    if count["warning"]:
+        verdict += f" Warnings: {count['warning']}."
     return "\n".join([*lines[1:], "", verdict])
 
 
@@ -172,13 +170,8 @@ def hardware() -> Iterator[Check]:
     """Processor, memory and GPUs."""
     section = "hardware"
     gib = 2**30
-    memory = host_memory()
-    yield Check(
-        section,
-        "cpu",
-        "ok",
-        f"{os.cpu_count()} cores" + (f", {memory / gib:.0f} GiB" if memory else ""),
-    )
+    size = host_memory() or 0
+    yield Check(section, "cpu", "ok", f"{os.cpu_count()} cores, {size / gib:.0f} GiB")
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
             detail = (
@@ -208,7 +201,7 @@ def hardware() -> Iterator[Check]:
         )
 
 
-def _attention(config: RunConfig | None) -> Iterator[Check]:
+def attention(config: RunConfig | None) -> Iterator[Check]:
     """Backends that run on the device; the one a config names must be among them."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16
@@ -216,84 +209,73 @@ def _attention(config: RunConfig | None) -> Iterator[Check]:
     if config is not None:
         dtype = getattr(torch, config.model.dtype)
         wanted = config.model.attention
-        with suppress(ConfigError):
-            device = str(rank_device(config.model.device))
+        device = _device(config.model) or device
     for name, reason in backend_report(torch.device(device), dtype).items():
-        if reason is not None and name != wanted:
-            yield Check("attention", name, "info", reason)
-        else:
+        if reason is None:
+            yield Check("attention", name, "ok", f"runs on {device}")
+        elif name == wanted:
             fix = "install it, or set model.attention to auto"
-            yield judged(
-                "attention", name, reason is None, reason or f"runs on {device}", fix
-            )
+            yield Check("attention", name, "missing", reason, fix)
+        else:
+            yield Check("attention", name, "info", reason)
 
 
 # ------------------------------------------------------------------------------------------------------
 # configuration
 
 
-def _known(model: ModelConfig) -> tuple[str | None, ModelDescription | None]:
-    """The device that a run would use, and the model before it is loaded.
-
-    None where torch cannot use the device that is named, and where the model's family
-    or its folder says nothing.
+def _device(model: ModelConfig) -> str | None:
+    """The device that a run would use; None where torch cannot use the one that is
+    named.
     """
-    device = None
-    description = None
     with suppress(ConfigError):
-        device = str(rank_device(model.device))
-    with suppress(ConfigError):
-        description = describe_model(model)
-    return device, description
+        return str(rank_device(model.device))
+    return None
 
 
-def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
+def _description(model: ModelConfig) -> ModelDescription | None:
+    """The model before it is loaded; None where its family or its folder says nothing."""
+    with suppress(ConfigError):
+        return describe_model(model)
+    return None
+
+
+def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
+    """Device, rewards, prompts, packages, processes, directory and learning rate."""
     section = "configuration"
-    device, description = _known(config.model)
+    description = _description(config.model)
     try:
-        yield Check(
-            section, "model.device", "ok", str(rank_device(config.model.device))
-        )
+        device = str(rank_device(config.model.device))
+        yield Check(section, "model.device", "ok", device)
     except ConfigError as error:
+        device = "auto"
         yield Check(
-            section, "model.device", "missing", str(error), fix="--model.device=auto"
+            section, "model.device", "missing", str(error), "--model.device=auto"
         )
     for name in config.reward.rewards:
         yield _reward(config.reward, config.video.fps, name)
     try:
         prompts, evaluated = load_prompts(config)
-        yield Check(
-            section,
-            "prompts",
-            "ok",
-            f"{len(prompts)} for training, {len(evaluated)} for evaluation",
-        )
+        detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
+        yield Check(section, "prompts", "ok", detail)
         if description is not None:
-            planned = choose_device(None, device or "auto", description.width)
-            if (
-                encoding := plan_encoding(config, planned, description, gpus)
-            ) is not None:
+            planned = choose_device(None, device, description.width)
+            encoding = plan_encoding(config, planned, description, gpus)
+            if encoding is not None:
                 detail = f"{encoding_text(encoding)}; predicted for {planned.name}"
                 yield Check(section, "encoding of prompts", "info", detail)
     except ConfigError as error:
-        yield Check(
-            section,
-            "prompts",
-            "missing",
-            str(error),
-            fix="mend the file, or name another",
-        )
-    uses = {
-        **{
-            name: ("logging.report_to", name in config.logging.report_to)
-            for name in ("tensorboard", "wandb")
-        },
-        "deepspeed": ("distributed.zero_stage", config.distributed.zero_stage),
-    }
-    for package, (key, value) in uses.items():
-        if value and version_of(package) is None:
+        fix = "mend the file, or name another"
+        yield Check(section, "prompts", "missing", str(error), fix)
+    uses: dict[str, str] = {}
+    for tracker in config.logging.report_to:
+        uses[tracker] = "logging.report_to"
+    if config.distributed.zero_stage is not None:
+        uses["deepspeed"] = "distributed.zero_stage"
+    for package, key in uses.items():
+        if version_of(package) is None:
             fix = f"pip install {package}, or leave {key} out"
-            yield Check(section, key, "missing", f"{package} is not installed", fix=fix)
+            yield Check(section, key, "missing", f"{package} is not installed", fix)
     here = torch.cuda.device_count()
     if gpus > 1:
         enough = device == "cpu" or here >= gpus
@@ -307,79 +289,58 @@ def _settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     if description is not None:
         size = count_weights(config, description.transformer).total
         published = objective_of(config).published[config.training.mode]
-        if unusual := unusual_movement(config.optimizer, config.lora, published, size):
-            fix = f"--optimizer.learning_rate={unusual[1]:g}"
-            yield Check(
-                section, "optimizer.learning_rate", "warning", unusual[0], fix=fix
-            )
+        unusual = unusual_movement(config.optimizer, config.lora, published, size)
+        if unusual is not None:
+            name = "optimizer.learning_rate"
+            fix = f"--{name}={unusual[1]:g}"
+            yield Check(section, name, "warning", unusual[0], fix)
 
 
 def _output_dir(config: RunConfig) -> Check:
     """Check that a run may read and write its directory, and that no other run is in
     it.
     """
-    section = "configuration"
-    name = "output_dir"
+    found = partial(Check, "configuration", "output_dir")
     folder = RunDirectory(config.output_dir)
     existing = _existing(folder.path)
     fix = "--output_dir=FOLDER on a disk that you may write to"
     if not existing.is_dir() or not os.access(existing, os.W_OK):
-        return Check(
-            section, name, "missing", f"{existing} cannot be written to", fix=fix
-        )
+        return found("missing", f"{existing} cannot be written to", fix)
     try:
         holds_run = folder.metrics.exists() or list_checkpoints(folder.checkpoints)
     except (OSError, CheckpointError) as error:
-        return Check(section, name, "missing", str(error), fix=fix)
+        return found("missing", str(error), fix)
     if config.resume == "none" and holds_run:
         fix = "--resume auto to go on with it, or another --output_dir"
-        return Check(section, name, "warning", f"{folder} already holds a run", fix=fix)
-    return Check(section, name, "ok", str(folder))
+        return found("warning", f"{folder} already holds a run", fix)
+    return found("ok", str(folder))
 
 
 def _reward(section: RewardConfig, video_fps: float, name: str) -> Check:
     """Check that a reward can be imported and takes the options it is given."""
-    key = f"reward {name}"
+    found = partial(Check, "configuration", f"reward {name}")
     if name in scored_elsewhere(section):
         python = section.python
-        there = python is None or shutil.which(Path(python).expanduser()) is not None
-        check = judged(
-            "configuration",
-            key,
-            there,
-            f"scored by {python or section.url}",
-            "--reward.python=PATH",
-        )
-        # nobody has asked the server
-        return replace(check, status="info") if there else check
+        detail = f"scored by {python or section.url}"
+        if python is None or shutil.which(Path(python).expanduser()) is not None:
+            return found("info", detail)  # nobody has asked the server
+        return found("missing", detail, "--reward.python=PATH")
     try:
-        found = find_reward(name)
+        reward = find_reward(name)
         # as a run does
         options = fill_options(
-            found, section.options.get(name, {}), device="cpu", fps=video_fps
+            reward, section.options.get(name, {}), device="cpu", fps=video_fps
         )
-        check_reward(name, found, options)
-        if "fps" in parameters(found) and options["fps"] != video_fps:
-            detail = (
-                f"fps is {options['fps']}, but video.fps is {video_fps:g}; it decides "
-                "which frames are scored"
-            )
-            return Check(
-                "configuration",
-                key,
-                "warning",
-                detail,
-                fix=f"--reward.options.{name}.fps={video_fps:g}",
-            )
+        check_reward(name, reward, options)
     except (ConfigError, SetupError) as error:
-        return Check(
-            "configuration",
-            key,
-            "missing",
-            str(error),
-            fix=f"see reward.options.{name}",
+        return found("missing", str(error), f"see reward.options.{name}")
+    if "fps" in parameters(reward) and options["fps"] != video_fps:
+        detail = (
+            f"fps is {options['fps']}, but video.fps is {video_fps:g}; it decides "
+            "which frames are scored"
         )
-    return Check("configuration", key, "ok", REWARDS.get(name, name))
+        return found("warning", detail, f"--reward.options.{name}.fps={video_fps:g}")
+    return found("ok", REWARDS.get(name, name))
 
 
 def _existing(path: Path) -> Path:
@@ -409,26 +370,23 @@ def needed_files(model: ModelConfig, reward: RewardConfig) -> list[Requirement]:
     return needed
 
 
-def _files(config: RunConfig) -> Iterator[Check]:
+def files(config: RunConfig) -> Iterator[Check]:
+    """The files of the model and of the rewards, and what the weights state."""
     section = "files"
     for requirement in needed_files(config.model, config.reward):
         missing = requirement.missing
         detail = requirement.where
-        if missing:
-            named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            detail += (
-                " is not here"
-                if local_folder(requirement.where) is None
-                else f" lacks {named}"
-            )
-        detail += f" ({requirement.licence})" if requirement.licence else ""
+        if missing and local_folder(requirement.where) is None:
+            detail += " is not here"
+        elif missing:
+            detail += f" lacks {', '.join(missing[:3])}"
+        if requirement.licence:
+            detail += f" ({requirement.licence})"
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"
     try:
         family = model_family(config.model.family)
-        if any(
-            requirement.missing for requirement in family.requirements(config.model)
-        ):
+        if any(one.missing for one in family.requirements(config.model)):
             return
         # It opens files, but loads, converts and downloads none.
         facts = family.inspect(config.model)
@@ -445,44 +403,35 @@ def _files(config: RunConfig) -> Iterator[Check]:
         with suppress(ConfigError):  # the check of the prompts says it
             prompts = [prompt for group in load_prompts(config) for prompt in group]
             facts.check_pictures(prompts)
-            check_pictures(
-                prompt.asked(config.video.height, config.video.width)
-                for prompt in prompts
-            )
+            size = config.video.height, config.video.width
+            check_pictures(prompt.asked(*size) for prompt in prompts)
     except (ValueError, OSError) as error:
-        yield Check(section, "model weights", "missing", str(error), fix=fix)
+        yield Check(section, "model weights", "missing", str(error), fix)
         return
     yield Check(section, "model weights", "ok", "can be trained")
-    if (difference := facts.shift_difference(config.rollout.shift)) is not None:
-        yield Check(
-            section,
-            "rollout.shift",
-            "warning",
-            difference,
-            fix=f"--rollout.shift={facts.shift:g}",
-        )
+    difference = facts.shift_difference(config.rollout.shift)
+    if difference is not None:
+        fix = f"--rollout.shift={facts.shift:g}"
+        yield Check(section, "rollout.shift", "warning", difference, fix)
     for key, text in facts.few_steps(config.steps_by_key).items():
-        yield Check(section, key, "warning", text, fix=f"--{key}={facts.least_steps}")
+        yield Check(section, key, "warning", text, f"--{key}={facts.least_steps}")
 
 
-def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
-    section = "memory"
-    device, _ = _known(config.model)
+def memory(config: RunConfig, gpus: int) -> Iterator[Check]:
+    """Memory of a GPU, or of the CPU, against the plan's."""
+    found = partial(Check, "memory", "training")
+    device = _device(config.model)
     host = host_memory()
     try:
         description = describe_model(config.model)
     except ConfigError as error:
-        yield Check(section, "training", "info", f"not predicted: {error}")
+        yield found("info", f"not predicted: {error}")
         return
     if device is None or host is None:
         return
     if config.model.forward == "stock" or config.distributed.zero_stage is not None:
-        yield Check(
-            section,
-            "training",
-            "info",
-            "not predicted: the plan knows the fused forward and FSDP2 alone",
-        )
+        detail = "not predicted: the plan knows the fused forward and FSDP2 alone"
+        yield found("info", detail)
         return
     on_gpu = device.startswith("cuda")
     available = gpu_memory_gb(device) if on_gpu else host / 1e9
@@ -495,7 +444,7 @@ def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
             description=description,
         )
     except ConfigError as error:
-        yield Check(section, "training", "missing", str(error), fix="see the message")
+        yield found("missing", str(error), "see the message")
         return
     peak = plan.memory.peak / 1e9
     detail = (
@@ -505,41 +454,40 @@ def _memory(config: RunConfig, gpus: int) -> Iterator[Check]:
         "`sage-fast plan` with the same words has every part, and the settings that "
         "need less"
     )
-    otherwise: Status = "warning" if peak <= available else "missing"
-    yield judged(
-        section, "training", peak <= SAFE_SHARE * available, detail, fix, otherwise
-    )
+    if peak <= SAFE_SHARE * available:
+        yield found("ok", detail)
+    else:
+        yield found("warning" if peak <= available else "missing", detail, fix)
     if plan.loading is not None:
         needed = sum(plan.loading.values())
         detail = f"about {needed / 1e9:.0f} GB of {host / 1e9:.0f} GB of this node"
         fix = "fewer processes on this node, or a node with more memory"
-        yield judged(section, "CPU memory", needed < SAFE_SHARE * host, detail, fix)
+        yield judged("memory", "CPU memory", needed < SAFE_SHARE * host, detail, fix)
 
 
-def _disk(config: RunConfig) -> Iterator[Check]:
+def disk(config: RunConfig) -> Iterator[Check]:
     """Room on every disk for the downloads and checkpoints that go to it."""
-    needed: dict[Path, float] = {}
+    needed: Counter[Path] = Counter()
     for requirement in needed_files(config.model, config.reward):
         if requirement.missing:
             folder = _existing(download_folder(requirement))
-            needed[folder] = needed.get(folder, 0.0) + requirement.gigabytes * 1e9
-    _, description = _known(config.model)
+            needed[folder] += int(requirement.gigabytes * 1e9)
+    description = _description(config.model)
     if description is not None:
         # One more than is kept: the new one is written before the oldest goes.
         count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
-        folder = _existing(Path(config.output_dir))
-        size = (
-            checkpoint_bytes(config, count_weights(config, description.transformer))
-            * count
-        )
-        needed[folder] = needed.get(folder, 0.0) + size
+        weights = count_weights(config, description.transformer)
+        size = checkpoint_bytes(config, weights) * count
+        needed[_existing(Path(config.output_dir))] += int(size)
     # Folders of one disk share its room, so their needs are added.
-    for disk in {folder.stat().st_dev for folder in needed}:
-        folders = [folder for folder in needed if folder.stat().st_dev == disk]
+    for number in {folder.stat().st_dev for folder in needed}:
+        folders = [folder for folder in needed if folder.stat().st_dev == number]
         size = sum(needed[folder] for folder in folders)
         free = shutil.disk_usage(folders[0]).free
-        needs = f"about {size / 1e9:.0f} GB for downloads and checkpoints"
-        detail = f"{needs}, {free / 1e9:.0f} GB free, of which a tenth is kept"
+        detail = (
+            f"about {size / 1e9:.0f} GB for downloads and checkpoints, "
+            f"{free / 1e9:.0f} GB free, of which a tenth is kept"
+        )
         fix = (
             "--output_dir or HF_HOME on a larger disk, or a smaller "
             "--checkpoint.keep_last"

@@ -20,8 +20,6 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 from huggingface_hub import ModelCard, ModelCardData
-from peft import LoraConfig as PeftLoraConfig
-from safetensors.torch import save_file
 from torch import Tensor
 
 from sage_fast import __version__
@@ -33,10 +31,8 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
-from sage_fast.models.transformer import Layout
-from sage_fast.policy.adapters import PEFT_CONFIG, PEFT_FILE, load_model, read_adapter
-from sage_fast.policy.lora import ADAPTER_FILE
-from sage_fast.policy.lora import described as described_adapter
+from sage_fast.policy.adapters import load_model
+from sage_fast.policy.layouts import Layout, file_name, read_adapter, write_adapter
 from sage_fast.policy.trained import use_weights
 from sage_fast.run.directory import EXPORT_RECORD as RECORD
 from sage_fast.run.directory import RunDirectory
@@ -71,7 +67,7 @@ class Export:
     @property
     def adapter_file(self) -> str:
         """Name of the file of an adapter, as the programs of its layout look for it."""
-        return PEFT_FILE if self.layout == "peft" else ADAPTER_FILE
+        return file_name(self.layout)
 
 
 class _InDirectory(Protocol):
@@ -148,13 +144,13 @@ def export(
             f"--layout {layout} is for adapters; a whole transformer is exported by "
             "--layout diffusers."
         )
-    clients = model_family(config.model.family).clients
-    if layout not in clients:
+    family = model_family(config.model.family)
+    if layout not in family.clients:
         raise ConfigError(
             f"--layout is {layout}, and model.family {config.model.family} has names "
-            f"for {', '.join(clients)} alone."
+            f"for {', '.join(family.clients)} alone."
         )
-    _make_room(folder, None if overwrite else source.folder.parent, chosen, layout)
+    _make_room(folder, source.folder.parent, chosen, layout, overwrite)
     averaged = "ema" in source.tensors
     result = Export(
         folder=folder,
@@ -165,7 +161,11 @@ def export(
         dtype=config.model.dtype if chosen == "full" else "float32",
     )
     if chosen == "lora":
-        _write_adapter(result, config, source.folder / "lora")
+        pairs = read_adapter(source.folder / "lora", family)
+        base = family.pipeline_base(config.model) or config.model.path
+        write_adapter(
+            folder, family, pairs, layout, config.lora.rank, base or config.model.family
+        )
     else:
         transformer = _whole_transformer(
             config, source.tensors["ema" if averaged else "weights"]
@@ -185,46 +185,11 @@ def export(
     return result
 
 
-def _write_adapter(result: Export, config: RunConfig, source: Path) -> None:
-    """Write the adapter of a checkpoint by the names of the layout, with its scale in
-    lora_B.
-    """
-    pairs = read_adapter(source)
-    adapter = dict[str, Tensor]()
-    family = model_family(config.model.family)
-    for name, pair in pairs.items():
-        adapter |= {
-            f"{name}.lora_A.weight": pair.a,
-            f"{name}.lora_B.weight": pair.b * pair.scale,
-        }
-    # The scale is in lora_B, so alpha is the rank: alpha / rank, which other programs
-    # multiply by, is 1.
-    rank = config.lora.rank
-    base = (
-        family.pipeline_base(config.model) or config.model.path or config.model.family
-    )
-    # Without diffusers' own key: it reads the tensors by either prefix, and would take
-    # the key's fields by one alone.
-    about = {"format": "pt", "rank": str(rank), "alpha": str(rank), "base_model": base}
-    with replacing(result.folder / result.adapter_file) as partial:
-        save_file(family.named_adapter(adapter, result.layout), partial, metadata=about)
-    if result.layout == "peft":
-        layers = sorted({name.rsplit(".", 2)[0] for name in adapter})
-        described = described_adapter(
-            PeftLoraConfig(
-                r=rank,
-                lora_alpha=rank,
-                target_modules=layers,
-                inference_mode=True,
-                base_model_name_or_path=base,
-            )
-        )
-        write_text(result.folder / PEFT_CONFIG, described + "\n")
-
-
-def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -> None:
+def _make_room(
+    folder: Path, run: Path, format: Format, layout: Layout, overwrite: bool
+) -> None:
     """Empty a folder that holds nothing but an earlier export, which must be of the
-    same run, format and layout unless the run is None; else ConfigError.
+    same run, format and layout unless it is overwritten; else ConfigError.
 
     run: where its checkpoints are.
     """
@@ -233,41 +198,30 @@ def _make_room(folder: Path, run: Path | None, format: Format, layout: Layout) -
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     files = {RECORD}
-    earlier = dict[str, Any]()
     if record.is_file():
         try:
             earlier = loads(record.read_text(encoding="utf-8"))
             files |= set(earlier["files"])
-            exported = Path(earlier["checkpoint"]) if "checkpoint" in earlier else None
+            exported = Path(earlier["checkpoint"])
+            kind = f"--format {earlier['format']} --layout {earlier['layout']}"
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError(
                 f"{record} is not the record of an export ({error}). Give another "
                 "--output_dir."
             ) from error
-        if (
-            run is not None
-            and exported is not None
-            and exported.parent.resolve() != run.resolve()
+        same = exported.parent.resolve() == run.resolve()
+        if not overwrite and (
+            not same or kind != f"--format {format} --layout {layout}"
         ):
             raise ConfigError(
-                f"--output_dir {folder} holds the export of {exported}, which is "
-                "another run's. Give another folder, "
-                "or --overwrite to replace it."
+                f"--output_dir {folder} holds an export of {exported} by {kind}. Give "
+                "another folder, or --overwrite to replace it."
             )
     others = sorted(path.name for path in folder.iterdir() if path.name not in files)
     if others:
         raise ConfigError(
             f"--output_dir {folder} holds other files, such as {others[0]}. Give a "
-            "new folder, or one with nothing but "
-            "an earlier export."
-        )
-    kinds = earlier.get("format", format), earlier.get("layout", layout)
-    if run is not None and kinds != (format, layout):
-        raise ConfigError(
-            f"--output_dir {folder} holds an export by --format {kinds[0]} --layout "
-            f"{kinds[1]}, which this one by "
-            f"--format {format} --layout {layout} would remove. Give another folder, "
-            "or --overwrite to replace it."
+            "new folder, or one with nothing but an earlier export."
         )
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):
@@ -338,19 +292,20 @@ def _measured(run: RunDirectory, update: int) -> dict[str, Any]:
     nothing of a run without any.
     """
     files = run.evaluations()
-    update = update if update in files else max(files, default=0)
-    if not update or 0 not in files:
+    last = max(files, default=0)
+    after = update if update in files else last
+    if not after or 0 not in files:
         return {}
     try:
-        before, after = (Evaluation.load(files[at]) for at in (0, update))
-        tests = paired_tests(before, after)
+        evaluation = Evaluation.load(files[after])
+        tests = paired_tests(Evaluation.load(files[0]), evaluation)
     except ValueError as error:
         logger.warning("The model card has no table: %s", error)
         return {}
     return {
-        "after": update,
-        "is_last": update == max(files),
-        "noises": after.noises,
+        "after": after,
+        "is_last": after == last,
+        "noises": evaluation.noises,
         "tests": tests,
     }
 
@@ -359,35 +314,28 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     """Write README.md, config.yaml and the pictures of a run that the card shows."""
     save_config(config, RunDirectory(result.folder).config)
     paired = _measured(run, result.update)
-    shown = {run.reward_plot: "Reward of the run"}
+    pictures = {run.reward_plot: "Reward of the run"}
     if paired.get("is_last"):  # the picture is of the last evaluation
-        shown[run.before_after] = "Same prompts and noise, before and after"
-    pictures = {file.name: caption for file, caption in shown.items() if file.is_file()}
-    for name in pictures:
-        with replacing(result.folder / name) as partial:
-            shutil.copyfile(run.path / name, partial)
+        pictures[run.before_after] = "Same prompts and noise, before and after"
+    pictures = {file: said for file, said in pictures.items() if file.is_file()}
+    for file in pictures:
+        with replacing(result.folder / file.name) as partial:
+            shutil.copyfile(file, partial)
     lora = result.format == "lora"
     family = model_family(config.model.family)
     base = family.pipeline_base(config.model)
-    licence = family.licence
-    diffusers = metadata.version("diffusers")
+    license_name, license_link = family.licence or (None, None)
     pipeline = family.pipeline_class(config.model)
+    animates = "ImageToVideo" in pipeline
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
         base_model_relation="adapter" if lora else "finetune",
         library_name=result.layout if result.layout in ("diffusers", "peft") else None,
-        license="other" if licence else None,
-        license_name=licence[0] if licence else None,
-        license_link=licence[1] if licence else None,
-        pipeline_tag="image-to-video"
-        if "ImageToVideo" in pipeline
-        else "text-to-video",
-        tags=[
-            "grpo",
-            "reinforcement-learning",
-            "sage-fast",
-            *(["lora"] if lora else []),
-        ],
+        license="other" if family.licence else None,
+        license_name=license_name,
+        license_link=license_link,
+        pipeline_tag="image-to-video" if animates else "text-to-video",
+        tags=["grpo", "reinforcement-learning", "sage-fast", *["lora"] * lora],
     )
     card = ModelCard.from_template(
         data,
@@ -406,13 +354,8 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
             resolution="720p" if config.video.height > 600 else "480p",
         ),
         version=__version__,
-        diffusers=diffusers,
-        # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a
-        # warning for the other.
-        pipeline_dtype="dtype"
-        if tuple(map(int, diffusers.split(".")[:2])) >= (0, 40)
-        else "torch_dtype",
+        diffusers=metadata.version("diffusers"),
         paired=paired,
-        pictures=pictures,
+        pictures={file.name: said for file, said in pictures.items()},
     )
     write_text(result.folder / "README.md", str(card))

@@ -174,30 +174,24 @@ def write_videos(
         OSError: the folder cannot be written.
     """
     config = generator.config
-    plan = {
-        video_files.video_file_name(position, prompt.text, member, num_videos): (
-            prompt,
-            member,
-        )
-        for position, prompt in enumerate(generator.prompts)
-        for member in range(num_videos)
-    }
     settings = sampling_settings(config, sampler, weights)
+    plan: dict[str, tuple[Prompt, int]] = {}
     records = {}
-    for name, (prompt, member) in plan.items():
+    for position, prompt in enumerate(generator.prompts):
         # The parts of a prompt that decide its video; of a picture its content, not its
         # place.
-        identity = {
-            key: value for key, value in asdict(prompt).items() if key != "image"
-        }
+        identity = asdict(prompt)
+        del identity["image"]
         if prompt.image is not None:
             identity["image"] = content_digest(prompt.image)
         seed = noise_seed(prompt, config.evaluation.seed, EvaluationConfig.seed)
-        records[name] = settings | {
-            "noise_seed": seed,
-            "prompt": identity,
-            "member": member,
-        }
+        for member in range(num_videos):
+            name = video_files.video_file_name(
+                position, prompt.text, member, num_videos
+            )
+            plan[name] = prompt, member
+            own = {"noise_seed": seed, "prompt": identity, "member": member}
+            records[name] = settings | own
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]
@@ -218,14 +212,14 @@ def write_videos(
         logger.info(
             "%d of %d videos, the last is %s", done, len(remaining), output / names[-1]
         )
-    paths = [output / name for name in plan]
-    shown = list(zip(plan.values(), paths, strict=True))[:SHEET_ROWS]
     cells = [
-        media.Cell(caption=prompt.text, videos=[video_files.read_video(path)])
-        for (prompt, _), path in shown
+        media.Cell(
+            caption=plan[name][0].text, videos=[video_files.read_video(output / name)]
+        )
+        for name in list(plan)[:SHEET_ROWS]
     ]
     media.contact_sheet(output / "contact_sheet.png", cells)
-    return paths
+    return [output / name for name in plan]
 
 
 def initial_weights(model: ModelConfig) -> str:
@@ -279,31 +273,21 @@ def _keep_or_refuse(
                 f"{file} is not JSON ({error}); delete it, or give another "
                 "--output_dir."
             ) from error
-    present = (
-        {name for name in records if (output / name).exists()}
-        if not overwrite
-        else set()
-    )
+    present = set[str]()
+    if not overwrite:
+        present = {name for name in records if (output / name).exists()}
     for name in sorted(present):
-        old = known.get(name)
-        if old != records[name]:
-            different = sorted(
-                k
-                for k in records[name]
-                if old is None or old.get(k) != records[name][k]
-            )
-            what = (
-                ", ".join(
-                    f"{k}: {old.get(k)!r} there, {records[name][k]!r} now"
-                    for k in different
-                )
-                if old
-                else ""
-            )
+        old = known.get(name, {})
+        changes = [
+            f"{key}: {old.get(key)!r} there, {value!r} now"
+            for key, value in sorted(records[name].items())
+            if old.get(key) != value
+        ]
+        if changes:
             raise ConfigError(
-                f"{output / name} is in the way: it was made with other "
-                f"settings{f' ({what})' if what else ''}. Give "
-                "another --output_dir, or --overwrite to make it again."
+                f"{output / name} is in the way: it was made with other settings "
+                f"({', '.join(changes)}). Give another --output_dir, or --overwrite to "
+                "make it again."
             )
     # Videos of earlier calls stay in the folder, and so do their records.
     write_text(file, json.dumps(known | dict(records), indent=1) + "\n")

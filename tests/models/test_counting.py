@@ -20,10 +20,8 @@ class Recorded(CountingMode):
 
 def operators(device: str) -> list[Any]:
     """Results of operators of every kind, some in two forms that are alike."""
-    x, y = (
-        torch.zeros(4, 6, device=device),
-        torch.zeros(4, 6, device=device, dtype=torch.bfloat16),
-    )
+    x = torch.zeros(4, 6, device=device)
+    y = torch.zeros(4, 6, device=device, dtype=torch.bfloat16)
     grown = torch.zeros(2, device=device)
     return [
         x @ x.t(), x.t() @ x, x + x, x + torch.zeros_like(x), x + y, x * 2, x.t().contiguous().t() * 2, x[1:] + x[:-1],

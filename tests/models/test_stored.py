@@ -212,7 +212,8 @@ def test_weights_are_those_of_from_pretrained(
     )
     model = ModelConfig(family="hunyuan15", path=str(diffusers_checkpoint), dtype=dtype)
     components = open_components(model)
-    transformer, weights = components.transformer, components.weights
+    transformer = components.transformer
+    weights = components.weights
     assert weights is not None and transformer.dtype == getattr(torch, dtype)
     digest = base_digest(transformer, weights)
     adapter = {"rank": 2, "alpha": None, "target_modules": ["attn.to_q"], "seed": 3}
@@ -224,7 +225,8 @@ def test_weights_are_those_of_from_pretrained(
     )
     assert digest == base_digest(transformer) == base_digest(expected)
     add_lora(expected, **adapter)
-    given, wanted = transformer.state_dict(), expected.state_dict()
+    given = transformer.state_dict()
+    wanted = expected.state_dict()
     assert given.keys() == wanted.keys() and all(
         torch.equal(given[n], wanted[n]) for n in wanted
     )

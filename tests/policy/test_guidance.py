@@ -129,7 +129,9 @@ def test_forwards_of_a_gradient(
             )
         return list(calls)
 
-    prompt, free, free_first = ("prompt", True), ("free", True), ("free", False)
+    prompt = ("prompt", True)
+    free = ("free", True)
+    free_first = ("free", False)
     assert (
         made(6.0, known, False) == made(6.0, lambda v: known, False) == [prompt, free]
     )
@@ -141,7 +143,8 @@ def test_forwards_of_a_gradient(
 
 def test_split_halves_what_is_kept_for_the_backward_pass(trainer: Trainer) -> None:
     latents, sigma, prompts = batch(trainer)
-    alive, sums = weakref.WeakSet[Any](), list[int]()
+    alive = weakref.WeakSet[Any]()
+    sums = list[int]()
 
     class Held:
         def __init__(self, tensor: Tensor) -> None:

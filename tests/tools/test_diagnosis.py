@@ -85,13 +85,13 @@ def test_attention_backends_and_the_one_that_is_asked_for(
     report = {"flash3": "flash_attn_interface is not installed", "sdpa": None}
     monkeypatch.setattr(doctor, "backend_report", lambda device, dtype: report)
     chosen = by_name(
-        list(doctor._attention(preset(tmp_path, "--model.attention=flash3")))
+        list(doctor.attention(preset(tmp_path, "--model.attention=flash3")))
     )
     assert (
         chosen["flash3"].status == "missing"
         and "not installed" in chosen["flash3"].detail
     )
-    automatic = by_name(list(doctor._attention(preset(tmp_path))))
+    automatic = by_name(list(doctor.attention(preset(tmp_path))))
     assert (automatic["flash3"].status, automatic["sdpa"].status) == ("info", "ok")
 
 
@@ -153,8 +153,8 @@ def test_a_problem_is_named_and_the_rest_is_still_checked(
     )
     # Machine and memory are the same for all.
     checks = [
-        *doctor._settings(tiny_run(override), 1),
-        *doctor._files(tiny_run(override)),
+        *doctor.settings(tiny_run(override), 1),
+        *doctor.files(tiny_run(override)),
     ]
     found = by_name(checks)[key]
     assert found.status == "missing" and detail in found.detail and fix in found.fix
@@ -207,14 +207,14 @@ def test_doctor_refuses_the_rewards_that_train_refuses(
     words += [
         f"--reward.options.{target}.{key}={value}" for key, value in options.items()
     ]
-    found = by_name([*doctor._settings(tiny_run(*words), 1)])[f"reward {target}"]
+    found = by_name([*doctor.settings(tiny_run(*words), 1)])[f"reward {target}"]
     assert found.status == "missing" and message in found.detail
     with pytest.raises(ConfigError, match=re.escape(message)):
         CompositeReward.from_config(tiny_run(*words).reward)
 
 
 def test_a_frame_rate_that_is_not_the_rewards_is_a_warning(tmp_path: Path) -> None:
-    checks = doctor._settings(preset(tmp_path, "--reward.options.videoalign.fps=16"), 1)
+    checks = doctor.settings(preset(tmp_path, "--reward.options.videoalign.fps=16"), 1)
     found = by_name(list(checks))["reward videoalign"]
     assert found.status == "warning" and "fps is 16, but" in found.detail and found.fix
 
@@ -223,19 +223,19 @@ def test_a_rate_of_whole_weights_for_adapters_is_a_warning(
     tmp_path: Path, tiny_run: MakeRun
 ) -> None:
     words = ["--optimizer.name=muon", "--optimizer.learning_rate=1e-5"]
-    found = by_name(list(doctor._settings(preset(tmp_path, *words), 1)))[
+    found = by_name(list(doctor.settings(preset(tmp_path, *words), 1)))[
         "optimizer.learning_rate"
     ]
     assert (found.status, found.fix) == ("warning", "--optimizer.learning_rate=0.0008")
     for config in (preset(tmp_path), tiny_run("--optimizer.learning_rate=0.1")):
         assert "optimizer.learning_rate" not in by_name(
-            list(doctor._settings(config, 1))
+            list(doctor.settings(config, 1))
         )
 
 
 def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
     config = load_config(finished_run / "config.yaml", [f"--output_dir={finished_run}"])
-    checks = list(doctor._settings(config, 1))
+    checks = list(doctor.settings(config, 1))
     assert by_name(checks)["output_dir"].status == "warning" and can_run(checks)
 
 
@@ -279,11 +279,11 @@ def test_a_download_that_was_interrupted_names_the_shard(
     shards = {"weight_map": {"a": first.name, "b": second.name}}
     whole.with_name(f"{whole.name}.index.json").write_text(json.dumps(shards))
     config = preset(tmp_path, f"--model.path={model}")
-    found = by_name(list(doctor._files(config)))["HunyuanVideo-1.5"]
+    found = by_name(list(doctor.files(config)))["HunyuanVideo-1.5"]
     assert found.status == "missing" and f"transformer/{second.name}" in found.detail
     assert found.fix.endswith(f"--local-dir {model}")
     shutil.copyfile(first, second)
-    checks = by_name(list(doctor._files(config)))
+    checks = by_name(list(doctor.files(config)))
     assert checks["HunyuanVideo-1.5"].status == checks["model weights"].status == "ok"
     assert "rollout.shift" not in checks
 
@@ -297,7 +297,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
 ) -> None:
     edit_json(model / "scheduler/scheduler_config.json", shift=9.0)
     config = preset(tmp_path, f"--model.path={model}")
-    checks = by_name(list(doctor._files(config)))
+    checks = by_name(list(doctor.files(config)))
     found = checks["rollout.shift"]
     assert (found.status, found.fix) == (
         "warning",
@@ -305,7 +305,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
     ) and "shift is 5" in found.detail
     assert checks["model weights"].status == "ok"
     same = preset(tmp_path, f"--model.path={model}", "--rollout.shift=9")
-    assert "rollout.shift" not in by_name(list(doctor._files(same)))
+    assert "rollout.shift" not in by_name(list(doctor.files(same)))
     guider = model / "guider/guider_config.json"
     guidance = json.loads(guider.read_text())["guidance_scale"]
     edit_json(guider, guidance_scale=1.0)
@@ -315,7 +315,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
         "--rollout.guidance_scale=1",
         "--evaluation.num_steps=50",
     )
-    found = by_name(list(doctor._files(distilled)))
+    found = by_name(list(doctor.files(distilled)))
     assert "evaluation.num_steps" not in found and found["model weights"].status == "ok"
     steps = found["rollout.num_steps"]
     assert (steps.status, steps.fix) == (
@@ -330,7 +330,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
     guided = preset(
         tmp_path, f"--model.path={model}", "--rollout.guidance_scale=1", *forward
     )
-    found = by_name(list(doctor._files(guided)))["model weights"]
+    found = by_name(list(doctor.files(guided)))["model weights"]
     assert (
         found.status == "missing"
         and "sampling_guidance is 5.0, but guidance is distilled" in found.detail
@@ -338,7 +338,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
     assert found.fix == "--forward_process.sampling_guidance=null"
     edit_json(guider, guidance_scale=guidance)
     edit_json(model / "transformer/config.json", use_meanflow=True)
-    found = by_name(list(doctor._files(config)))["model weights"]
+    found = by_name(list(doctor.files(config)))["model weights"]
     assert found.status == "missing" and "use_meanflow" in found.detail and found.fix
     with pytest.raises(ValueError) as error:
         load_components(config.model)
@@ -365,12 +365,12 @@ def test_memory_of_the_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gigabytes: float, status: str
 ) -> None:
     on_gpu(monkeypatch, gigabytes)
-    found = by_name(list(doctor._memory(preset(tmp_path), 1)))["training"]
+    found = by_name(list(doctor.memory(preset(tmp_path), 1)))["training"]
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
 
 
 def test_memory_of_a_model_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:
-    (found,) = doctor._memory(preset(tmp_path, "--model.path=somebody/tuned"), 1)
+    (found,) = doctor.memory(preset(tmp_path, "--model.path=somebody/tuned"), 1)
     assert (
         found.status == "info"
         and "not predicted: model.path is 'somebody/tuned'" in found.detail
@@ -390,7 +390,7 @@ def test_loading_needs_cpu_memory(
             doctor, "host_memory", lambda size=gigabytes: int(size * 1e9)
         )
         assert (
-            by_name(list(doctor._memory(preset(tmp_path), 1)))["CPU memory"].status
+            by_name(list(doctor.memory(preset(tmp_path), 1)))["CPU memory"].status
             == status
         )
 
@@ -409,5 +409,5 @@ def test_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
             "disk_usage",
             lambda path, size=free: SimpleNamespace(free=size * 1e9),
         )
-        (found,) = doctor._disk(preset(tmp_path, *words))
+        (found,) = doctor.disk(preset(tmp_path, *words))
         assert (found.status, bool(found.fix)) == (status, status != "ok"), found

@@ -29,8 +29,8 @@ from sage_fast.evaluation import Evaluation
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.hunyuan15.hunyuan15 import HunyuanVideo15
 from sage_fast.models.toy.components import Toy
-from sage_fast.models.transformer import Layout
 from sage_fast.policy.adapters import load_model
+from sage_fast.policy.layouts import Layout
 from sage_fast.policy.lora import (
     ADAPTER_FILE,
     base_digest,
@@ -123,7 +123,8 @@ def test_a_merged_export_is_one_plain_transformer_and_rounds_once(
     tiny_run: MakeRun, tmp_path: Path
 ) -> None:
     run = trained_run(tiny_run, "--model.dtype=bfloat16", "--training.ema_decay=0.5")
-    coarse, fine = tmp_path / "coarse", tmp_path / "fine"
+    coarse = tmp_path / "coarse"
+    fine = tmp_path / "fine"
     assert (
         main(
             [
@@ -265,20 +266,20 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     export(finished_run, folder, format="full")
     (folder / "mine.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"holds other files, such as mine\.json"):
-        export(finished_run, folder)
+        export(finished_run, folder, overwrite=True)
     (folder / "mine.json").unlink()
     with pytest.raises(
-        ConfigError, match="--format full --layout diffusers, which .* would remove"
+        ConfigError, match="by --format full --layout diffusers. Give another folder"
     ):
         export(finished_run, folder)
     assert (folder / "config.json").exists()
     export(finished_run, folder, overwrite=True)
     assert not (folder / "config.json").exists(), "nothing of the first export is left"
-    with pytest.raises(ConfigError, match="--layout comfyui would remove"):
+    with pytest.raises(ConfigError, match="--layout diffusers. Give another"):
         export(finished_run, folder, layout="comfyui")
     export(finished_run, folder)
     other = shutil.copytree(finished_run, tmp_path / "other")
-    with pytest.raises(ConfigError, match="is another run's"):
+    with pytest.raises(ConfigError, match="holds an export of "):
         export(other, folder)
     assert json.loads((folder / "export.json").read_text())["checkpoint"].startswith(
         str(finished_run)
@@ -290,9 +291,10 @@ def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     thesis.write_text("years of work")
     (tmp_path / "crafted").mkdir()
     (tmp_path / "crafted/export.json").write_text(
-        '{"files": ["../thesis.tex", "/thesis.tex"]}'
+        '{"files": ["../thesis.tex", "/thesis.tex"], "checkpoint": "a/b",'
+        ' "format": "lora", "layout": "diffusers"}'
     )
-    export(finished_run, tmp_path / "crafted")
+    export(finished_run, tmp_path / "crafted", overwrite=True)
     assert thesis.read_text() == "years of work"
 
 
@@ -458,7 +460,8 @@ def public_transformer(run: Run) -> HunyuanVideo15Transformer3DModel:
 
 
 def close_to_trained(run: Run, transformer: Any) -> None:
-    base, expected = probe(run, public_transformer(run)), trained(run)
+    base = probe(run, public_transformer(run))
+    expected = trained(run)
     assert (base - expected).abs().max() > 1e-2, "the adapter does nothing"
     torch.testing.assert_close(probe(run, transformer), expected, rtol=1e-6, atol=1e-6)
 
@@ -587,10 +590,8 @@ def test_musubi_tuner_loads_an_adapter_as_it_is(
     for name, module in OfficialNames(transformer).named_modules():
         key = "lora_unet_" + name.replace(".", "_")
         if f"{key}.lora_down.weight" in values:
-            down, up = (
-                values.pop(f"{key}.lora_down.weight"),
-                values.pop(f"{key}.lora_up.weight"),
-            )
+            down = values.pop(f"{key}.lora_down.weight")
+            up = values.pop(f"{key}.lora_up.weight")
             with torch.no_grad():
                 module.weight += up @ down * (values.pop(f"{key}.alpha") / len(down))
     assert not values
@@ -640,10 +641,8 @@ def test_an_adapter_of_any_layout_comes_back(
         and programs in export_command.__doc__
     )
     assert all(f"{name} for" in card or name == layout for name in get_args(Layout))
-    model, lora = (
-        replace(config.model, adapter=str(tmp_path / "o")),
-        replace(config.lora, alpha=8),
-    )
+    model = replace(config.model, adapter=str(tmp_path / "o"))
+    lora = replace(config.lora, alpha=8)
     transformer = load_model(model, lora).transformer
     opened_models = [
         load_model(section, lora, read=False) for section in (model, config.model)
@@ -669,7 +668,8 @@ def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run = shutil.copytree(finished_run, tmp_path / "run")
-    metrics, best = run / "metrics.jsonl", run / "checkpoints/best.json"
+    metrics = run / "metrics.jsonl"
+    best = run / "checkpoints/best.json"
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     words = ["export", str(run), "--overwrite", "--output_dir"]
 

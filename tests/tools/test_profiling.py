@@ -21,7 +21,8 @@ def test_the_trace_and_the_table_hold_phases_blocks_and_operators(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    file, output = tmp_path / "new.yaml", tmp_path / "profile"
+    file = tmp_path / "new.yaml"
+    output = tmp_path / "profile"
     file.write_text(dump_config(tiny_run("--training.anchor_interval=2")))
     assert (
         main(

@@ -31,7 +31,6 @@ from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.hunyuan15.fused import (
     Acceleration,
-    accelerate,
     all_adaln_layers,
     picture_condition,
 )
@@ -267,15 +266,17 @@ class HunyuanTransformer(ModelFamily):
         computes_in: tuple[torch.device, torch.dtype] | None = None,
     ) -> Acceleration:
         """See `ModelFamily.fuse`."""
-        return accelerate(
-            transformer,
+        acceleration = Acceleration(
+            transformer=transformer,
             attention=model.attention,
             kernels=model.kernels,
             checkpointing=model.settled_checkpointing,
             deterministic=model.deterministic,
             adaln=model.adaln,
-            computes_in=computes_in,
         )
+        now = next(transformer.parameters()).device, transformer.dtype
+        acceleration.install(*(computes_in or now))
+        return acceleration
 
     @staticmethod
     def always_read(transformer: HunyuanVideo15Transformer3DModel) -> None:

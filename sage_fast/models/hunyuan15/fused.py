@@ -24,16 +24,14 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from diffusers import DiffusionPipeline, HunyuanVideo15Transformer3DModel
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.kernels import Choice
 from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.hunyuan15.block import block_forward, read_block
-from sage_fast.models.transformer import MAX_LEVELS, Checkpointing
+from sage_fast.models.transformer import MAX_LEVELS
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)
@@ -257,10 +255,15 @@ class Acceleration(BlockwiseForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores
     diffusers' own.
 
-    Made by `accelerate`, whose options it has.
+    Made by `sage_fast.accelerate`, whose options it has.
     """
 
-    computes: ClassVar = {"qk_norm": "rms_norm", "patch_size": 1, "patch_size_t": 1}
+    computes: ClassVar = {
+        "qk_norm": "rms_norm",
+        "patch_size": 1,
+        "patch_size_t": 1,
+        "use_meanflow": False,
+    }
 
     forwards = (_fused_forward, _fused_block)
     adjacent = (
@@ -497,84 +500,6 @@ class Acceleration(BlockwiseForward):
         return [
             row.index_select(0, index) for row, index in zip(tokens, valid, strict=True)
         ]
-
-
-def accelerate(
-    model: HunyuanVideo15Transformer3DModel | DiffusionPipeline,
-    *,
-    attention: str = "auto",
-    kernels: Choice = "auto",
-    checkpointing: Checkpointing = "none",
-    deterministic: bool = False,
-    adaln: AdaLN = "auto",
-    computes_in: tuple[torch.device, torch.dtype] | None = None,
-) -> Acceleration:
-    """Give one transformer the fused forward, for training and for generating.
-
-    Its signature stays that of diffusers. In place of all conditions it also takes
-    `prompts`, a list of `PromptEmbeds`, with the float32 latents alone as
-    `hidden_states`.
-
-    Args:
-        model: a HunyuanVideo-1.5, text-to-video or image-to-video, with or without LoRA
-            adapters, or a pipeline that has one as its `transformer`.
-        attention: backend of `sage_fast.models.attention.attention`; `auto` is the
-            fastest one that is installed. kernels: `triton`, `reference` (plain
-            PyTorch), or `auto`.
-        checkpointing: what blocks save for the backward pass, see `block.py`.
-        deterministic: only attention backends whose backward gives the same bits every
-            time.
-        adaln: where the timestep modulation comes from: `weights`, `table`, `offload`
-            or `auto`, see `ModelConfig`. computes_in: device and dtype of the blocks'
-            inputs; None for those that the weights have now.
-
-    Returns:
-        The handle whose `undo()` restores diffusers' forward, as does the end of a
-        `with` over it.
-
-    Raises:
-        ValueError: a model of another class, an unsupported variant, or options that
-            cannot be satisfied.
-    """
-    transformer = (
-        getattr(model, "transformer", None)
-        if isinstance(model, DiffusionPipeline)
-        else model
-    )
-    if not isinstance(transformer, HunyuanVideo15Transformer3DModel):
-        given = f"a {type(model).__name__}"
-        given += (
-            f" with a {type(transformer).__name__}" if transformer is not model else ""
-        )
-        raise ValueError(
-            "accelerate takes diffusers' HunyuanVideo15Transformer3DModel, or a "
-            "pipeline with one, such as "
-            f"HunyuanVideo15Pipeline, but was given {given}. Unwrap a model that "
-            "torch.compile, PEFT or DDP has "
-            "wrapped; other models have no fused forward."
-        )
-    if "_acceleration" in transformer.__dict__:
-        raise ValueError(
-            "This transformer is accelerated already; call undo() of its Acceleration "
-            "first."
-        )
-    if transformer.config["use_meanflow"]:
-        raise ValueError(
-            "The model is a MeanFlow variant (use_meanflow), which the fused forward "
-            "does not compute."
-        )
-    acceleration = Acceleration(
-        transformer=transformer,
-        attention=attention,
-        kernels=kernels,
-        checkpointing=checkpointing,
-        deterministic=deterministic,
-        adaln=adaln,
-    )
-    acceleration.install(
-        *(computes_in or (next(transformer.parameters()).device, transformer.dtype))
-    )
-    return acceleration
 
 
 def picture_condition(latents: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:

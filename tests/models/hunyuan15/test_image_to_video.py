@@ -37,7 +37,7 @@ from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Pictured, PromptEmbeds
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.api import evaluate, generate
-from sage_fast.tools.diagnosis import Check, _files
+from sage_fast.tools.diagnosis import Check, files
 from tests.conftest import TINY_RUN
 from tests.distributed.ranks import run_ranks, train
 from tests.made_runs import numbers
@@ -279,7 +279,7 @@ def test_the_model_sees_a_cut_out_on_white(world: Path, tmp_path: Path) -> None:
 
 
 def weights_check(config: RunConfig) -> Check:
-    return next(check for check in _files(config) if check.name == "model weights")
+    return next(check for check in files(config) if check.name == "model weights")
 
 
 def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
@@ -328,7 +328,7 @@ def test_files_of_image_to_video_are_asked_for(world: Path, tmp_path: Path) -> N
     copy = Path(shutil.copytree(world / "model", tmp_path / "model"))
     shutil.rmtree(copy / "image_encoder")
     config = load_config(write(world, tmp_path, model={"path": str(copy)}))
-    found = next(iter(_files(config)))
+    found = next(iter(files(config)))
     assert found.status == "missing" and "image_encoder/config.json" in found.detail
     fetch = r"hf download hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_i2v"
     assert fetch in found.fix

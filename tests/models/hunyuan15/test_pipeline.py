@@ -40,5 +40,5 @@ def test_a_stock_pipeline_generates_the_same_video_up_to_rounding(
 
 
 def test_a_pipeline_of_another_model_is_refused() -> None:
-    with pytest.raises(ValueError, match="given a DDPMPipeline with a NoneType"):
+    with pytest.raises(ValueError, match="The transformer is a DDPMPipeline"):
         accelerate(DDPMPipeline(unet=None, scheduler=None))

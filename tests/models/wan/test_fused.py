@@ -11,9 +11,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from sage_fast.config.sections import ModelConfig
-from sage_fast.models.fused import Rotary
-from sage_fast.models.transformer import FusedForward
+from sage_fast.models.fused import Rotary, accelerate
 from sage_fast.models.wan.backbone import NAMES, TEXT_TOKENS, WanTransformer
 from sage_fast.models.wan.wan import Wan
 from sage_fast.policy.guidance import GuidedPolicy
@@ -53,10 +51,8 @@ def transformer(
     return model
 
 
-def fuse(model: WanTransformer3DModel, **options: Any) -> FusedForward:
-    handle = WanTransformer.choose_forward(model, ModelConfig(device="cpu", **options))
-    assert handle is not None
-    return handle
+def fuse(model: WanTransformer3DModel, **options: Any) -> Any:
+    return accelerate(model, device="cpu", **options)
 
 
 def prompt(tokens: int, dtype: torch.dtype = torch.float64) -> PromptEmbeds:

@@ -30,7 +30,7 @@ from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
-from sage_fast.evaluation import PairedTest
+from sage_fast.evaluation import PairedTest, is_worse
 from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
@@ -44,7 +44,6 @@ from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
-from sage_fast.run.run_status import WORSE
 from sage_fast.sde import SDE_TYPES
 from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
 from sage_fast.tools.exporting import Export, export
@@ -97,7 +96,8 @@ class TrainedRun:
                 f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over "
                 f"{test.count} prompts"
             )
-            gain += ": worse than at update 0" if test.standard_errors < WORSE else ""
+            if is_worse(test.mean, test.stderr):
+                gain += ": worse than at update 0"
         directory = RunDirectory(self.output_dir)
         updates = self.config.training.num_updates
         return (

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 
 import torch
@@ -31,9 +32,8 @@ class Evaluation:
 
     prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum.
     noises: videos of each prompt, of which the floats are means. left_out: numbers,
-    among all
-    P + len(left_out) prompts of the evaluation, of those that no reward could score;
-    the lists are of the others. lower_is_better: names of the scores that fall as
+    among all P + len(left_out) prompts of the evaluation, of those that no reward could
+    score; the lists are of the others. lower_is_better: names of the scores that fall as
     videos get better; of the others more is better. shown: the scores that are 0 or 1
     for every video, of the first one of each prompt, which is the one that is shown.
 
@@ -52,29 +52,21 @@ class Evaluation:
     @property
     def noise(self) -> str:
         """The noise of a pair of evaluations, for people."""
-        return (
-            "same noise"
-            if self.noises == 1
-            else f"the same {self.noises} noises of each"
-        )
+        if self.noises == 1:
+            return "same noise"
+        return f"the same {self.noises} noises of each"
 
     @classmethod
     def from_dict(cls, tree: object) -> "Evaluation":
         """The evaluation that `asdict` has made JSON of. ValueError for anything else."""
         try:
             evaluation = cls(**tree)  # type: ignore[arg-type]
-            columns = [
-                evaluation.reward,
-                *evaluation.scores.values(),
-                *evaluation.shown.values(),
-            ]
-            counts = {len(evaluation.prompts), *map(len, columns)}
+            columns = [*evaluation.scores.values(), *evaluation.shown.values()]
+            for column in [evaluation.reward, *columns]:
+                if len(column) != len(evaluation.prompts):
+                    raise TypeError("lists of different lengths")
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not the scores of an evaluation ({error})") from error
-        if len(counts) != 1:
-            raise ValueError(
-                "not the scores of an evaluation (lists of different lengths)"
-            )
         return evaluation
 
     def save(self, path: Path) -> None:
@@ -95,42 +87,38 @@ class Evaluation:
         """Columns of tables: the reward, the overall where its three scores are there,
         and every score.
         """
-        parts = [
-            self.scores[name] for name in ("VQ", "MQ", "TA") if name in self.scores
-        ]
-        overall = (
-            {OVERALL: [sum(values) for values in zip(*parts, strict=True)]}
-            if len(parts) == 3
-            else {}
-        )
-        return {REWARD: self.reward} | overall | self.scores
+        columns = {REWARD: self.reward}
+        if {"VQ", "MQ", "TA"} <= self.scores.keys():
+            parts = (self.scores[name] for name in ("VQ", "MQ", "TA"))
+            columns[OVERALL] = [sum(values) for values in zip(*parts, strict=True)]
+        return columns | self.scores
 
     def numbers(self) -> list[int]:
         """For each scored prompt, its number among all."""
         missing = set(self.left_out)
         return [i for i in range(len(self.prompts) + len(missing)) if i not in missing]
 
+    def by_number(self, column: Sequence[float]) -> dict[int, float]:
+        """A column of numbers by the number of the prompt among all."""
+        return dict(zip(self.numbers(), column, strict=True))
+
     def only(self, numbers: Collection[int]) -> "Evaluation":
         """The scores of some prompts, by their numbers among all."""
-        rows = [row for row, number in enumerate(self.numbers()) if number in numbers]
-        every = len(self.prompts) + len(self.left_out)
+        kept = [number in numbers for number in self.numbers()]
+        dropped = set(self.numbers()) - set(numbers)
+
+        def part(columns: dict[str, list[float]]) -> dict[str, list[float]]:
+            return {
+                name: list(compress(column, kept)) for name, column in columns.items()
+            }
+
         return replace(
             self,
-            prompts=[self.prompts[row] for row in rows],
-            scores={
-                name: [column[row] for row in rows]
-                for name, column in self.scores.items()
-            },
-            reward=[self.reward[row] for row in rows],
-            left_out=[
-                number
-                for number in range(every)
-                if number not in numbers or number in self.left_out
-            ],
-            shown={
-                name: [column[row] for row in rows]
-                for name, column in self.shown.items()
-            },
+            prompts=list(compress(self.prompts, kept)),
+            scores=part(self.scores),
+            reward=list(compress(self.reward, kept)),
+            left_out=sorted({*self.left_out, *dropped}),
+            shown=part(self.shown),
         )
 
 
@@ -138,12 +126,10 @@ def yes_no_score(before: Evaluation, after: Evaluation) -> str | None:
     """Name of the first score that says of a video whether it shows what was asked: 0
     or 1, more is better.
     """
-    names = (
-        name
-        for name in before.shown
-        if name in after.shown and name not in before.lower_is_better
-    )
-    return next(names, None)
+    for name in before.shown:
+        if name in after.shown and name not in before.lower_is_better:
+            return name
+    return None
 
 
 def scored_in_both(
@@ -199,15 +185,22 @@ class PairedTest:
     @property
     def standard_errors(self) -> float:
         """Mean difference in units of its standard error."""
-        if self.stderr == 0:
+        if self.stderr == 0 and self.mean != 0:
             # All differences are the same number.
-            return math.copysign(math.inf, self.mean) if self.mean else 0.0
-        return self.mean / self.stderr
+            return math.copysign(math.inf, self.mean)
+        return self.mean / (self.stderr or 1.0)
 
     @property
     def change(self) -> str:
         """Mean difference and its standard error, such as `+0.160 ± 0.055`."""
         return plus_minus(self.mean, self.stderr)
+
+    @property
+    def interval(self) -> str:
+        """Mean difference and its interval, such as `+0.16, 95 % interval +0.05 to
+        +0.27`.
+        """
+        return mean_interval(self.mean, self.stderr, self.low, self.high)
 
     @property
     def significant(self) -> bool:
@@ -232,6 +225,14 @@ def to_error(value: float, stderr: float, sign: str = "") -> str:
 def plus_minus(mean: float, stderr: float, sign: str = "+") -> str:
     """A number and its standard error, such as `+0.160 ± 0.055`."""
     return f"{to_error(mean, stderr, sign)} ± {to_error(stderr, stderr)}"
+
+
+def mean_interval(mean: float, stderr: float, low: float, high: float) -> str:
+    """A difference and its 95 % interval, to the digits of its standard error."""
+    mean_text, low_text, high_text = (
+        to_error(value, stderr, "+") for value in (mean, low, high)
+    )
+    return f"{mean_text}, 95 % interval {low_text} to {high_text}"
 
 
 ENOUGH_PROMPTS = 10
@@ -292,9 +293,7 @@ def paired_test(
         stderr=float(difference.std()) / math.sqrt(count),
         low=low,
         high=high,
-        wins=float(
-            ((difference < 0) if lower_is_better else (difference > 0)).double().mean()
-        ),
+        wins=float((difference * (-1 if lower_is_better else 1) > 0).double().mean()),
         ties=float((difference == 0).double().mean()),
         count=count,
         lower_is_better=lower_is_better,
@@ -337,6 +336,59 @@ def paired_tests(
         for name in dict.fromkeys([*totals, *weights, *first])
         if name in first and name in second
     }
+
+
+WORSE = -3.0
+"""Standard errors of a paired gain below which a model counts as worse than the one that
+it is compared with.
+"""
+
+
+def is_worse(gain: float, stderr: float) -> bool:
+    """The verdict on a paired gain of the reward."""
+    return gain < min(0.0, WORSE * stderr)
+
+
+def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
+    """A line on a run whose last evaluation is worse than update 0: since when, by how
+    much, and which update is the best; None for any other run.
+
+    Args:
+        gains: update -> (paired gain over update 0, its standard error).
+    """
+    since = None
+    for update in sorted(gains):
+        # One update that is not worse ends a series, so what is left at the end is the
+        # series up to now.
+        if not is_worse(*gains[update]):
+            since = None
+        elif since is None:
+            since = update
+    if since is None:
+        return None
+    last = max(gains)
+    best = max(gains, key=lambda update: gains[update][0])
+    return (
+        f"worse than at update 0 since update {since}: paired gain "
+        f"{plus_minus(*gains[last])} at update {last}; the best is update {best}, "
+        f"{gains[best][0]:+.3g}"
+    )
+
+
+def headline(tests: Mapping[str, PairedTest]) -> str:
+    """What became of the reward, in two sentences."""
+    test = tests[REWARD]
+    verb = "rises" if test.mean > 0 else "falls" if test.mean < 0 else "stays"
+    doubt = ""
+    if test.count < ENOUGH_PROMPTS:
+        doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
+    elif not test.significant:
+        doubt = ", which a difference of zero would explain too"
+    return (
+        f"{REWARD} {verb} from {to_error(test.before, test.stderr)} to "
+        f"{to_error(test.after, test.stderr)}: {test.interval}{doubt}. The trained "
+        f"model scores higher on {test.wins:.0%} of {test.count} prompts."
+    )
 
 
 def direction_label(name: str, lower_is_better: bool) -> str:

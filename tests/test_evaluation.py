@@ -12,6 +12,7 @@ from torch import Tensor
 from sage_fast.config.schema import RunConfig
 from sage_fast.evaluation import (
     Evaluation,
+    describe_worse,
     paired_test,
     paired_tests,
     plus_minus,
@@ -65,7 +66,8 @@ def test_the_interval_is_of_95_percent_and_of_all_its_resamples() -> None:
 
 
 def test_wins_follow_the_direction_of_a_score(tmp_path: Path) -> None:
-    before, after = [3.0, 3.0, 3.0, 3.0], [1.0, 2.0, 4.0, 3.0]
+    before = [3.0, 3.0, 3.0, 3.0]
+    after = [1.0, 2.0, 4.0, 3.0]
     assert paired_test(before, after).wins == 0.25
     down = paired_test(before, after, lower_is_better=True)
     assert (down.wins, down.mean, down.lower_is_better) == (0.5, -0.5, True)
@@ -94,6 +96,31 @@ def test_a_difference_has_the_digits_that_its_error_leaves(
     mean: float, stderr: float, text: str
 ) -> None:
     assert plus_minus(mean, stderr) == text
+
+
+@pytest.mark.parametrize(
+    ("gains", "said"),
+    [
+        ({0: 0.0, 10: -0.3}, None),
+        ({0: 0.0, 10: -0.5, 20: -0.29}, None),
+        (
+            {0: 0.0, 10: 0.4, 20: -0.31, 30: -0.29, 40: -0.31, 50: -0.5},
+            "worse than at update 0 since update 40: paired gain -0.50 ± 0.10 at "
+            "update 50; the best is update 10, +0.4",
+        ),
+        (
+            {0: 0.0, 10: -0.31},
+            "worse than at update 0 since update 10: paired gain -0.31 ± 0.10 at "
+            "update 10; the best is update 0, +0",
+        ),
+    ],
+)
+def test_a_run_is_worse_where_its_last_gain_is_3_standard_errors_below_zero(
+    gains: dict[int, float], said: str | None
+) -> None:
+    assert (
+        describe_worse({update: (gain, 0.1) for update, gain in gains.items()}) == said
+    )
 
 
 def test_a_score_of_zeros_and_ones_says_what_shows_the_prompt() -> None:

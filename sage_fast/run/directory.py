@@ -87,6 +87,11 @@ class RunDirectory(os.PathLike[str]):
         """The contact sheet of an evaluation."""
         return self.samples / f"{checkpoint_name(update)}.png"
 
+    def traces(self) -> tuple[list[Path], int]:
+        """What a run changes as it goes on: its checkpoints, and bytes of metrics."""
+        size = self.metrics.stat().st_size if self.metrics.exists() else 0
+        return list_checkpoints(self.checkpoints), size
+
     def left_by_a_run(self) -> list[Path]:
         """Files that a new run in this directory would take for its own, in the order
         in which it is moved away.
@@ -101,14 +106,14 @@ class RunDirectory(os.PathLike[str]):
             self.samples,
             self.tensorboard,
             self.wandb_id,
-        ]
-        made += [
             self.config,
             *sorted(self.path.glob("environment*.json")),
             self.reward_plot,
             self.before_after,
+            self.page,
+            self.status,
+            *sorted(self.path.glob("abandoned-*")),
         ]
-        made += [self.page, self.status, *sorted(self.path.glob("abandoned-*"))]
         return [path for path in made if path.exists()]
 
     def made_after(self, update: int) -> list[Path]:
@@ -118,28 +123,23 @@ class RunDirectory(os.PathLike[str]):
         The newest checkpoint goes first: a run that is killed in between goes on from
         an older one of the same part.
         """
+        later = []
         numbered = [
             *reversed(list_checkpoints(self.checkpoints)),
             *self.path.glob("environment-*.json"),
+            *self._evaluation.glob("*"),
+            *self.samples.glob("*"),
         ]
-        numbered += [
-            path
-            for folder in (self._evaluation, self.samples)
-            for path in folder.glob("*")
-        ]
-        names = (
-            (CHECKPOINT_NAME.fullmatch(path.stem.removeprefix("environment-")), path)
-            for path in numbered
-        )
-        later = [path for name, path in names if name and int(name[1]) > update]
-        results = [self.result, self.before_after] if later else []
+        for path in numbered:
+            name = CHECKPOINT_NAME.fullmatch(path.stem.removeprefix("environment-"))
+            if name and int(name[1]) > update:
+                later.append(path)
+        if later:
+            later += [self.result, self.before_after]
         # Without its pin an update that is made again is not taken for the best.
-        best = (
-            [self.checkpoints / BEST]
-            if read_best(self.checkpoints, newest=update) is None
-            else []
-        )
-        return [path for path in (*best, *later, *results) if path.exists()]
+        if read_best(self.checkpoints, newest=update) is None:
+            later.insert(0, self.checkpoints / BEST)
+        return [path for path in later if path.exists()]
 
     # ------------------------------------------------------------------------------------------
     # content

@@ -10,6 +10,8 @@ import json
 import logging
 import math
 import os
+import resource
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from PIL import Image
 
 from sage_fast.config.errors import ConfigError
@@ -304,3 +307,12 @@ def _scalar(key: str, value: Any) -> Scalar:
             "before it"
         )
     return scalar
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak memory of the device, or of this process on a CPU, in GiB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -489,9 +489,9 @@ def _extremes(
 ) -> tuple[list[T], list[T]]:
     """The items that gained most and those that lost most, the largest change first."""
     ranked = sorted(items, key=gain, reverse=True)
-    return [item for item in ranked[:most] if gain(item) > 0], [
-        item for item in ranked[: -most - 1 : -1] if gain(item) < 0
-    ]
+    gained = [item for item in ranked[:most] if gain(item) > 0]
+    lost = [item for item in reversed(ranked[-most:]) if gain(item) < 0]
+    return gained, lost
 
 
 def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:

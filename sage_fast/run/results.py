@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sage_fast.checkpoint.folder import read_best
 from sage_fast.config.errors import RewardError
 from sage_fast.config.files import write_text
 from sage_fast.evaluation import (
@@ -27,6 +26,7 @@ from sage_fast.evaluation import (
     Evaluation,
     PairedTest,
     format_comparison,
+    headline,
     paired_test,
     paired_tests,
     scored_in_both,
@@ -34,44 +34,13 @@ from sage_fast.evaluation import (
 )
 from sage_fast.models.video_files import read_video, video_file_name, write_video
 from sage_fast.run import media
-from sage_fast.run.directory import RunDirectory, read_metrics
-from sage_fast.run.run_status import WORSE
+from sage_fast.run.directory import RunDirectory
 from sage_fast.trainer import Trainer
 
 MOST_SHOWN = 8
 """Samples on the contact sheet of an evaluation, and in Weights & Biases."""
 
 logger = logging.getLogger(__name__)
-
-
-def decline(directory: RunDirectory, update: int) -> str | None:
-    """One line where the last evaluation up to an update says that the run got worse
-    than its start or its best.
-    """
-    rows = [
-        row
-        for row in read_metrics(directory.metrics)
-        if "eval/paired_gain" in row and row["update"] <= update
-    ]
-    if not rows:
-        return None
-    gain = rows[-1]["eval/paired_gain"]
-    stderr = rows[-1].get("eval/paired_gain_stderr", 0.0)
-    best = read_best(directory.checkpoints)
-    findings = []
-    if gain < min(0.0, WORSE * stderr):
-        findings.append("the model that the run starts from")
-    if best is not None and best[1] > gain:
-        findings.append(
-            f"update {best[0]}, whose gain was {best[1]:+.3g} (--checkpoint best)"
-        )
-    if not findings:
-        return None
-    return (
-        f"By the run's own evaluation update {rows[-1]['update']} (reward {gain:+.3g} "
-        f"\N{PLUS-MINUS SIGN} {stderr:.2g} "
-        f"against its start) is worse than {' and than '.join(findings)}."
-    )
 
 
 class RunEvaluation:
@@ -94,9 +63,7 @@ class RunEvaluation:
         # another.
         count = len(trainer.eval_prompts)
         wanted = trainer.config.evaluation.num_samples
-        self._sample_rows = (
-            sorted({count * i // wanted for i in range(wanted)}) if wanted else []
-        )
+        self._sample_rows = sorted({count * i // wanted for i in range(wanted)})
 
     def restore_baseline(self, saved: Mapping[str, Any] | None) -> None:
         """Take the scores of update 0 from a checkpoint, or from their file where it
@@ -216,46 +183,39 @@ class RunEvaluation:
         Args:
             rows: the run's metrics. On rank 0 alone.
         """
-        updates = sorted(
-            {row["update"] for row in rows if "eval/reward_mean" in row} - {0},
-            reverse=True,
-        )
+        updates = {row["update"] for row in rows if "eval/reward_mean" in row} - {0}
         # From the newest on, and no further than to the first file that can be used.
-        found = ((update, self.load(update)) for update in updates)
-        update, evaluation = next(
-            ((update, scores) for update, scores in found if scores is not None),
-            (0, None),
-        )
-        if self.baseline is None or evaluation is None:
+        for update in sorted(updates, reverse=True):
+            if (evaluation := self.load(update)) is not None:
+                break
+        else:
+            return None
+        if self.baseline is None:
             return None
         tests = paired_tests(self.baseline, evaluation)
         test = tests[REWARD]
-        result = {
+        result: dict[str, Any] = {
             "before": 0,
             "after": update,
             "reward": asdict(test),
             "scores": {
                 name: asdict(score) for name, score in tests.items() if name != REWARD
             },
-            # JSON has no infinity, which it is where all prompts changed alike.
-            "standard_errors": test.standard_errors
-            if math.isfinite(test.standard_errors)
-            else None,
+            "standard_errors": test.standard_errors,
         }
+        # JSON has no infinity, which it is where all prompts changed alike.
+        if not math.isfinite(test.standard_errors):
+            result["standard_errors"] = None
         write_text(self.directory.result, json.dumps(result, indent=1, allow_nan=False))
         self._before_after(update, evaluation)
         every = len(self.trainer.eval_prompts)
-        of_all = (
-            f" of {every} (the others could not be scored)"
-            if test.count < every
-            else ""
-        )
+        of_all = ""
+        if test.count < every:
+            of_all = f" of {every} (the others could not be scored)"
         print(
             f"Paired evaluation: {test.count} prompts{of_all}, {evaluation.noise}, "
-            f"update {update} "
-            f"against update 0\n{format_comparison(tests)}\n"
-            f"The reward changed by {test.change}, which is "
-            f"{test.standard_errors:+.1f} standard errors."
+            f"update {update} against update 0\n{format_comparison(tests)}\n"
+            f"{headline(tests)}"
         )
         return test
 
@@ -273,25 +233,22 @@ class RunEvaluation:
         """
         assert self.baseline is not None
         name = yes_no_score(self.baseline, after)
-        first, last = (
-            {}
-            if name is None
-            else dict(zip(evaluation.numbers(), evaluation.shown[name], strict=True))
-            for evaluation in (self.baseline, after)
-        )
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        if name is not None:
+            first = self.baseline.by_number(self.baseline.shown[name])
+            last = after.by_number(after.shown[name])
         cells = []
         for row in self._sample_rows:
-            # A pair has marks only where both of its videos were scored.
-            marks = (
-                [bool(first[row]), bool(last[row])]
-                if row in first and row in last
-                else []
-            )
             try:
                 videos = [read_video(self._video_file(at, row)) for at in (0, update)]
             except OSError as error:
                 logger.warning("before_after.png lacks a prompt: %s", error)
                 continue
+            # A pair has marks only where both of its videos were scored.
+            marks: list[bool] = []
+            if row in first and row in last:
+                marks = [bool(first[row]), bool(last[row])]
             caption = self.trainer.eval_prompts[row].text
             cells.append(media.Cell(caption=caption, videos=videos, marks=marks))
         if cells:
@@ -304,13 +261,4 @@ class RunEvaluation:
                 title += (
                     f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
                 )
-                if after.noises > 1 and name is not None:
-                    shares = [
-                        sum(e.scores[name]) / len(e.prompts)
-                        for e in (self.baseline, after)
-                    ]
-                    title += (
-                        f" Over {after.noises} noises: {shares[0]:.0%} and then "
-                        f"{shares[1]:.0%}."
-                    )
             media.contact_sheet(self.directory.before_after, cells, title, grid=True)

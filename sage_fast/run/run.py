@@ -15,8 +15,6 @@ runs/NAME/
 import logging
 import os
 import platform
-import resource
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -26,9 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from sage_fast.checkpoint.folder import list_checkpoints, update_of
+from sage_fast.checkpoint.folder import update_of
 from sage_fast.checkpoint.reader import Checkpoint
 from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import (
@@ -40,7 +36,7 @@ from sage_fast.config.errors import (
 from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
-from sage_fast.config.sections import check_heads, kl_uses
+from sage_fast.config.sections import check_heads
 from sage_fast.data import used_prompts
 from sage_fast.distributed.failure import (
     HangGuard,
@@ -68,7 +64,7 @@ from sage_fast.run.callbacks import (
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.interrupt import GracefulStop
 from sage_fast.run.lease import Lease, unwritable
-from sage_fast.run.metrics import MetricsLogger
+from sage_fast.run.metrics import MetricsLogger, peak_memory_gib
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import figure_file, reward_figure
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
@@ -129,9 +125,8 @@ def build_trainer(
     seed_generators(config.seed)
     prompts, eval_prompts = load_prompts(config)
     # Before the model is loaded, which takes minutes.
-    check_batch(
-        config.rollout.batch_size, world.dp_degree, config.rollout.num_generations
-    )
+    rollout = config.rollout
+    check_batch(rollout.batch_size, world.dp_degree, rollout.num_generations)
     description = None
     # nothing is known before it is loaded; then `shard_sequence` asks
     with suppress(ConfigError):
@@ -141,14 +136,10 @@ def build_trainer(
             check_heads(world.sp, description.transformer["num_attention_heads"])
             config = settle_attention(config, description, world, attention)
         components = load_model(config.model, config.lora, read=False)
+        used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
         reward = CompositeReward.from_config(
             config.reward,
-            [
-                p.text
-                for p in used_prompts(
-                    config, prompts, eval_prompts, world.dp_degree, done
-                )
-            ],
+            [prompt.text for prompt in used],
             device=str(rank_device(config.model.device)),
             fps=config.video.fps,
         )
@@ -196,10 +187,9 @@ def train(
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise RankFailure(
             f"A collective failed: {first} Another rank has died, failed or hung; its "
-            "own message or the stacks of its "
-            "threads say where. Its checkpoints are intact: start the same command "
-            "again with --resume auto, or let "
-            "torchrun do so (--max-restarts)."
+            "own message or the stacks of its threads say where. Its checkpoints are "
+            "intact: start the same command again with --resume auto, or let torchrun "
+            "do so (--max-restarts)."
         ) from error
 
 
@@ -216,7 +206,6 @@ class Run:
         allow_changes: Collection[str] = (),
         callbacks: Sequence[Callback] = (),
     ) -> None:
-        self.config = config
         self.world = world
         self.callbacks = Callbacks(callbacks if world.is_main else ())
         self.guard = guard or HangGuard(world, config.distributed.timeout_seconds)
@@ -227,56 +216,38 @@ class Run:
         # Before the model is loaded: another writer, or a checkpoint that cannot be
         # used, is found in a second.
         self.lease = Lease(self.directory, world)
-        # Compared again once the lease is held: meanwhile, as the model loads, another
-        # run may come and go.
-        self._contents = self._look()
+        self._traces = self.files.traces()
         self.checkpoint, self._sets_aside, self._branches, self._changes = find_start(
             config, world, allow_changes
         )
-        state = {"update": 0, "rollouts": 0}
+        done = (0, 0)
         attention = "auto"
         if self.checkpoint is not None:
-            state = self.checkpoint.state["trainer"]
-            attention = self.checkpoint.state.get("attention", "auto")
-            config = self.config = keep_videos(
-                config, self.checkpoint.state["videos_per_rollout"], world.dp_degree
-            )
-        self.trainer = build_trainer(
-            config,
-            self.world,
-            lambda phase, done, total, subject: self.guard.progress(),
-            (int(state["update"]), int(state["rollouts"])),
-            attention,
-        )
+            state = self.checkpoint.state
+            done = int(state["trainer"]["update"]), int(state["trainer"]["rollouts"])
+            attention = state.get("attention", "auto")
+            config = keep_videos(config, state["videos_per_rollout"], world.dp_degree)
+        self.config = config
+
+        def go_on(*_: object) -> None:
+            self.guard.progress()
+
+        self.trainer = trainer = build_trainer(config, world, go_on, done, attention)
         self.prompts_digest = prompts_digest(
-            self.trainer.schedule.prompts, self.trainer.eval_prompts
+            trainer.schedule.prompts, trainer.eval_prompts
         )
-        # A path may name other files on another node.
-        adapter = (
-            ""
-            if config.model.adapter is None
-            else weights_digest(Path(config.model.adapter))
-        )
-        digests = {
-            "model.path": self.trainer.model_digest,
-            "model.adapter": adapter,
-            "prompts": self.prompts_digest,
-        }
-        check_same_everywhere(digests)
         self._check_fit()
-        self.evaluation = RunEvaluation(self.trainer, self.files)
-        training = config.training
+        self.evaluation = RunEvaluation(trainer, self.files)
+        one_node = world.size == int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
         self.progress = RunProgress(
             self.directory,
             Status(
-                num_updates=training.num_updates,
-                videos_per_rollout=self.trainer.videos_per_rollout,
+                num_updates=config.training.num_updates,
+                videos_per_rollout=trainer.videos_per_rollout,
                 folder=os.getcwd(),
-                gpus=world.size
-                if world.size == int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-                else 1,
+                gpus=world.size if one_node else 1,
             ),
-            step=training.updates_per_rollout,
+            step=config.training.updates_per_rollout,
             evaluation_every=config.evaluation.every,
             shown=world.is_main,
         )
@@ -351,13 +322,14 @@ class Run:
             )
             self.trainer.reward.on_hang = self.stop.watch
             stack.enter_context(self.progress)
-            writer = CheckpointWriter(
-                self.checkpoints,
-                keep_last=saving.keep_last,
-                asynchronous=saving.asynchronous,
-                world=self.world,
+            self.writer = stack.enter_context(
+                CheckpointWriter(
+                    self.checkpoints,
+                    keep_last=saving.keep_last,
+                    asynchronous=saving.asynchronous,
+                    world=self.world,
+                )
             )
-            self.writer = stack.enter_context(writer)
             # Until here progress went to the guard alone, since the run did not own its
             # directory yet.
             self.trainer.progress = self._tell
@@ -395,11 +367,8 @@ class Run:
         self.evaluation.restore_baseline(None if self._branches else state["baseline"])
         self._measure_baseline()
         self.trainer.load(checkpoint, state["trainer"])
-        changes = [
-            "; ".join(
-                f"{key} {old} -> {new}" for key, (old, new) in self._changes.items()
-            )
-        ]
+        changed = [f"{key} {old} -> {new}" for key, (old, new) in self._changes.items()]
+        changes = ["; ".join(changed)]
         if self._branches:
             # Another run's, whose records are in its directory. From now on this one
             # goes on by itself.
@@ -448,18 +417,16 @@ class Run:
             )
             # One exchange for all that the ranks have to tell each other after an
             # update.
-            answer = (
-                self._stop_requested,
-                peak_memory_gib(trainer.device),
-                own,
-                platform.node(),
-            )
+            peak = peak_memory_gib(trainer.device)
+            answer = self._stop_requested, peak, own, platform.node()
             stops, peaks, seconds, hosts = zip(*world.gather(answer), strict=True)
             record["memory/peak_gib"] = max(peaks)
             if world.size > 1:
-                most, slow = max(zip(seconds, range(world.size), strict=True))
-                times = f"{most:.3g} s for its videos, median {median(seconds):.3g} s"
-                record["time/slowest"] = f"rank {slow} on {hosts[slow]}: {times}"
+                slow = seconds.index(max(seconds))
+                record["time/slowest"] = (
+                    f"rank {slow} on {hosts[slow]}: {seconds[slow]:.3g} s for its "
+                    f"videos, median {median(seconds):.3g} s"
+                )
             done = trainer.update >= total
             stopping = any(stops)
             # Saving and evaluating are due where the iteration has reached or passed a
@@ -511,12 +478,10 @@ class Run:
         try:
             if evaluates:
                 scores = self.evaluation.run()
+                gain = scores.get("eval/paired_gain", 0.0)  # rank 0 has the scores
                 # Before the row has them: an evaluation that is in the metrics is not
                 # made again.
-                # rank 0 has the scores
-                self.writer.pin_best(
-                    self.trainer.update, scores.get("eval/paired_gain", 0.0)
-                )
+                self.writer.pin_best(self.trainer.update, gain)
                 record = record | scores
         finally:
             self.metrics.log(record)
@@ -524,10 +489,8 @@ class Run:
         if time.monotonic() - self._page_written > SECONDS_BETWEEN_PAGES:
             self._write_page()
         total = self.config.training.num_updates
-        self.callbacks.tell(
-            "on_update",
-            UpdateRecord(update=self.trainer.update, total=total, metrics=record),
-        )
+        done = UpdateRecord(update=self.trainer.update, total=total, metrics=record)
+        self.callbacks.tell("on_update", done)
         if evaluates:
             self._show_evaluation(record)
 
@@ -561,48 +524,35 @@ class Run:
     # ------------------------------------------------------------------------------------------
     # begin
 
-    def _look(self) -> tuple[list[str], int]:
-        """The traces in the directory that another run would change."""
-        log = self.files.metrics
-        return [
-            p.name for p in list_checkpoints(self.checkpoints)
-        ], log.stat().st_size if log.exists() else 0
-
     def _check_fit(self) -> None:
         """Refuse a model, prompts or a checkpoint that do not belong together; nothing
         has been written yet.
         """
         config = self.config
         trainer = self.trainer
+        digests = {"model.path": trainer.model_digest, "prompts": self.prompts_digest}
+        if config.model.adapter is not None:
+            digests["model.adapter"] = weights_digest(Path(config.model.adapter))
+        # A path may name other files on another node.
+        check_same_everywhere(digests)
         if config.evaluation.every and len(trainer.eval_prompts) < 2:
             raise ConfigError(
                 "The paired evaluation needs at least 2 prompts; add some, or set "
                 "evaluation.every to 0."
-            )
-        if (
-            kl_uses(config.objective.kl_mode) == (False, True)
-            and config.training.updates_per_rollout == 1
-        ):
-            logger.info(
-                "objective.kl_mode stepwise holds nothing with "
-                "training.updates_per_rollout 1: the policy is still the "
-                "one that it is compared with. It acts from the second update of a "
-                "rollout on."
             )
         if self.checkpoint is None:
             return
         if self.checkpoint.state["model"] != trainer.model_digest:
             raise ConfigError(
                 f"model.path: the weights at {config.model.path} are not those that "
-                "the run was started with. Restore "
-                "them (another folder will do), or start a new run."
+                "the run was started with. Restore them (another folder will do), or "
+                "start a new run."
             )
         if self.checkpoint.state["prompts"] != self.prompts_digest:
             raise ConfigError(
                 "data.prompts or evaluation.prompts: a file has changed since the "
-                "checkpoint was saved, so its prompts "
-                "would no longer be the ones the run compares. Restore the file, or "
-                "start a new run."
+                "checkpoint was saved, so its prompts would no longer be the ones the "
+                "run compares. Restore the file, or start a new run."
             )
         try:
             trainer.check_fit(self.checkpoint.shapes)
@@ -615,24 +565,22 @@ class Run:
         """Create the run directory, move aside what is not this run's, and record what
         is run; the file of versions.
         """
-        if self._look() != self._contents:
+        if self.files.traces() != self._traces:
             raise RunDirectoryError(
                 f"Another run has written to output_dir {str(self.directory)!r} while "
-                "this one was being loaded. Start "
-                "again, with --resume auto to continue that run."
+                "this one was being loaded. Start again, with --resume auto to "
+                "continue that run."
             )
+        resume = self.config.resume
         try:
             if self._sets_aside:
                 move_aside(self.files)
-            elif self.config.resume not in ("none", "auto") and not self._branches:
+            elif resume not in ("none", "auto") and not self._branches:
                 abandon_after(self.files, resumed)
             # A resumed config must neither restart the run nor go back once more;
             # another run's checkpoint is where it begins until its own is saved.
-            resume = (
-                self.config.resume
-                if self._branches or self.config.resume == "none"
-                else "auto"
-            )
+            if resume != "none" and not self._branches:
+                resume = "auto"
             save_config(replace(self.config, resume=resume), self.files.config)
             return write_environment(self.directory, resumed)
         except OSError as error:
@@ -650,9 +598,8 @@ class Run:
             self.progress.finished(record)
             self._show_evaluation(record)
         elif not self._has_logged(0, {"eval/reward_mean"}):
-            self.metrics.log(
-                {"update": 0} | self.evaluation.metrics(self.evaluation.baseline)
-            )
+            scores = self.evaluation.metrics(self.evaluation.baseline)
+            self.metrics.log({"update": 0} | scores)
 
     def _restore_record(self, record: dict[str, Any] | None, *, pending: bool) -> None:
         """Log the checkpoint's update if a kill or a full disk came between, and make
@@ -681,10 +628,8 @@ class Run:
         """Look for a record of an update with these keys in the metrics. Collective."""
         found = False
         if self.world.is_main:
-            rows = read_metrics(self.files.metrics)
-            found = any(
-                row["update"] == update and set(keys) <= row.keys() for row in rows
-            )
+            for row in read_metrics(self.files.metrics):
+                found |= row["update"] == update and set(keys) <= row.keys()
         return self.world.broadcast(found)
 
     def _save(
@@ -729,11 +674,9 @@ class Run:
         # All ranks enter, because to gather the adapters is collective; rank 0 copies
         # them.
         with trainer.evaluated_weights(), trainer.engine.whole():
-            return (
-                copy_lora(trainer.policy.transformer, folder / "lora")
-                if self.world.is_main
-                else None
-            )
+            if not self.world.is_main:
+                return None
+            return copy_lora(trainer.policy.transformer, folder / "lora")
 
     def _due(self, every: int) -> bool:
         """Return if the last iteration reached or passed a multiple of `every`."""
@@ -744,12 +687,13 @@ class Run:
         """Plot, before/after sheet and the paired test of what has been trained so far."""
         test = None
         worse = self.progress.status.worse
-        stopped_as_worse = self.config.evaluation.stop_when_worse and not finished
+        stop_reason = self.callbacks.stop_reason
+        if self.config.evaluation.stop_when_worse and not finished:
+            stop_reason = stop_reason or worse
         if self.world.is_main:
-            rows = sorted(
-                read_metrics(self.files.metrics), key=lambda row: row["update"]
-            )
+            rows = read_metrics(self.files.metrics)
             if rows:
+                rows.sort(key=lambda row: row["update"])
                 with replacing(self.files.reward_plot) as partial:
                     partial.write_bytes(figure_file(reward_figure(rows), "png"))
             test = self.evaluation.conclude(rows)
@@ -758,16 +702,6 @@ class Run:
             update=self.trainer.update,
             finished=finished,
             test=test,
-            stop_reason=self.callbacks.stop_reason
-            or (worse if stopped_as_worse else None),
+            stop_reason=stop_reason,
             worse=worse,
         )
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory of the device, or of this process on a CPU, in GiB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    # Linux counts in KiB, macOS in bytes.
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -30,7 +30,6 @@ from pydantic import TypeAdapter
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from sage_fast.checkpoint.folder import checkpoint_name
 from sage_fast.config.errors import (
     CheckpointError,
     DecodeError,
@@ -40,6 +39,7 @@ from sage_fast.config.errors import (
 )
 from sage_fast.config.files import loads, read_text, write_text
 from sage_fast.config.load import load_config, outside_code
+from sage_fast.evaluation import describe_worse
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.lease import look_at
 
@@ -58,11 +58,6 @@ QUIET_FACTOR = 4.0
 """And this many times as long as it has gone without before."""
 QUIET_FIRST_SECONDS = 1800.0
 """And so long before its first update, whose pace nobody knows."""
-
-WORSE = -3.0
-"""Standard errors of a paired gain below which the model counts as worse than the one
-that the run started from.
-"""
 
 OWN_ERRORS = (
     CheckpointError,
@@ -155,7 +150,8 @@ class RunProgress:
         self._iterations: deque[float] = deque(maxlen=RECENT)
         self._evaluations: deque[float] = deque(maxlen=RECENT)
         self._gains: dict[int, tuple[float, float]] = {}
-        self._begun = self._failed = False
+        self._begun = False
+        self._failed = False
         self._last_step = self._last_line = time.monotonic()
         self._last_write = self._last_refresh = -math.inf
         self._stack = ExitStack()
@@ -182,16 +178,13 @@ class RunProgress:
         if "time/evaluation" in record:
             self._evaluations.append(record["time/evaluation"])
         if "eval/paired_gain" in record:
-            self._gains[record["update"]] = (
-                record["eval/paired_gain"],
-                record["eval/paired_gain_stderr"],
-            )
-            self.status = replace(self.status, worse=describe_worse(self._gains))
-        if "eval/reward_mean" in record:
+            gain = record["eval/paired_gain"]
+            self._gains[record["update"]] = gain, record["eval/paired_gain_stderr"]
             self.status = replace(
                 self.status,
                 reward=record["eval/reward_mean"],
-                gain=record["eval/paired_gain"],
+                gain=gain,
+                worse=describe_worse(self._gains),
             )
         elif "reward/mean" in record and self.status.gain is None:
             # The reward of a training batch stands in until an evaluation has one.
@@ -201,32 +194,30 @@ class RunProgress:
         """From the last update to the end of the run, by the measured times; None as
         long as there are none.
         """
+        if not self._iterations:
+            return None
         update = self.status.update
         total = self.status.num_updates
         every = self._evaluation_every
-        if not self._iterations:
-            return None
-        seconds = math.ceil(max(0, total - update) / self._step) * fmean(
-            self._iterations
-        )
+        iterations = math.ceil(max(0, total - update) / self._step)
+        seconds = iterations * fmean(self._iterations)
         if every and self._evaluations and update < total:
             # One at every multiple, and one at the end.
-            seconds += (math.ceil(total / every) - update // every) * fmean(
-                self._evaluations
-            )
+            evaluations = math.ceil(total / every) - update // every
+            seconds += evaluations * fmean(self._evaluations)
         return seconds
 
     def __enter__(self) -> "RunProgress":
         if self.shown and sys.stderr.isatty():
             # Log messages go above the bar instead of through it.
             self._stack.enter_context(logging_redirect_tqdm())
-            done = self.status.update
-            total = self.status.num_updates
             # A narrow terminal cuts from the right: the numbers come first, then the
             # phase, the bar and the time.
-            layout = "{n_fmt}/{total_fmt} {desc}|{bar}| {remaining} left"
             self._bar = tqdm(
-                total=total, initial=done, dynamic_ncols=True, bar_format=layout
+                total=self.status.num_updates,
+                initial=self.status.update,
+                dynamic_ncols=True,
+                bar_format="{n_fmt}/{total_fmt} {desc}|{bar}| {remaining} left",
             )
             self._stack.enter_context(self._bar)
         elif self.shown:
@@ -243,20 +234,18 @@ class RunProgress:
     def phase(self, name: str, done: int, total: int) -> None:
         """Take note of where the run is."""
         now = time.monotonic()
-        phase = self.status.phase
-        longest = max(self.status.longest_seconds, now - self._last_step)
-        self._last_step = now
-        left = self.seconds_left()
+        # The phases of a quick run are over before anybody could read them.
+        pause = SECONDS_BETWEEN_WRITES if name == self.status.phase else 1.0
         self.status = replace(
             self.status,
             phase=name,
             done=done,
             total=total,
-            seconds_left=left,
-            longest_seconds=longest,
+            seconds_left=self.seconds_left(),
+            longest_seconds=max(self.status.longest_seconds, now - self._last_step),
         )
-        # The phases of a quick run are over before anybody could read them.
-        if now - self._last_write >= (SECONDS_BETWEEN_WRITES if name == phase else 1.0):
+        self._last_step = now
+        if now - self._last_write >= pause:
             self._write()
         if self._bar is not None and now - self._last_refresh > 0.2:
             self._last_refresh = now
@@ -266,14 +255,6 @@ class RunProgress:
         """Show the result of an iteration."""
         self.learn(record)
         update = record["update"]
-        parts = []
-        if "reward/mean" in record:
-            parts.append(f"reward {record['reward/mean']:.4g}")
-        if evaluated := "eval/reward_mean" in record:
-            parts.append(
-                f"evaluation {record['eval/reward_mean']:.4g} (gain "
-                f"{record['eval/paired_gain']:+.3g})"
-            )
         # A baseline evaluated on resume belongs to update 0, which the run has passed.
         done = max(update, self.status.update)
         self.status = replace(
@@ -282,37 +263,41 @@ class RunProgress:
         # In a second step, since the time left is counted from the update that was just
         # set.
         self.status = replace(self.status, seconds_left=self.seconds_left())
+        evaluated = "eval/reward_mean" in record
         if evaluated and self.status.worse is not None and self.shown:
             logger.warning("The model is %s.", self.status.worse)
-        if self._bar is None:
-            self._print(
-                "  ".join([f"update {update}/{self.status.num_updates}", *parts])
-            )
-        else:
+        if self._bar is not None:
             self._bar.update(done - self._bar.n)
-            gain = "" if self.status.gain is None else f" gain {self.status.gain:+.3g}"
-            self._summary = (
-                "reward "
-                f"{record.get('reward/mean', self.status.reward or math.nan):.4g}{gain} "
-            )
+            reward = record.get("reward/mean", self.status.reward or math.nan)
+            self._summary = f"reward {reward:.4g} "
+            if self.status.gain is not None:
+                self._summary += f"gain {self.status.gain:+.3g} "
             self._bar.set_description_str(self._summary)
+            return
+        text = f"update {update}/{self.status.num_updates}"
+        if "reward/mean" in record:
+            text += f"  reward {record['reward/mean']:.4g}"
+        if evaluated:
+            text += (
+                f"  evaluation {record['eval/reward_mean']:.4g} (gain "
+                f"{record['eval/paired_gain']:+.3g})"
+            )
+        self._print(text)
 
     def end(self, state: State, error: BaseException | None = None) -> None:
         """Write how the run ended."""
-        text = (
-            None if error is None else (str(error) or type(error).__name__)[:MAX_ERROR]
-        )
-        left = 0.0 if state == "finished" else None
-        repeats = isinstance(error, OWN_ERRORS)
+        text = None
+        if error is not None:
+            text = (str(error) or type(error).__name__)[:MAX_ERROR]
         self.status = replace(
             self.status,
             state=state,
             phase="",
             done=0,
             total=0,
-            seconds_left=left,
+            seconds_left=0.0 if state == "finished" else None,
             error=text,
-            repeats=repeats,
+            repeats=isinstance(error, OWN_ERRORS),
         )
         self._write()
 
@@ -339,63 +324,24 @@ class RunProgress:
 
     def _print(self, text: str) -> None:
         self._last_line = time.monotonic()
-        left = self.status.seconds_left
+        if self.status.seconds_left:
+            text += f"  {format_seconds(self.status.seconds_left)} left"
         if self.shown:
-            print(
-                text + (f"  {format_seconds(left)} left" if left else ""),
-                file=sys.stderr,
-                flush=True,
-            )
+            print(text, file=sys.stderr, flush=True)
+
+    def _seconds_to_heartbeat(self) -> float:
+        return self._last_line + HEARTBEAT_SECONDS - time.monotonic()
 
     def _print_heartbeats(self) -> None:
-        while not self._closed.wait(
-            max(0.1, self._last_line + HEARTBEAT_SECONDS - time.monotonic())
-        ):
+        while not self._closed.wait(max(0.1, self._seconds_to_heartbeat())):
             status = self.status
             # The run may have printed a line of its own while this thread slept.
-            if (
-                time.monotonic() < self._last_line + HEARTBEAT_SECONDS
-                or not status.phase
-            ):
-                continue
-            update = min(status.update + 1, status.num_updates)
-            self._print(
-                f"update {update}/{status.num_updates}  {status.phase} "
-                f"{status.done}/{status.total}"
-            )
-
-
-def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
-    """A line on a model whose last evaluation is below `WORSE`: since which update, by
-    how much, and the best one.
-
-    Args:
-        gains: update -> (paired gain over update 0, its standard error).
-    """
-    order = sorted(gains)
-    since = None
-    for update in order:
-        gain, error = gains[update]
-        # One update that is not worse ends a series, so what is left at the end is the
-        # series up to now.
-        since = (
-            (update if since is None else since)
-            if gain < min(0.0, WORSE * error)
-            else None
-        )
-    if since is None:
-        return None
-    gain, error = gains[order[-1]]
-    best = max(order, key=lambda update: gains[update][0])
-    by = f"{gain / error:+.1f} standard errors" if error else "every prompt alike"
-    return (
-        f"worse than at update 0 since update {since}: paired gain {gain:+.3g} at "
-        f"update {order[-1]} ({by}); the best "
-    ) + (
-        f"checkpoint is {checkpoint_name(best)}, {gains[best][0]:+.3g}"
-        if gains[best][0] > 0
-        else "is update 0"
-    )
+            if status.phase and self._seconds_to_heartbeat() <= 0:
+                update = min(status.update + 1, status.num_updates)
+                self._print(
+                    f"update {update}/{status.num_updates}  {status.phase} "
+                    f"{status.done}/{status.total}"
+                )
 
 
 def format_seconds(seconds: float) -> str:
@@ -404,11 +350,9 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     if seconds < 90 * 60:
         return f"{seconds / 60:.1f} min"
-    return (
-        f"{seconds / 3600:.1f} h"
-        if seconds < 48 * 3600
-        else f"{seconds / 86400:.1f} days"
-    )
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} h"
+    return f"{seconds / 86400:.1f} days"
 
 
 # ------------------------------------------------------------------------------------------
@@ -445,14 +389,12 @@ class RunState:
         """True where somebody should look: it does not go on by itself, or the model
         got worse.
         """
-        ends_badly = (
-            self.condition in ("hangs", "killed", "failed") or self.worse is not None
-        )
-        return ends_badly and not self.acknowledged
+        if self.acknowledged:
+            return False
+        return self.condition in ("hangs", "killed", "failed") or self.worse is not None
 
     @property
     def worse(self) -> str | None:
-        """See `describe_worse`."""
         return None if self.status is None else self.status.worse
 
 
@@ -465,11 +407,11 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
     now = time.time() if now is None else now
     holder, alive = look_at(directory)
     status, written = read_status(directory)
+    condition: Condition
     if status is None or written is None:
-        condition: Condition = "running" if alive else "unknown"
         return RunState(
             run=directory,
-            condition=condition,
+            condition="running" if alive else "unknown",
             status=None,
             holder=holder,
             quiet_seconds=None,
@@ -502,29 +444,21 @@ def command_for(run: Path, status: Status | None, command: str, *options: str) -
 
     Example: `command_for(run, status, "train", "--resume", "auto")`
     """
-    trust: list[str] = []
+    words = ["sage-fast"]
+    if not shutil.which("sage-fast"):
+        words = [sys.executable, "-m", "sage_fast"]
+    words += [command, str(run.absolute()), *options]
+    if status is not None and status.gpus > 1 and command == "train":
+        words += ["--gpus", str(status.gpus)]
     # the command itself says what is wrong with the configuration
     with suppress(OSError, ValueError):
-        if outside_code(
-            load_config(RunDirectory(run).config),
-            rewards=command in ("train", "evaluate"),
-        ):
-            trust = ["--trust-config"]
-    program = (
-        ["sage-fast"]
-        if shutil.which("sage-fast")
-        else [sys.executable, "-m", "sage_fast"]
-    )
-    launch = (
-        ["--gpus", str(status.gpus)]
-        if status is not None and status.gpus > 1 and command == "train"
-        else []
-    )
-    line = shlex.join(
-        [*program, command, str(run.absolute()), *options, *launch, *trust]
-    )
-    folder = "" if status is None else status.folder
-    return f"cd {shlex.quote(folder)} && {line}" if folder else line
+        config = load_config(RunDirectory(run).config)
+        if outside_code(config, rewards=command in ("train", "evaluate")):
+            words.append("--trust-config")
+    line = shlex.join(words)
+    if status is None or not status.folder:
+        return line
+    return f"cd {shlex.quote(status.folder)} && {line}"
 
 
 def patience(status: Status) -> float:

@@ -30,7 +30,7 @@ from sage_fast.config.load import check_trust, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
-from sage_fast.evaluation import PairedTest
+from sage_fast.evaluation import PairedTest, is_worse
 from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.weights import count_weights
@@ -96,6 +96,8 @@ class TrainedRun:
                 f"reward {test.before:.4g} -> {test.after:.4g}, {test.change} over "
                 f"{test.count} prompts"
             )
+            if is_worse(test.mean, test.stderr):
+                gain += ": worse than at update 0"
         directory = RunDirectory(self.output_dir)
         updates = self.config.training.num_updates
         return (

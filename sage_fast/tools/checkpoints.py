@@ -7,8 +7,8 @@ import logging
 from sage_fast.checkpoint.folder import checkpoint_name, read_best, update_of
 from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
-from sage_fast.run.directory import RunDirectory
-from sage_fast.run.results import decline
+from sage_fast.evaluation import describe_worse
+from sage_fast.run.directory import RunDirectory, read_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,25 @@ def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None
         )
     # Checkpoints may have been copied from elsewhere without what the run has measured.
     if found is not None and chosen == "auto" and directory.metrics.exists():
-        text = decline(directory, update_of(found.folder))
-        if text is not None:
-            logger.warning("%s", text)
+        _warn_of_better(directory, update_of(found.folder))
     return found
+
+
+def _warn_of_better(directory: RunDirectory, update: int) -> None:
+    """Say where the run's last evaluation up to an update is worse than its start or
+    its best.
+    """
+    gains = {
+        row["update"]: (row["eval/paired_gain"], row["eval/paired_gain_stderr"])
+        for row in read_metrics(directory.metrics)
+        if "eval/paired_gain" in row and row["update"] <= update
+    }
+    if (worse := describe_worse(gains)) is not None:
+        logger.warning("The newest checkpoint is %s.", worse)
+    best = read_best(directory.checkpoints)
+    if gains and best is not None and best[1] > gains[max(gains)][0]:
+        logger.warning(
+            "The newest checkpoint is worse than update %d, whose gain was %+.3g: "
+            "--checkpoint best takes that one.",
+            *best,
+        )

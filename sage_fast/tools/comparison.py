@@ -24,8 +24,8 @@ from sage_fast.evaluation import (
     REWARD,
     Evaluation,
     direction_label,
+    mean_interval,
     scored_in_both,
-    to_error,
 )
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.page import charts, render
@@ -300,19 +300,13 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
             )
         ]
     notes = []
-    if (
-        max(max(run.evaluations(), default=0) for arm in arms for run in arm.runs)
-        > update
-    ):
+    runs = [run for arm in arms for run in arm.runs]
+    if max(max(run.evaluations(), default=0) for run in runs) > update:
         notes.append(
             f"Some runs were evaluated later than update {update}, the last one that "
             "all of them have."
         )
-    if any(
-        Evaluation.load(run.evaluation(update)).left_out
-        for arm in arms
-        for run in arm.runs
-    ):
+    if any(Evaluation.load(run.evaluation(update)).left_out for run in runs):
         notes.append(
             "Prompts that a reward could not score in one of the runs are left out of "
             "the differences alone."
@@ -376,21 +370,13 @@ def _html(comparison: Comparison) -> str:
     scores = sorted(
         key for key in logged if key.startswith("eval/") and key.endswith("_mean")
     )
-    wanted = [
-        "eval/reward_mean",
-        "reward/mean",
-        *(key for key in scores if key != "eval/reward_mean"),
-    ]
-    kl = ["kl/position", "kl/velocity"]
-    wanted += [
-        *kl,
-        *(["kl/weight"] if logged & {*kl} else []),
-        "kl/grad_share",
-        "grad_norm",
-    ]
+    wanted = ["eval/reward_mean", "reward/mean", *scores, "kl/position", "kl/velocity"]
+    if logged & {"kl/position", "kl/velocity"}:
+        wanted.append("kl/weight")
+    wanted += ["kl/grad_share", "grad_norm"]
     columns = comparison.means.get(arms[0].name, {})
     drawn: list[tuple[str, list[Line], dict[str, Any]]] = []
-    for key in wanted:
+    for key in dict.fromkeys(wanted):
         if key not in logged:
             continue
         lines = [arm.line(key, number) for number, arm in enumerate(arms)]
@@ -414,14 +400,11 @@ def _sentences(comparison: Comparison) -> list[str]:
     """The finding about the reward of every arm but the first."""
     found = []
     for difference in comparison.differences:
-        e = difference.effect
-        first = comparison.arms[0].name
-        mean, low, high = (
-            to_error(value, e.stderr, "+") for value in (e.mean, e.low, e.high)
-        )
-        size = f"{mean}, 95 % interval {low} to {high}"
         if difference.column != REWARD:
             continue
+        e = difference.effect
+        first = comparison.arms[0].name
+        size = mean_interval(e.mean, e.stderr, e.low, e.high)
         if e.mean == e.stderr == 0:
             found.append(f"{difference.arm} has the reward of {first} on every prompt.")
         elif difference.verdict == "not told apart":

@@ -34,8 +34,8 @@ from sage_fast.evaluation import (
     direction_label,
     evaluate,
     format_comparison,
+    headline,
     paired_tests,
-    to_error,
 )
 from sage_fast.models import video_files
 from sage_fast.policy.trained import weights_digest
@@ -85,7 +85,7 @@ class Report:
     scales: Mapping[str, Scale] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{format_comparison(self.scores)}\n{headline(self)}"
+        return f"{format_comparison(self.scores)}\n{headline(self.scores)}"
 
 
 @dataclass(kw_only=True)
@@ -139,11 +139,8 @@ class PairedEvaluation:
         # In this order: the trained weights replace the base model's.
         base = self.scores("base")
         trained = self.scores("trained")
-        weights = {
-            name: weight
-            for name, weight in self.config.reward.weights.items()
-            if weight
-        }
+        given = self.config.reward.weights
+        weights = {name: weight for name, weight in given.items() if weight}
         differences = [a - b for b, a in zip(base.reward, trained.reward, strict=True)]
         shown = spread_over_ranks(differences, num_videos)
         return Report(
@@ -152,14 +149,12 @@ class PairedEvaluation:
             trained=trained,
             weights=weights,
             resamples=resamples,
-            settings={
+            settings=self._settings("trained")
+            | {
                 "trained": str(self.trained),
                 "prompts": portable(
                     self.config.evaluation.prompts or self.config.data.prompts
                 ),
-                **{
-                    k: v for k, v in self._settings("trained").items() if k != "prompts"
-                },
             },
             videos={i: self.files[i] for i in shown},
             pictures=self._pictures(shown),
@@ -323,28 +318,6 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def headline(report: Report) -> str:
-    """The finding in a sentence."""
-    test = report.scores[REWARD]
-    verb = "rises" if test.mean > 0 else "falls" if test.mean < 0 else "stays"
-    doubt = ""
-    if test.count < ENOUGH_PROMPTS:
-        doubt = f", of too few prompts to tell (fewer than {ENOUGH_PROMPTS})"
-    elif not test.significant:
-        doubt = ", which a difference of zero would explain too"
-    before, after = (
-        to_error(value, test.stderr) for value in (test.before, test.after)
-    )
-    mean, low, high = (
-        to_error(value, test.stderr, "+") for value in (test.mean, test.low, test.high)
-    )
-    return (
-        f"{REWARD} {verb} from {before} to {after}: {mean}, 95 % interval {low} to "
-        f"{high}{doubt}. The trained model scores higher on {test.wins:.0%} of "
-        f"{test.count} prompts."
-    )
-
-
 def to_html(report: Report) -> str:
     """The page of the report."""
     base = report.base
@@ -359,7 +332,7 @@ def to_html(report: Report) -> str:
     return render(
         "evaluation.html",
         "Evaluation: base and trained",
-        headline=headline(report),
+        headline=headline(report.scores),
         rows=rows,
         notes=_notes(report),
         scales=[
@@ -388,12 +361,12 @@ def to_html(report: Report) -> str:
 
 def _notes(report: Report) -> list[str]:
     terms = " + ".join(f"{weight:g} {name}" for name, weight in report.weights.items())
-    overall = (
-        f" {OVERALL} is the plain sum, whatever was trained on."
-        if OVERALL in report.scores
-        else ""
-    )
-    lower = any(test.lower_is_better for test in report.scores.values())
+    overall = ""
+    if OVERALL in report.scores:
+        overall = f" {OVERALL} is the plain sum, whatever was trained on."
+    lower = ""
+    if any(test.lower_is_better for test in report.scores.values()):
+        lower = ", and lower where there is an arrow down"
     count = len(report.base.prompts)
     noises = report.base.noises
     videos = "one video" if noises == 1 else f"{noises} videos"
@@ -405,9 +378,8 @@ def _notes(report: Report) -> list[str]:
         )
     return [
         f"{count} prompts, {videos} each; both models start from the same noise. "
-        f"{REWARD} = {terms}.{overall} Other "
-        "scores are measured only. Higher is "
-        f"better{', and lower where there is an arrow down' if lower else ''}.",
+        f"{REWARD} = {terms}.{overall} Other scores are measured only. Higher is "
+        f"better{lower}.",
         "± is one standard error. 95 %: paired bootstrap over prompts, "
         f"{report.resamples:,} resamples; {marked}. "
         "Win rate: prompts on which the trained model scores better.",

@@ -138,7 +138,8 @@ def test_a_callback_stops_the_run(tiny_run: MakeRun) -> None:
 
 def ends_after_it_is_saved(config: RunConfig, event: str, error: Exception) -> None:
     at = 2 if event == "on_evaluation" else 1
-    failing, other = Recorder((event, at, error)), Recorder()
+    failing = Recorder((event, at, error))
+    other = Recorder()
     run = Run(config, callbacks=[failing, other])
     if isinstance(error, StopRun):
         result = run.train()

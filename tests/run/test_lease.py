@@ -47,7 +47,8 @@ def test_a_run_that_was_loading_meanwhile_changes_nothing(tiny_run: MakeRun) -> 
     """Both found the directory free; the second starts while the first trains, and
     again after it has ended.
     """
-    first, second = Run(tiny_run()), Run(tiny_run())
+    first = Run(tiny_run())
+    second = Run(tiny_run())
     with first.lease, pytest.raises(RunDirectoryError, match="written by another run"):
         second.train()
     log = Run(tiny_run()).train().output_dir / "metrics.jsonl"

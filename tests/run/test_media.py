@@ -58,7 +58,8 @@ def test_video_decodes_back_in_order_and_colour(tmp_path, height, width, factor)
                 for f in frames
             ]
         )
-    tall, wide = height * factor, width * factor
+    tall = height * factor
+    wide = width * factor
     assert decoded.shape == (6, tall + tall % 2, wide + wide % 2, 3)
     assert np.array_equal(read_video(path).permute(0, 2, 3, 1), decoded)
     expected = video.permute(0, 2, 3, 1).numpy().repeat(factor, 1).repeat(factor, 2)
@@ -132,7 +133,8 @@ def test_a_sheet_has_a_row_of_frames_for_every_video_and_takes_captions_of_any_s
     side = (1660 - 2 * MARGIN - 24) // 8 - 2
     assert sheet.shape[1] == 1660
     first, last = (sheet[:, MARGIN + place * (side + 2) + 5] for place in (0, 7))
-    black, green = ((0, 0, 0), (0, 200, 0))
+    black = (0, 0, 0)
+    green = (0, 200, 0)
     assert (first == black).all(1).sum() == 2 * len(captions) * side, (
         "the first frames are black"
     )

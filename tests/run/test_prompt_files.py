@@ -29,6 +29,11 @@ READ = {
             ("一只猫在雪地里奔跑", 2, None),
         ],
     ),
+    "csv-with-pictures-inside": (
+        "p.csv",
+        f"prompt,pixels\na,{'f' * 200_000}\n",
+        [("a", 0, None)],
+    ),
     "jsonl": (
         "p.jsonl",
         (
@@ -37,27 +42,9 @@ READ = {
         ),
         [("a", 3, 0), ("b\u2028c", 1, None), ("d", 2, None)],
     ),
-    "csv-of-a-data-set": (
-        "p.csv",
-        "prompt,index\na,vid_001\n  ,vid_002\n\u200b,vid_003\nb,7\n",
-        [("a", 0, None), ("b", 1, None)],
-    ),
-    "csv-with-pictures-inside": (
-        "p.csv",
-        f"prompt,pixels\na,{'f' * 200_000}\n",
-        [("a", 0, None)],
-    ),
-    "csv-of-an-old-editor": (
-        "p.csv",
-        "prompt,seed\ra,1\rb,2\r",
-        [("a", 0, 1), ("b", 1, 2)],
-    ),
     "json": (
         "p.json",
-        (
-            '[{"prompt": "a", "index": 3},\n {"prompt": null, "index": "x"}, '
-            '{"prompt": "b", "index": null}, "c"]'
-        ),
+        '[{"prompt": "a", "index": 3},\n {"prompt": null}, {"prompt": "b", "index": null}, "c"]',
         [("a", 3, None), ("b", 1, None), ("c", 2, None)],
     ),
     "json-lines-by-another-name": (
@@ -70,25 +57,10 @@ READ = {
         '\n [\n"a",\n"b"]',
         [("a", 0, None), ("b", 1, None)],
     ),
-    "txt-of-an-old-editor": (
-        "p.txt",
-        "a\rb\r\nc\n\rd",
-        [(text, n, None) for n, text in enumerate("abcd")],
-    ),
-    "txt-with-a-title": (
-        "p.txt",
-        '\n"Prompt"\nprompt\na',
-        [("prompt", 0, None), ("a", 1, None)],
-    ),
-    "txt-with-unseen-marks": (
-        "p.txt",
-        "\u200ba\ufeff cat\n\u200b\u2060 \n\u200d\n👩\u200d🚒\nमैं क्\u200dष",
-        [("a cat", 0, None), ("👩\u200d🚒", 1, None), ("मैं क्\u200dष", 2, None)],
-    ),
     "txt": (
         "p.txt",
-        '\ufeffa "quoted", thing\r\n\r\n  猫 \n',
-        [('a "quoted", thing', 0, None), ("猫", 1, None)],
+        '\ufeffa "quoted", thing\r\n\r\n  猫 \n\rd',
+        [('a "quoted", thing', 0, None), ("猫", 1, None), ("d", 2, None)],
     ),
 }
 
@@ -166,11 +138,9 @@ def test_a_file_of_which_one_thing_has_changed_is_read_again(
     """An editor may leave the date, as one that writes twice in a tick does, and `mv`
     may leave date and size.
     """
-    prompts, picture, others = (
-        tmp_path / "p.txt",
-        tmp_path / "a.png",
-        tmp_path / "others",
-    )
+    prompts = tmp_path / "p.txt"
+    picture = tmp_path / "a.png"
+    others = tmp_path / "others"
     for file in (prompts, picture):
         file.write_text("a fox")
         os.utime(file, ns=(1, 1))
@@ -188,105 +158,48 @@ def test_a_file_of_which_one_thing_has_changed_is_read_again(
     assert changed == "file" or prompts_digest(asked, []) != before
 
 
-MISTAKES = {
-    "no-picture": (
+MISTAKES = [
+    (
         "p.csv",
         "prompt,image\na,b.png\n",
-        r"p\.csv:2: there is no picture 'b\.png' in .*rename the column",
+        r":2: there is no picture 'b\.png' in .*rename",
     ),
-    "picture-in-the-cell": (
-        "p.jsonl",
-        f'{{"prompt": "a", "image": "{"QUJD" * 999}"}}',
-        r"p\.jsonl:1: there is no picture 'QUJD.*rename the column",
-    ),
-    "no-prompt-column": (
+    (
         "p.csv",
         "text,id\na,1\n",
-        r"p\.csv:1: .*'prompt', found 'text', 'id'; data.prompt_key names",
+        r":1: .*'prompt', found 'text', 'id'; .*prompt_key names",
     ),
-    "two-prompt-columns": (
+    ("p.csv", "prompt,prompt\na,b\n", r":1: expected one column"),
+    ("p.csv", "prompt;seed\na;1\n", r":1: .*separated by commas"),
+    ("p.csv", "prompt,index\n,0\n  ,1\n", r": holds no prompts"),
+    ("p.csv", "prompt\n", r": holds no prompts"),
+    ("p.csv", "prompt,index\na,5\nb,5\n", r":3: index 5 is taken by .*p\.csv:2;"),
+    (
         "p.csv",
-        "prompt,prompt\na,b\n",
-        r"p\.csv:1: .*rename all but one",
+        "prompt,index\na,vid_1\n",
+        r":2: index .* not 'vid_1'; .*rename the column",
     ),
-    "other-separator": (
-        "p.csv",
-        "prompt;seed\na;1\n",
-        r"p\.csv:1: .*separated by commas",
-    ),
-    "array-in-an-object": (
-        "p.json",
-        '{"prompts": ["a"]}',
-        r"p\.json:1: .*if 'prompts' holds .* save that array alone",
-    ),
-    "no-text-in-any-cell": (
-        "p.csv",
-        "prompt,index\n,0\n  ,1\n",
-        r"p\.csv: holds no prompts",
-    ),
-    "half-a-character": (
-        "p.jsonl",
-        '"a"\n"\\ud83d"',
-        r"p\.jsonl:2: .*half a character",
-    ),
-    "duplicate-in-an-array": (
-        "p.json",
-        '[{"prompt": "a", "index": 1}, {"prompt": "b", "index": 1}]',
-        r"p\.json:entry 2: index 1 is taken by line entry 1",
-    ),
-    "object-of-a-whole-file": (
-        "p.json",
-        '{\n"prompts": ["a"]}',
-        r"p\.json:1: not valid JSON.*write one array, or",
-    ),
-    "array-cut-off": ("p.json", '["a",\n"b"', r"p\.json:1: not valid JSON .*line 2"),
-    "array-in-an-array": (
-        "p.json",
-        '["a", ["b"]]',
-        r"p\.json:entry 2: expected an object",
-    ),
-    "duplicate-index": (
-        "p.csv",
-        "prompt,index\na,5\nb,5\n",
-        r"p\.csv:3: index 5 is taken by line 2",
-    ),
-    "seed-too-large": ("p.csv", f"prompt,seed\na,{2**63}\n", r"p\.csv:2: seed"),
-    "unquoted-comma": (
-        "p.csv",
-        "prompt,seed\na cat, running, fast\n",
-        r"p\.csv:2: 3 cells.*double quotes",
-    ),
-    "stray-quote": ("p.csv", 'prompt\nok\n"a"b\n', r"p\.csv:3: not valid CSV"),
-    "row-after-a-long-cell": (
-        "p.csv",
-        'prompt,seed\n"a\nb",0\nc,z\n',
-        r"p\.csv:4: seed",
-    ),
-    "header-only": ("p.csv", "prompt\n", r"p\.csv: holds no prompts"),
-    "bad-json": ("p.jsonl", '"a"\n{"prompt": }\n', r"p\.jsonl:2: not valid JSON"),
-    "json-too-deep": ("p.jsonl", "[" * 200_000 + "\n", r"p\.jsonl:1: nested too deep"),
-    "json-without-prompt": (
+    ("p.csv", f"prompt,seed\na,{2**63}\n", r":2: seed must be a whole number"),
+    ("p.csv", "prompt,seed\na cat, running, fast\n", r":2: more cells.*double quotes"),
+    ("p.csv", 'prompt\nok\n"a"b\n', r":3: not valid CSV"),
+    ("p.csv", 'prompt,seed\n"a\nb",0\nc,z\n', r":4: seed"),
+    ("p.json", '{\n"prompts": ["a"]}', r":1: not valid JSON.*write one array, or"),
+    ("p.json", '["a",\n"b"', r":1: not valid JSON .*line 2"),
+    ("p.json", '["a", ["b"]]', r":entry 2: expected an object"),
+    ("p.jsonl", '"a"\n{"prompt": }\n', r":2: not valid JSON"),
+    ("p.jsonl", "[" * 200_000 + "\n", r":1: nested too deep"),
+    (
         "p.jsonl",
         '{"text": "a"}\n',
-        r"p\.jsonl:1: .*'prompt'; found 'text'; data.prompt_key names",
+        r":1: .*'prompt'; found 'text'; data.prompt_key names",
     ),
-    "json-prompt-not-text": (
-        "p.jsonl",
-        '{"prompt": 3}\n',
-        r"p\.jsonl:1: 'prompt' must be a string, not 3",
-    ),
-    "not-utf8": ("p.txt", b"ok\ncaf\xe9\n", r"p\.txt:2: not UTF-8 \(byte 0xe9\)"),
-    "unknown-extension": (
-        "p.tsv",
-        "prompt\na\n",
-        r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'",
-    ),
-}
+    ("p.jsonl", '{"prompt": 3}\n', r":1: 'prompt' must be a string, not 3"),
+    ("p.txt", b"ok\ncaf\xe9\n", r":2: not UTF-8 \(byte 0xe9\)"),
+    ("p.tsv", "prompt\na\n", r"ends in \.csv, \.json, \.jsonl, \.txt, not in '\.tsv'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"), MISTAKES.values(), ids=MISTAKES.keys()
-)
+@pytest.mark.parametrize(("name", "content", "message"), MISTAKES)
 def test_mistakes_are_named_with_file_and_line(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -295,58 +208,15 @@ def test_mistakes_are_named_with_file_and_line(tmp_path, name, content, message)
     assert str(caught.value).startswith(str(path))
 
 
-SAID = {
-    "empty": (
-        "p.csv",
-        "prompt,x\na,1\n,2\n ,3\n",
-        r"2 empty prompts were skipped, the first at .*p\.csv:3\.",
-    ),
-    "marks": (
-        "p.txt",
-        "a\nb\ufeffc",
-        r"marks of no width were removed from 1 prompts, the first at .*p\.txt:2\.",
-    ),
-    "title": (
-        "p.txt",
-        "prompt\na",
-        r"the first line, 'prompt', is taken for the title of a column and is not a prompt",
-    ),
-    "index": (
-        "p.csv",
-        "prompt,index\na,0\nb,x\n",
-        r"'index' is left alone .* 1 of its values .* such as 'x' at .*:3\.",
-    ),
-    "doubles": (
-        "p.json",
-        '["a", "b", "a", "a"]',
-        r"2 of 4 prompts repeat an earlier one",
-    ),
-}
-
-
-@pytest.mark.parametrize(("name", "content", "message"), SAID.values(), ids=SAID.keys())
-def test_what_is_not_taken_as_it_stands_is_said_once(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    name: str,
-    content: str,
-    message: str,
+def test_empty_prompts_are_counted_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    assert read_prompts(tmp_path / name) == read_prompts(tmp_path / name)
+    (tmp_path / "p.csv").write_text("prompt,x\na,1\n,2\n ,3\n")
+    assert read_prompts(tmp_path / "p.csv") == read_prompts(tmp_path / "p.csv")
     (record,) = caplog.records
-    assert re.search(message, record.getMessage())
-
-
-def test_a_list_is_cleaned_as_a_file_is(caplog: pytest.LogCaptureFixture) -> None:
-    assert [p.text for p in read_prompts(["\ufeffa cat", "a dog ", "a cat"])] == [
-        "a cat",
-        "a dog",
-        "a cat",
-    ]
-    assert "marks of no width were removed from 1 prompts" in caplog.text
-    with pytest.raises(ValueError, match="empty"):
-        read_prompts(["\u200b"])
+    assert re.search(
+        r"2 empty prompts were skipped, the first at .*p\.csv:3\.", record.getMessage()
+    )
 
 
 def test_a_list_has_rows_as_a_file_has(
@@ -354,7 +224,7 @@ def test_a_list_has_rows_as_a_file_has(
 ) -> None:
     (tmp_path / "fox.png").touch()
     monkeypatch.chdir(tmp_path)
-    rows = [{"prompt": "a fox", "image": "fox.png", "seed": 7}, "a cat"]
+    rows = [{"prompt": "a fox", "image": "fox.png", "seed": 7}, " a cat "]
     first, second = read_prompts(rows)
     assert first == Prompt(
         text="a fox", index=0, seed=7, image=str(tmp_path / "fox.png")
@@ -363,6 +233,7 @@ def test_a_list_has_rows_as_a_file_has(
     for row, message in (
         ({"prompt": "a", "image": "b.png"}, "prompt 0: there is no picture"),
         ({"text": "a"}, "a row"),
+        (" ", "a prompt is empty"),
         (
             {"prompt": "a", "imgae": "fox.png"},
             "a prompt has imgae; a row of a list has prompt, seed and image",

@@ -507,7 +507,8 @@ def test_a_return_to_an_earlier_update_renames_what_came_later_and_deletes_nothi
     pin(1_000_000)
     abandon_after(run, 1_000_000)
     assert read_best(run.checkpoints) == (1_000_000, 0.5)
-    after, made_again = contents(tmp_path), 0
+    after = contents(tmp_path)
+    made_again = 0
     assert {re.sub("abandoned-(2-)?", "", name) for name in after} == before.keys()
     for name, content in after.items():
         later = re.search("1000001(?!-mine)|result|before_after", name) is not None
@@ -646,7 +647,8 @@ def test_a_branch_that_is_killed_before_its_checkpoint_begins_there_again(
 def test_every_change_of_a_branch_is_on_record_once(
     tiny_run: MakeRun, finished_run: Path
 ) -> None:
-    words, key = ("--training.num_updates=3", QUIET), "optimizer.learning_rate"
+    words = ("--training.num_updates=3", QUIET)
+    key = "optimizer.learning_rate"
     given = f"--resume={finished_run / 'checkpoints/update-000001'}"
     branch = Run(
         tiny_run(*words, given, f"--{key}=5e-4", "--evaluation.every=0"),

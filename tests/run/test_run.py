@@ -242,7 +242,8 @@ def test_who_asks_to_stop_does_not_wait_for_an_evaluation_and_loses_none(
     ]
     Run(with_output(tiny_run(*options), tmp_path / "whole")).train()
     # Update 2 is evaluated, and the best until update 4, which is the last, has been.
-    checkpoints, scores = tmp_path / "whole/checkpoints", numbers(tmp_path / "whole")
+    checkpoints = tmp_path / "whole/checkpoints"
+    scores = numbers(tmp_path / "whole")
     assert [p.name for p in list_checkpoints(checkpoints)] == [
         "update-000002",
         "update-000004",

@@ -32,7 +32,6 @@ from sage_fast.run.run_status import (
     RunProgress,
     Status,
     command_for,
-    describe_worse,
     format_seconds,
     look_at_run,
     patience,
@@ -82,29 +81,17 @@ def test_five_runs_are_told_apart(
         lines = capsys.readouterr().out.splitlines()
         assert main(["status", str(runs / "goes"), str(runs / "done"), "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
-    assert [line.split()[1] for line in lines[1:6]] == [
-        "finished",
-        "failed",
-        "running",
-        "killed",
-        "hangs",
-    ]
-    goes = lines[3].split()
-    assert goes[0] == str(runs / "goes") and goes[2:7] == [
-        "4/60",
-        "rollout",
-        "1/4",
-        "0.41",
-        "+0.05",
-    ]
+    states = [line.split()[1] for line in lines[1:6]]
+    assert states == ["finished", "failed", "running", "killed", "hangs"]
+    going = lines[3].removeprefix(str(runs / "goes")).split()
+    assert " ".join(going[:6]) == "running 4/60 rollout 1/4 0.41 +0.05"
     notes = "\n".join(lines[6:])
     assert f"{runs / 'fails'}: The reward failed." in notes and "See above" not in notes
     assert f"train {runs / 'gone'} --resume auto" in notes
     assert f"{runs / 'hangs'}: no progress, but alive: process {os.getpid()}" in notes
     assert [run["condition"] for run in found] == ["running", "finished"]
-    assert found[0]["status"]["update"] == 4 and found[0]["holder"].startswith(
-        f"process {os.getpid()} on"
-    )
+    assert found[0]["status"]["update"] == 4
+    assert found[0]["holder"].startswith(f"process {os.getpid()} on")
 
 
 def test_a_state_that_was_seen_is_told_once(
@@ -127,18 +114,13 @@ def test_a_state_that_was_seen_is_told_once(
     "text",
     [
         "[" * 100_000,
-        '"a text"',
         "3",
-        '{"state": "running", "num_updates": "many"}',
         '{"state": "asleep", "num_updates": 3}',
-        (
-            '{"state": "running", "num_updates": 3, "seconds_left": {"a": 1}, '
-            '"reward": []}'
-        ),
+        '{"state": "running", "num_updates": 3, "reward": []}',
         '{"state": "running"}',
         "\0" * 1000,
     ],
-    ids=["deep", "text", "number", "many", "asleep", "types", "short", "nul"],
+    ids=["deep", "number", "asleep", "types", "short", "nul"],
 )
 def test_one_strange_status_does_not_hide_the_others(
     text: str,
@@ -149,13 +131,8 @@ def test_one_strange_status_does_not_hide_the_others(
     (runs / "goes" / "status.json").write_text(text)
     main(["status", str(runs)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines[1:6]] == [
-        "finished",
-        "failed",
-        "unknown",
-        "killed",
-        "killed",
-    ]
+    states = [line.split()[1] for line in lines[1:6]]
+    assert states == ["finished", "failed", "unknown", "killed", "killed"]
     assert f"{runs / 'goes' / 'status.json'} cannot be used" in caplog.text
 
 
@@ -177,7 +154,8 @@ def test_commands_can_be_pasted_anywhere(
     """From another folder, with a relative path, with code of others, and with a space
     in the path.
     """
-    started, elsewhere = tmp_path / "where it began", tmp_path / "elsewhere"
+    started = tmp_path / "where it began"
+    elsewhere = tmp_path / "elsewhere"
     started.mkdir()
     elsewhere.mkdir()
     own = "def dark(videos, prompts):\n    return -videos.double().mean((1, 2, 3, 4))\n"
@@ -455,57 +433,29 @@ def test_a_narrow_terminal_shows_the_reward_and_the_gain(
 # a model that got worse
 
 
-def test_a_run_that_got_worse_says_since_when_and_which_checkpoint_is_the_best(
+def test_a_run_that_got_worse_says_so_until_an_evaluation_takes_it_back(
     runs: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Below 3 standard errors, at the last evaluation; a later one that is better takes
-    it back.
-    """
-    error = 0.1
-    gains = {0: 0.0, 10: 0.4, 20: -0.31, 30: -0.29, 40: -0.31, 50: -0.5}
-    worse = describe_worse({update: (gain, error) for update, gain in gains.items()})
-    assert (
-        worse is not None
-        and "since update 40: paired gain -0.5 at update 50 (-5.0 standard errors)"
-        in worse
-    )
-    assert worse.endswith("the best checkpoint is update-000010, +0.4")
-    assert describe_worse({0: (0.0, 0.0), 10: (-0.3, error)}) is None
-    alike = describe_worse({0: (0.0, 0.0), 10: (-0.1, 0.0)})
-    assert (
-        alike is not None
-        and "every prompt alike" in alike
-        and alike.endswith("the best is update 0")
-    )
-
-    progress = RunProgress(
-        runs / "done",
-        replace(GOING, state="finished", gain=None),
-        step=1,
-        evaluation_every=10,
-    )
+    done = runs / "done"
+    status = replace(GOING, state="finished", gain=None)
+    progress = RunProgress(done, status, step=1, evaluation_every=10)
     progress.begin(10)
-    progress.learn(
-        {"update": 0, "eval/paired_gain": 0.0, "eval/paired_gain_stderr": 0.0}
-    )
     row = {
         "update": 20,
         "eval/reward_mean": 0.1,
         "eval/paired_gain": -0.31,
-        "eval/paired_gain_stderr": error,
+        "eval/paired_gain_stderr": 0.1,
     }
     progress.finished(row)
     progress.end("finished")
-    assert "The model is worse than at update 0 since update 20" in caplog.text
-    write_run_page(runs / "done")
-    assert "The model is worse than at update 0 since update 20" in (
-        runs / "done/index.html"
-    ).read_text("utf-8")
-    assert main(["status", str(runs / "done")]) == 1
+    said = "The model is worse than at update 0 since update 20"
+    assert said in caplog.text
+    write_run_page(done)
+    assert said in (done / "index.html").read_text("utf-8")
+    assert main(["status", str(done)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "finished, worse" in lines[1] and lines[2].startswith(
-        f"{runs / 'done'}: worse than at update 0 since"
-    )
+    assert "finished, worse" in lines[1]
+    assert lines[2].startswith(f"{done}: worse than at update 0 since")
     progress.finished(row | {"update": 30, "eval/paired_gain": -0.2})
     assert progress.status.worse is None
 

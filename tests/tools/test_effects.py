@@ -75,7 +75,8 @@ def test_an_effect_of_zero_is_found_in_one_study_of_twenty(
     """Six seeds and 60 prompts, 1,500 studies. Where neither factor varies the estimate
     is careful.
     """
-    generator, found = torch.Generator().manual_seed(0), 0
+    generator = torch.Generator().manual_seed(0)
+    found = 0
     for _ in range(1500):
         rows = torch.randn(6, 60, generator=generator, dtype=torch.float64)
         rows += of_seeds * torch.randn(6, 1, generator=generator, dtype=torch.float64)

@@ -24,6 +24,7 @@ from sage_fast.evaluation import (
     REWARD,
     Evaluation,
     format_comparison,
+    headline,
     paired_test,
     paired_tests,
 )
@@ -38,7 +39,6 @@ from sage_fast.tools.api import evaluate, generate
 from sage_fast.tools.paired import (
     PairedEvaluation,
     Report,
-    headline,
     spread_over_ranks,
     to_html,
     to_json,
@@ -57,7 +57,8 @@ def scores(seed: int, shift: float, count: int = 40) -> Evaluation:
     own = 0.3 * torch.randn(
         count, 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
-    vq, clip = common + own[:, 0] + shift, 25 + own[:, 1] - own[:, 1].mean()
+    vq = common + own[:, 0] + shift
+    clip = 25 + own[:, 1] - own[:, 1].mean()
     prompts = [f"prompt <{i}> & more" for i in range(count)]
     return Evaluation(
         prompts=prompts,
@@ -148,7 +149,8 @@ def test_videos_shown_reach_from_the_largest_gain_to_the_largest_loss() -> None:
 
 @pytest.fixture
 def report() -> Report:
-    base, trained = scores(1, 0.0), scores(2, 0.5)
+    base = scores(1, 0.0)
+    trained = scores(2, 0.5)
     return Report(
         scores=paired_tests(base, trained, weights={"VQ": 2.0}),
         base=base,
@@ -171,7 +173,7 @@ def test_the_page_needs_nothing_but_its_videos_and_has_every_prompt(
         "base/1.mp4",
         "trained/1.mp4",
     ]
-    assert headline(report) in page.text and page.text.count("prompt <") >= 40
+    assert headline(report.scores) in page.text and page.text.count("prompt <") >= 40
 
 
 @pytest.mark.parametrize("lower", [False, True], ids=["higher", "lower"])
@@ -200,7 +202,8 @@ def test_a_score_that_falls_is_a_gain_where_lower_is_better(
 @pytest.mark.parametrize(("count", "enough"), [(9, False), (10, True)])
 def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -> None:
     """Prompts that all improve leave out zero in every resample."""
-    base, trained = scores(1, 0.0, count), scores(1, 1.0, count)
+    base = scores(1, 0.0, count)
+    trained = scores(1, 1.0, count)
     few = replace(
         report,
         scores=paired_tests(base, trained),
@@ -210,7 +213,7 @@ def test_few_prompts_set_nothing_off(report: Report, count: int, enough: bool) -
     )
     assert few.scores[REWARD].low > 0
     assert ('<td class="gain"' in to_html(few)) is enough
-    assert ("too few prompts to tell" in headline(few)) is not enough
+    assert ("too few prompts to tell" in headline(few.scores)) is not enough
 
 
 def test_the_numbers_are_complete_and_on_the_scales_of_the_paper(
@@ -391,10 +394,8 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
 def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, adapter = (
-        tmp_path / "scores",
-        finished_run / "checkpoints/update-000002/lora",
-    )
+    output = tmp_path / "scores"
+    adapter = finished_run / "checkpoints/update-000002/lora"
     (tmp_path / "brightness_of_report.py").write_text(
         "class Brightness:\n"
         "    def __init__(self, fps, device):\n"

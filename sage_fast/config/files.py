@@ -293,7 +293,7 @@ def _yaml() -> YAML:
     yaml.Representer = _Representer
     yaml.default_flow_style = False  # type: ignore[assignment]
     yaml.allow_unicode = False
-    yaml.sort_base_mapping_type_on_output = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml
 
 

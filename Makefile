@@ -86,7 +86,7 @@ $(LOWEST)/.ready: setup.py constraints.txt
 	@echo "Setting up $(LOWEST) with the lowest releases"
 	@rm -rf $(LOWEST)
 	@$(PYTHON) -m venv $(LOWEST)
-	@sed -nE "s/^ *[\"']([A-Za-z0-9_-]+)>=([0-9.]+).*/\1==\2/p" setup.py | grep -Ev "^(torch|triton)=" >$(LOWEST)/lowest.txt
+	@sed -nE "s/^ *[\"']([A-Za-z0-9._-]+)>=([0-9.]+).*/\1==\2/p" setup.py | grep -Ev "^(torch|triton)=" >$(LOWEST)/lowest.txt
 	@grep "^torch=" constraints.txt >>$(LOWEST)/lowest.txt
 	@$(LOWEST)/bin/python -m pip install -qq --disable-pip-version-check -c $(LOWEST)/lowest.txt -e ".[dev]"
 	@touch $@

@@ -50,7 +50,8 @@ INSTALL_REQUIRES = [
     # Types and ranges of the configuration, and the docstring below each field for
     # --keys.
     "pydantic>=2.10,<3",
-    "PyYAML>=6.0",
+    # YAML 1.2: yes, on and 1:30 are words, and 1e-5 is a number.
+    "ruamel.yaml>=0.19.1",
     "numpy>=1.26",
     # Student's t of `compare` and `evaluate`.
     "scipy>=1.11.1",
@@ -101,6 +102,7 @@ EXTRAS_REQUIRE = {
         "onnxruntime>=1.20",
         "ruff>=0.12",
         "mypy>=1.16",
+        "PyYAML>=6.0",
         "types-PyYAML",
         "types-tqdm",
     ],

@@ -46,7 +46,6 @@ import benchmarks  # first, because it decides where kernels run
 from benchmarks import harness, results
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record, Result
-from sage_fast.commands.common import RenamedOption
 from sage_fast.models.attention.attention import BACKENDS
 from sage_kernels.registry import OPS
 
@@ -385,9 +384,6 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
         "--output_file",
         type=Path,
         help="JSON; default benchmarks/results/<device>/<date>-<commit>...",
-    )
-    parser.add_argument(
-        "--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS
     )
     words = "of the kernels, this op only; may be repeated"
     parser.add_argument(

@@ -27,7 +27,7 @@ from experiments.document import IMAGES, PUBLISHED_RESULTS, fill_tables, render
 from experiments.drawings import draw_experiment
 from experiments.findings import Findings, read_findings, write_findings
 from experiments.runner import Study
-from sage_fast.commands.common import RenamedOption, add_output_argument, split_words
+from sage_fast.commands.common import add_output_argument, join_values, split_words
 from sage_fast.config.errors import ConfigError, SageError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.run.plots import figure_file
@@ -80,9 +80,6 @@ def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
     )
     add_output_argument(parser, Path("runs/reproduction"))
     parser.add_argument(
-        "--output", action=RenamedOption, const="--output_dir", help=argparse.SUPPRESS
-    )
-    parser.add_argument(
         "--processes",
         type=int,
         default=2,
@@ -99,7 +96,8 @@ def parse(words: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         metavar="DOCS",
         help="also put the results into the page and figures of DOCS",
     )
-    options, rest = parser.parse_known_args(words)
+    given = sys.argv[1:] if words is None else words
+    options, rest = parser.parse_known_args(join_values(given))
     options.config, overrides = split_words([*options.config, *rest])
     return options, overrides
 

@@ -75,7 +75,7 @@ def test_every_folder_of_the_kernels_is_packaged():
 def ranges() -> dict[str, SpecifierSet]:
     """The releases of every package that setup.py admits."""
     found = re.findall(
-        r"""^ *["']([\w-]+)(?:\[\w+\])?([<>=!][^;"']*)""",
+        r"""^ *["']([\w.-]+)(?:\[\w+\])?([<>=!][^;"']*)""",
         (ROOT / "setup.py").read_text("utf-8"),
         re.M,
     )
@@ -86,7 +86,7 @@ def test_the_ranges_admit_what_the_tests_run_with_and_nothing_that_is_known_not_
     admitted = ranges()
     pinned = dict(
         re.findall(
-            r"^([\w-]+)==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M
+            r"^([\w.-]+)==(.+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.M
         )
     )
     named = pinned.keys() & admitted.keys()

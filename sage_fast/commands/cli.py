@@ -30,7 +30,7 @@ from sage_fast.commands import (
     status,
     train,
 )
-from sage_fast.commands.common import RenamedOption, split_words
+from sage_fast.commands.common import join_values, split_words
 from sage_fast.config.errors import (
     ConfigError,
     RewardError,
@@ -61,11 +61,6 @@ fills the memory.
 """
 
 WITHOUT_KEYS = ("status", "compare", "configs")
-
-KEY = re.compile(r"--(\w+\.[^=]+|seed|resume|config|output[-_]dir)")
-"""A key of the configuration whose value is the next word; no option of a command has a
-dot in it.
-"""
 
 COMPLETION = """
 
@@ -148,12 +143,6 @@ def add_commands(parsers: "argparse._SubParsersAction[Any]") -> None:
         usage = f"sage-fast {name} {getattr(module, 'USAGE', USAGE)}"
         parser = parsers.add_parser(name, usage=usage, description=summary, epilog=more)
         module.add_arguments(parser)
-        parser.add_argument(
-            "--output",
-            action=RenamedOption,
-            const="--output_dir",
-            help=argparse.SUPPRESS,
-        )
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -169,42 +158,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str
         import argcomplete
 
         argcomplete.autocomplete(parser)
-    options, rest = parser.parse_known_args(
-        [_with("-", word) for word in _joined(words or ["--help"])]
-    )
+    options, rest = parser.parse_known_args(join_values(words or ["--help"]))
     # as they were typed, for the processes that `train --gpus` starts
     options.words = words
-    # argparse takes an override with a space in it, such as --reward.weights={VQ: 1},
-    # for a file.
-    options.config, overrides = split_words(
-        [_with("_", word) for word in (*options.config, *rest)]
-    )
+    options.config, overrides = split_words([*options.config, *rest])
     return options, overrides
-
-
-def _joined(words: Sequence[str]) -> list[str]:
-    """The words with `--key VALUE` as one, because argparse would take such a value for
-    a file.
-    """
-    joined: list[str] = []
-    for word in words:
-        if joined and KEY.fullmatch(joined[-1]) and not word.startswith("--"):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
-
-
-def _with(mark: str, word: str) -> str:
-    """An option without a section, with its words joined by one mark."""
-    name, equals, value = word.partition("=")
-    if (
-        not name.startswith("--")
-        or "." in name
-        or not name[2:].replace("-", "").replace("_", "").isalnum()
-    ):
-        return word
-    return "--" + re.sub("[-_]", mark, name[2:]) + equals + value
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,41 +5,69 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from sage_fast.config.errors import ConfigError
 
 if TYPE_CHECKING:
     from sage_fast.config.schema import RunConfig
 
-DASHES = "-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
+KEY = re.compile(r"--(\w+\.[^=]+|seed|resume|config|output[-_]dir)")
+"""A key of the configuration whose value is the next word; no option of a command has a
+dot in it.
+"""
 
-BARE_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*\+?=.*", re.DOTALL)
-"""An override as Hydra writes it, such as rollout.eta=0.3."""
+BARE_OVERRIDE = re.compile(
+    "[-\N{HYPHEN}\N{NON-BREAKING HYPHEN}\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}]*"
+    r"([A-Za-z_][\w.]*\+?=.*)",
+    re.DOTALL,
+)
+"""An override as Hydra writes it, such as rollout.eta=0.3, or behind the dash that word
+processors make of two hyphens.
+"""
+
+
+def join_values(words: Sequence[str]) -> list[str]:
+    """The words for argparse, which would take the VALUE of `--key VALUE` for a file:
+    `--key=VALUE`. Options without a dot have hyphens, as they are declared.
+    """
+    joined: list[str] = []
+    for word in words:
+        if joined and KEY.fullmatch(joined[-1]) and not word.startswith("--"):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(_spelled(word, "_", "-"))
+    return joined
+
+
+def _spelled(word: str, old: str, new: str) -> str:
+    """A word whose name before the `=`, if it is an option without a section, has other
+    marks between its words.
+    """
+    name = re.match(r"--[\w-]+(?=$|=)", word)
+    if name is None:
+        return word
+    return "--" + name[0][2:].replace(old, new) + word[name.end() :]
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Configuration files and `--key=value` overrides among the words that argparse
-    left over.
+    left over. `key=value` is an override unless there is such a file.
 
-    The value of `--key value` is not a file, and `key=value` is an override unless
-    there is such a file. Example: `["more.yaml", "--resume", "auto", "seed=1"]` gives
-    `(["more.yaml"], ["--resume", "auto", "--seed=1"])`.
+    Example: `["more.yaml", "--output-dir=a", "seed=1"]` gives `(["more.yaml"],
+    ["--output_dir=a", "--seed=1"])`.
     """
     files: list[str] = []
     overrides: list[str] = []
-    takes_value = False
     for word in words:
         if word.startswith("--"):
-            overrides.append(word)
-            takes_value = "=" not in word
-        elif (
-            not takes_value
-            and BARE_OVERRIDE.fullmatch(word)
-            and not os.path.lexists(word)
-        ):
-            overrides.append(f"--{word}")
+            overrides.append(_spelled(word, "-", "_"))
+        elif os.path.lexists(word):
+            files.append(word)
+        elif bare := BARE_OVERRIDE.fullmatch(word):
+            overrides.append(f"--{bare[1]}")
         else:
-            (overrides if takes_value else files).append(word)
-            takes_value = False
+            files.append(word)
     return files, overrides
 
 
@@ -61,23 +89,12 @@ def load_run_config(
         ConfigError: it cannot run, or a run directory names code that the user has
             neither named nor trusted.
     """
-    from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import check_trust, load_config, named_code
     from sage_fast.config.presets import config_file
     from sage_fast.run.directory import RunDirectory
 
     if not options.config:
         return load_config(None, overrides)
-    for word in options.config:
-        # An override with one hyphen, or with the dash that word processors make of
-        # two.
-        if ("=" in word or word.startswith(tuple(DASHES))) and not os.path.lexists(
-            word
-        ):
-            raise ConfigError(
-                f"There is no file {word!r}. If it sets a key, write two hyphens "
-                f"before it: --{word.lstrip(DASHES)}"
-            )
     first = Path(options.config[0])
     more = options.config[1:]
     if not RunDirectory(first).is_run:
@@ -127,14 +144,6 @@ def add_trust_argument(parser: argparse.ArgumentParser) -> None:
             "directory's configuration names"
         ),
     )
-
-
-class RenamedOption(argparse.Action):
-    """An option's former name: an error that names the present one, which is `const`."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        """Refuse it."""
-        parser.error(f"{self.option_strings[0]} is called {self.const} now")
 
 
 def home_path(word: str) -> Path:

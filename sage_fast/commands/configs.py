@@ -13,6 +13,8 @@ launch/slurm.sbatch.
 import argparse
 from collections.abc import Sequence
 
+from sage_fast.config.errors import ConfigError
+
 USAGE = "[show NAME]"
 
 
@@ -28,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the list or the file."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.config.presets import find_shipped, preset_names, preset_summary
 
     match options.config:

@@ -24,6 +24,7 @@ from sage_fast.commands.common import (
     add_gpus_argument,
     load_run_config,
 )
+from sage_fast.config.errors import ConfigError
 
 USAGE = (
     "[CONFIG [MORE.yaml ...]] [--gpus N] [--deep] [--scores FILE] [--json] "
@@ -54,7 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the checks; 1 when something is missing or has failed."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.diagnosis import can_run, examine, to_text
 
     config = (

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sage_fast.commands.common import add_output_argument, add_trust_argument
+from sage_fast.config.errors import ConfigError
 
 USAGE = "CHECKPOINT_OR_RUN --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -66,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the export."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.tools.exporting import export
 
     if len(options.config) != 1:

@@ -25,6 +25,7 @@ from sage_fast.commands.common import (
     load_run_config,
     prompt_words,
 )
+from sage_fast.config.errors import ConfigError
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -66,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the videos."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.records import Prompt
     from sage_fast.tools.api import generate
 

@@ -20,6 +20,7 @@ from sage_fast.commands.common import (
     add_gpus_argument,
     load_run_config,
 )
+from sage_fast.config.errors import ConfigError
 
 DEVICES = ("h100", "h200", "a100", "b200", "rtx4090", "rtx5090", "l40s", "cpu")
 
@@ -44,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the plan; 1 when the configuration does not fit."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.models.family import describe_model
     from sage_fast.planning.devices import choose_device
     from sage_fast.planning.estimate import find_options, make_plan

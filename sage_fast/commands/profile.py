@@ -19,6 +19,7 @@ from sage_fast.commands.common import (
     add_output_argument,
     load_run_config,
 )
+from sage_fast.config.errors import ConfigError
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -46,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Profile and print the table."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.run import build_trainer
     from sage_fast.tools.profiling import profile_update

@@ -28,6 +28,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sage_fast.config.errors import ConfigError, printable
+
 if TYPE_CHECKING:
     from sage_fast.run.run_status import RunState
 USAGE = "RUN [RUN ...] [--json] [--acknowledge]"
@@ -54,7 +56,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table; 1 where a run needs somebody's attention."""
     from dataclasses import asdict
 
-    from sage_fast.config.errors import printable
     from sage_fast.run.directory import RunDirectory
     from sage_fast.run.run_status import look_at_run
 
@@ -80,7 +81,6 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: a path is neither.
     """
-    from sage_fast.config.errors import ConfigError
     from sage_fast.run.directory import EXPORT_RECORD, RunDirectory
 
     def is_run(path: Path) -> bool:

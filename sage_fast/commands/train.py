@@ -36,6 +36,7 @@ from sage_fast.commands.common import (
     add_cpu_argument,
     load_run_config,
 )
+from sage_fast.config.errors import ConfigError
 from sage_fast.distributed.start import rank, world_size
 
 
@@ -96,7 +97,6 @@ def _start_processes(count: int, words: Sequence[str]) -> NoReturn:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Train; 0 when finished or stopped on request."""
-    from sage_fast.config.errors import ConfigError
     from sage_fast.config.load import describe_keys, dump_config
 
     if options.keys is not None:

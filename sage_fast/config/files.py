@@ -4,6 +4,7 @@ What people write is read so that a mistake is one clear message.
 
 import errno
 import hashlib
+import io
 import json
 import os
 import re
@@ -16,7 +17,15 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    CollectionEndEvent,
+    CollectionStartEvent,
+    ScalarEvent,
+)
+from ruamel.yaml.representer import SafeRepresenter
 
 from sage_fast.config.errors import ConfigError
 
@@ -28,6 +37,9 @@ LEFT_AFTER = 3600.0
 
 MAX_DOCUMENT_BYTES = 2**20
 """Of a YAML or JSON document; the presets take 3 KB."""
+
+MAX_DEPTH = 50
+"""Of a YAML document; the time of the reader grows with its square."""
 
 
 @contextmanager
@@ -264,108 +276,77 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML without tags and aliases. A key given twice, and a word that YAML 1.1 and
-    1.2 read differently, is refused.
-
-    1e-5, a string in YAML 1.1, is the number that it looks like.
-    """
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012
-    _KINDS = (
-        None,
-        *(
-            f"tag:yaml.org,2002:{kind}"
-            for kind in ("null", "bool", "int", "float", "str", "seq", "map")
-        ),
-    )
-    yaml_constructors = {  # noqa: RUF012
-        kind: yaml.SafeLoader.yaml_constructors[kind] for kind in _KINDS
-    }
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            # A few lines of nested aliases stand for gigabytes.
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(
-                problem="aliases are not read; repeat the value", problem_mark=mark
-            )
-        return super().compose_node(parent, index)
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            problem = ""
-            if key.tag != "tag:yaml.org,2002:str":
-                problem = (
-                    f"the key {getattr(key, 'value', '')!r} is not a word; write it "
-                    "in quotes"
-                )
-            elif key.value in lines:
-                problem = (
-                    f"{key.value} is given twice, first in line {lines[key.value]}; "
-                    "keep one"
-                )
-            if problem:
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            lines[key.value] = key.start_mark.line + 1
+class _Representer(SafeRepresenter):
+    def represent_float(self, data: float) -> Any:
+        node = super().represent_float(data)
+        if "." not in node.value:  # without a point YAML 1.1 reads 1e-07 as a word
+            node.value = node.value.replace("e", ".0e")
         return node
 
-    def refuse(self, node: yaml.ScalarNode) -> None:
-        advice = (
-            "write true or false, or a plain number; or quotes around it if it is text"
-        )
-        problem = f"YAML 1.1 and 1.2 read {node.value[:40]} differently; {advice}"
-        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+
+_Representer.add_representer(float, _Representer.represent_float)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes every string that `_Loader` would not read as a string."""
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012
-
-
-for _tag, _pattern in {
-    "tag:yaml.org,2002:null": "~|null|Null|NULL|",
-    "tag:yaml.org,2002:bool": "true|True|TRUE|false|False|FALSE",
-    # Words for a truth, octal, binary, grouped and sexagesimal numbers.
-    "!ambiguous": r"(?i:yes|no|on|off)|[-+]?(0[0-9_]+|0[bo][0-7_]+|[0-9]+_[0-9_.]*|[0-9]+(:[0-5]?[0-9])+(\.[0-9]*)?)",
-    "tag:yaml.org,2002:int": "[-+]?([0-9]+|0x[0-9a-fA-F]+)",
-    "tag:yaml.org,2002:float": r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?|[-+]?\.(?i:inf)|\.(?i:nan)",
-}.items():
-    # The first pattern that fits decides, so the ambiguous ones stand before the
-    # numbers. None: of any first letter.
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(_tag, re.compile(f"({_pattern})$"), None)
-_Loader.add_constructor("!ambiguous", _Loader.refuse)
+def _yaml() -> YAML:
+    """Reader and writer of YAML 1.2 in pure Python: plain values, no code."""
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False  # type: ignore[assignment]
+    yaml.allow_unicode = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    return yaml
 
 
 def read_yaml(text: str, where: str) -> Any:
-    """The value of a YAML document; None where it is empty. Values are plain: nothing
-    in a document is ever run.
+    """The value of a YAML 1.2 document; None where it is empty. Nothing in a document
+    is ever run.
 
     Args:
         text: the document.
         where: start of a message, such as the path.
 
     Raises:
-        ConfigError: the text is not YAML, or holds something that `_Loader` refuses;
-            the message names the line.
+        ConfigError: the text is not YAML, gives a key twice, or has an alias or a
+            number such as 010; the message names the line.
     """
     try:
-        return _Loader(text).get_single_data()
-    except yaml.MarkedYAMLError as error:
+        depth = 0
+        for event in _yaml().parse(text):
+            depth += isinstance(event, CollectionStartEvent)
+            depth -= isinstance(event, CollectionEndEvent)
+            problem = _problem(event, depth)
+            if problem:
+                raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        # By way of JSON, whose keys are words and which has no dates.
+        return json.loads(json.dumps(_yaml().load(text), default=str))
+    except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and "\n" in text else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{where}{line}: not valid YAML ({reason})") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: not valid YAML ({' '.join(str(error).split())})"
-        ) from error
+    except (YAMLError, ValueError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{where}: not valid YAML ({reason})") from error
+
+
+def _problem(event: Any, depth: int) -> str:
+    """What is wrong with a piece of YAML that programs read differently."""
+    if depth > MAX_DEPTH:
+        return f"nested deeper than {MAX_DEPTH}"
+    if isinstance(event, AliasEvent):
+        # A few lines of nested aliases stand for gigabytes.
+        return "aliases are not read; repeat the value"
+    plain = isinstance(event, ScalarEvent) and event.style is None
+    if plain and re.fullmatch("[-+]?0[0-9_]+", event.value):
+        return (
+            f"{event.value[:40]} is an octal number to some programs; write it without "
+            "the 0, or in quotes if it is text"
+        )
+    return ""
 
 
 def dump_yaml(value: Any) -> str:
     """A YAML document that `read_yaml` reads back to an equal value; only ASCII."""
-    return yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    stream = io.StringIO()
+    _yaml().dump(value, stream)
+    return stream.getvalue()

@@ -80,7 +80,7 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, Any]) -> RunConfig
     """
     tree = to_dict(config)
     for key, value in overrides.items():
-        _set(tree, key, value)
+        tree = _overridden(tree, key, value)
     return _checked(_located(tree))
 
 
@@ -125,7 +125,7 @@ def read_tree(
     for file in (*files, *(value for key, value in given if key == "config")):
         tree = _merged(tree, read_config_file(file))
     for key, value in values:
-        _set(tree, key, value)
+        tree = _overridden(tree, key, value)
     return _located(tree)
 
 
@@ -173,84 +173,51 @@ def read_config_file(name: str | Path, above: tuple[Path, ...] = ()) -> Tree:
     )
 
 
-def _split_words(words: Sequence[str]) -> list[tuple[str, Any]]:
-    """(key, text) of the words of a command line: `--key=value` or `--key value`."""
+def _split_words(words: Sequence[str]) -> list[tuple[str, str]]:
+    """(key, text) of words such as `--section.key=value`."""
     pairs = []
-    rest = iter(words)
-    for word in rest:
-        name, separator, value = word.partition("=")
-        if not name.startswith("--"):
+    for word in words:
+        name, separator, text = word.partition("=")
+        key = name.removeprefix("--")
+        if key == name:
             raise ConfigError(
                 f"command line: {word!r} is not an override. Write --section.key=value."
             )
-        if name != "--config":
-            _kind(name[2:])
+        if key != "config":
+            _kind(key)
         if not separator:
-            value = next(rest, "--")
-            if value.startswith("--"):
-                raise ConfigError(
-                    f"command line: {name} has no value. Write {name}=VALUE."
-                )
-        pairs.append((name[2:], value))
+            raise ConfigError(f"command line: {name} has no value. Write {name}=VALUE.")
+        pairs.append((key, text))
     return pairs
 
 
-def _set(tree: Tree, key: str, value: Any) -> None:
-    """Lay an override over a tree, in place."""
+def _overridden(tree: Tree, key: str, value: Any) -> Tree:
+    """A tree with an override laid over it."""
     kind = _kind(key)
-    append = key.endswith("+")
-    # A word is a value of these types as it stands, whatever it looks like; of the
-    # others it is YAML.
-    takes_text = (
-        kind is str
-        or get_origin(kind) is Literal
-        or (isinstance(kind, UnionType) and str in get_args(kind))
-    )
-    if isinstance(value, str) and not takes_text:
-        value = read_yaml(value, f"overrides: {key}")
-    elif isinstance(value, str) and value == "null" and kind is not str:
-        value = None
-    key = key.removesuffix("+")
-    known = (
-        key
-        if key in _fields()
-        else "reward.options"
-        if key.startswith("reward.options.")
-        else "reward.weights"
-    )
-    *sections, name = known.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    if append:
-        value = [
-            *_grown(tree.get(name), known, list),
-            *(value if isinstance(value, list) else [value]),
-        ]
-    elif known == "reward.options" != key:
-        # The name of a reward may have dots in it, so the option is what stands after
-        # the last one.
-        reward, _, option = key.removeprefix("reward.options.").rpartition(".")
-        options = _grown(tree.get(name), known, dict)
-        value = {
-            **options,
-            reward: {
-                **_grown(options.get(reward) or {}, f"{known}.{reward}", dict),
-                option: value,
-            },
-        }
-    elif known == "reward.weights" != key:
-        value = {
-            **_grown(tree.get(name), known, dict),
-            key.removeprefix("reward.weights."): value,
-        }
-    elif is_dataclass(kind):
-        _check_keys(
-            {name: value}, "overrides", "".join(f"{section}." for section in sections)
-        )
-        value = _merged(tree.get(name, {}), value, f"{known}.")
-    elif known == "reward.rewards":
-        _leave_behind(tree, value)
-    tree[name] = value
+    if isinstance(value, str) and kind is not str:
+        is_text = isinstance(kind, UnionType) and str in get_args(kind)
+        if value == "null" or not is_text:
+            value = read_yaml(value, f"overrides: {key}")
+    reward = tree.get("reward", {})
+    if key.startswith("reward.options."):
+        # The name of a reward may have dots in it: its option is after the last one.
+        name, _, option = key.removeprefix("reward.options.").rpartition(".")
+        options = _grown(reward.get("options"), "reward.options", dict)
+        own = _grown(options.get(name) or {}, f"reward.options.{name}", dict)
+        value = {**options, name: {**own, option: value}}
+        key = "reward.options"
+    elif key.startswith("reward.weights."):
+        weights = _grown(reward.get("weights"), "reward.weights", dict)
+        value = {**weights, key.removeprefix("reward.weights."): value}
+        key = "reward.weights"
+    elif key.endswith("+"):
+        key = key.removesuffix("+")
+        more = value if isinstance(value, list) else [value]
+        value = [*_grown(by_dotted_key(tree, (key,)).get(key), key, list), *more]
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    _check_keys(value, "overrides")
+    return _merged(tree, value)
 
 
 def _grown(value: Any, key: str, kind: type) -> Any:

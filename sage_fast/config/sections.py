@@ -1,17 +1,20 @@
 """Sections of a configuration, one class each; `schema.RunConfig` holds them all.
 
-Each field has its meaning below it. Ranges are in the types; checks of one section live
-in its `__post_init__`. Metadata of a field says whether it may differ between a
-checkpoint's run and the one that goes on; a section's mark covers every key in it. A
-key without a mark changes what is trained: it may differ only where the user names it
-(`--allow-changes`), and the change goes on record.
+Each field has its meaning below it. Ranges are in the types, and hold for what
+`load_config` reads; checks of one section live in its `__post_init__`. Metadata of a
+field says whether it may differ between a checkpoint's run and the one that goes on; a
+section's mark covers every key in it. A key without a mark changes what is trained: it
+may differ only where the user names it (`--allow-changes`), and the change goes on
+record.
 """
 
 import hashlib
 import json
 import os
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
 
 from sage_fast.config.errors import ConfigError
 
@@ -81,95 +84,28 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Range of a number, as metadata of its type.
-
-    above: `least` itself is excluded. below: `most` itself is.
-
-    Example: `Annotated[float, Limit(0, 1, above=True)]` is a number in (0, 1].
-    """
-
-    least: float
-    most: float
-    above: bool = False
-    below: bool = False
-
-    def __str__(self) -> str:
-        lower = f"{'more than' if self.above else 'at least'} {self.least:,}"
-        return f"{lower} and {'less than' if self.below else 'at most'} {self.most:,}"
-
-    def holds(self, value: float) -> bool:
-        """True for a number in the range; False for a NaN."""
-        inside = self.least <= value <= self.most
-        return (
-            inside
-            and not (self.above and value == self.least)
-            and not (self.below and value == self.most)
-        )
-
-
-class Section:
-    """Base of the sections: numbers are checked against the ranges in their types when
-    one is made.
-    """
-
-    KEY: ClassVar[str]
-    """Dotted key of the section."""
-
-    def __init_subclass__(cls, key: str) -> None:
-        cls.KEY = key
-
-    def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
-            value = getattr(self, f.name)
-            for limit in _limits(f.type):
-                for number in value if isinstance(value, list | tuple) else [value]:
-                    # null, and words such as auto, have no range.
-                    if isinstance(number, int | float):
-                        require(
-                            limit.holds(number),
-                            f"{self.KEY}.{f.name}",
-                            value,
-                            str(limit),
-                        )
-
-
-def _limits(kind: Any) -> list[Limit]:
-    """Ranges in a type, in those of a union and of a tuple too."""
-    inner = [
-        limit
-        for part in get_args(kind)
-        if not isinstance(part, str)
-        for limit in _limits(part)
-    ]
-    return inner + [
-        part for part in getattr(kind, "__metadata__", ()) if isinstance(part, Limit)
-    ]
-
-
 SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
 
 # Upper bounds are far above any use: they keep a typing error such as 1e30 from filling
 # memory deep inside a run.
 MANY = 10**9
-Count = Annotated[int, Limit(1, MANY)]
-Natural = Annotated[int, Limit(0, MANY)]
-Length = Annotated[int, Limit(1, 10_000)]
-Ranks = Annotated[int, Limit(1, 10**6)]
-Pixels = Annotated[int, Limit(1, 16_384)]
-Steps = Annotated[int, Limit(2, 10_000)]
-Seed = Annotated[int, Limit(0, 2**63 - 1)]
-Positive = Annotated[float, Limit(0, MANY, above=True)]
-NotNegative = Annotated[float, Limit(0, MANY)]
-Share = Annotated[float, Limit(0, 1, above=True)]
-Momentum = Annotated[float, Limit(0, 1, below=True)]
-Inside = Annotated[float, Limit(0, 1, above=True, below=True)]
-Seconds = Annotated[float, Limit(0, 30 * 86_400, above=True)]
+Count = Annotated[int, Field(ge=1, le=MANY)]
+Natural = Annotated[int, Field(ge=0, le=MANY)]
+Length = Annotated[int, Field(ge=1, le=10_000)]
+Ranks = Annotated[int, Field(ge=1, le=10**6)]
+Pixels = Annotated[int, Field(ge=1, le=16_384)]
+Steps = Annotated[int, Field(ge=2, le=10_000)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Positive = Annotated[float, Field(gt=0, le=MANY)]
+NotNegative = Annotated[float, Field(ge=0, le=MANY)]
+Share = Annotated[float, Field(gt=0, le=1)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Inside = Annotated[float, Field(gt=0, lt=1)]
+Seconds = Annotated[float, Field(gt=0, le=30 * 86_400)]
 
 
 @dataclass(kw_only=True)
-class ModelConfig(Section, key="model"):
+class ModelConfig:
     """The text-to-video model that is trained."""
 
     family: str = fixed("toy", SHAPES)
@@ -242,7 +178,6 @@ class ModelConfig(Section, key="model"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.adapter is not None:
             self.adapter = os.path.expanduser(self.adapter)
         if self.forward == "stock":
@@ -298,7 +233,7 @@ class ModelConfig(Section, key="model"):
 
 
 @dataclass(kw_only=True)
-class LoraConfig(Section, key="lora"):
+class LoraConfig:
     """Low-rank adapters on the transformer blocks."""
 
     rank: Count = 32
@@ -312,7 +247,6 @@ class LoraConfig(Section, key="lora"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(
             self.target_modules != [],
             "lora.target_modules",
@@ -322,7 +256,7 @@ class LoraConfig(Section, key="lora"):
 
 
 @dataclass(kw_only=True)
-class DataConfig(Section, key="data"):
+class DataConfig:
     """Training prompts."""
 
     prompts: str | list[str | dict[str, str | int]] = field(metadata={FREE: PLACE})
@@ -343,7 +277,7 @@ class DataConfig(Section, key="data"):
 
 
 @dataclass(kw_only=True)
-class VideoConfig(Section, key="video"):
+class VideoConfig:
     """Size of the generated videos, in pixels."""
 
     num_frames: Length = 81
@@ -352,7 +286,7 @@ class VideoConfig(Section, key="video"):
     """Rows."""
     width: Pixels = 624
     """Columns."""
-    fps: Annotated[float, Limit(1 / 600, 1000)] = 24.0
+    fps: Annotated[float, Field(ge=1 / 600, le=1000)] = 24.0
     """Frames per second of the files that are written, and the option `fps` of rewards
     that have one.
     """
@@ -366,7 +300,7 @@ def first_steps(num_steps: int, share: float) -> int:
 
 
 @dataclass(kw_only=True)
-class SDEWindowConfig(Section, key="rollout.sde_window"):
+class SDEWindowConfig:
     """Draw noise, and train, only in some of the rollout steps; the others are ODE
     steps.
     """
@@ -383,7 +317,6 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.size is None:
             for name in ("stride", "within"):
                 value = getattr(self, name)
@@ -400,7 +333,7 @@ class SDEWindowConfig(Section, key="rollout.sde_window"):
 
 
 @dataclass(kw_only=True)
-class RolloutConfig(Section, key="rollout"):
+class RolloutConfig:
     """How the videos of an update are sampled."""
 
     sde_type: SDEType = "sage_grpo"
@@ -418,7 +351,7 @@ class RolloutConfig(Section, key="rollout"):
     """Prompt of the unconditional branch, which guidance leads away from; empty as in
     the reference.
     """
-    num_generations: Annotated[int, Limit(2, 10_000)] = 4
+    num_generations: Steps = 4
     """Group size G: videos per prompt that compete."""
     batch_size: Length = free(4, MACHINE)
     """Videos per rollout on each data-parallel rank; batch_size * ranks must be a
@@ -440,7 +373,6 @@ class RolloutConfig(Section, key="rollout"):
     """Steps that draw noise."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(
             self.batch_size % self.videos_at_once == 0,
             "rollout.micro_batch_size",
@@ -475,14 +407,14 @@ class RolloutConfig(Section, key="rollout"):
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(Section, key="evaluation"):
+class EvaluationConfig:
     """The paired evaluation: the same prompts and the same noise before and after,
     sampled by ODE.
     """
 
     prompts: str | list[str | dict[str, str | int]] | None = free(None, PLACE)
     """Prompts, given like `data.prompts`; null evaluates on the training prompts."""
-    num_prompts: Annotated[int, Limit(2, MANY)] | None = fixed(None, PAIRS)
+    num_prompts: Annotated[int, Field(ge=2, le=MANY)] | None = fixed(None, PAIRS)
     """Use only the first so many prompts."""
     every: Natural = free(20, PACE)
     """Updates between evaluations; 0 turns evaluation off."""
@@ -507,7 +439,6 @@ class EvaluationConfig(Section, key="evaluation"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(
             self.every > 0 or not self.stop_when_worse,
             "evaluation.stop_when_worse",
@@ -533,7 +464,7 @@ def kl_uses(mode: str) -> tuple[bool, bool]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ObjectiveConfig(Section, key="objective"):
+class ObjectiveConfig:
     """Terms of the loss of a trained step. The defaults are those of the SAGE-GRPO
     reference.
     """
@@ -576,7 +507,6 @@ class ObjectiveConfig(Section, key="objective"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.ratio == "ratio_norm" and self.equalizer:
             raise ConfigError(
                 "objective.ratio is 'ratio_norm' with equalizer True; RatioNorm "
@@ -593,7 +523,7 @@ class ObjectiveConfig(Section, key="objective"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLWeightConfig(Section, key="kl_weight"):
+class KLWeightConfig:
     """How the KL weight lambda moves: a linear warm-up, then a controller that keeps
     the KL near a target.
     """
@@ -613,7 +543,6 @@ class KLWeightConfig(Section, key="kl_weight"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         allowed = f"at most kl_weight.maximum = {self.maximum}"
         require(
             self.minimum <= self.maximum, "kl_weight.minimum", self.minimum, allowed
@@ -621,7 +550,7 @@ class KLWeightConfig(Section, key="kl_weight"):
 
 
 @dataclass(kw_only=True)
-class RewardConfig(Section, key="reward"):
+class RewardConfig:
     """The rewards that are maximised."""
 
     rewards: list[str] = field(default_factory=lambda: ["toy"], metadata={FIXED: PAIRS})
@@ -632,7 +561,7 @@ class RewardConfig(Section, key="reward"):
     """Arguments per entry of `rewards`. A reward that has an option `device` is on the
     policy's unless it is given here, such as `cuda:1` next to a policy on cuda:0.
     """
-    weights: dict[str, float] = field(
+    weights: dict[str, Annotated[float, Field(ge=-1e30, le=1e30)]] = field(
         default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
         metadata={FIXED: PAIRS},
     )
@@ -653,7 +582,6 @@ class RewardConfig(Section, key="reward"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         address = self.url is None or self.url.startswith(("http://", "https://"))
         require(
             address,
@@ -690,7 +618,7 @@ class RewardConfig(Section, key="reward"):
 
 
 @dataclass(kw_only=True)
-class AdvantageConfig(Section, key="advantage"):
+class AdvantageConfig:
     """How rewards become advantages."""
 
     normalization: Literal["sum", "per_reward"] = "sum"
@@ -702,12 +630,12 @@ class AdvantageConfig(Section, key="advantage"):
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(Section, key="optimizer"):
+class OptimizerConfig:
     """Optimizer and learning rate."""
 
     name: Literal["muon", "adamw"] = fixed("muon", SHAPES)
     """`muon` (torch.optim.Muon for matrices, AdamW for everything else) or `adamw`."""
-    learning_rate: Annotated[float, Limit(0, 1e30, above=True)] = 1e-5
+    learning_rate: Annotated[float, Field(gt=0, le=1e30)] = 1e-5
     """Learning rate after warm-up."""
     warmup_updates: Natural = 0
     """Updates over which the learning rate rises linearly from 0."""
@@ -722,7 +650,7 @@ class OptimizerConfig(Section, key="optimizer"):
 
 
 @dataclass(kw_only=True)
-class TrainingConfig(Section, key="training"):
+class TrainingConfig:
     """The training loop."""
 
     num_updates: Count = free(200, PACE)
@@ -784,7 +712,6 @@ class TrainingConfig(Section, key="training"):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         require(
             self.num_updates % self.updates_per_rollout == 0,
             "training.num_updates",
@@ -794,7 +721,7 @@ class TrainingConfig(Section, key="training"):
 
 
 @dataclass(kw_only=True)
-class ForwardProcessConfig(Section, key="forward_process"):
+class ForwardProcessConfig:
     """The objective of training.update forward_process; of `objective` it reads kl_mode
     (none, fixed or moving), kl_position_weight and kl_position_fraction.
     """
@@ -833,7 +760,6 @@ class ForwardProcessConfig(Section, key="forward_process"):
     """Clip range of AWM's ratio; null takes the linear term, DiffusionNFT's."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         single = self.clip is None or self.weighting != "branches"
         require(
             single,
@@ -844,7 +770,7 @@ class ForwardProcessConfig(Section, key="forward_process"):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig(Section, key="checkpoint"):
+class CheckpointConfig:
     """Checkpoints to resume from."""
 
     every: Count = 10
@@ -858,7 +784,7 @@ class CheckpointConfig(Section, key="checkpoint"):
 
 
 @dataclass(kw_only=True)
-class LoggingConfig(Section, key="logging"):
+class LoggingConfig:
     """Further places for metrics than metrics.jsonl."""
 
     report_to: list[Literal["tensorboard", "wandb"]] = field(
@@ -871,7 +797,7 @@ class LoggingConfig(Section, key="logging"):
 
 
 @dataclass(kw_only=True)
-class DistributedConfig(Section, key="distributed"):
+class DistributedConfig:
     """How a run is spread over processes, one per GPU, that torchrun or SLURM has
     started.
 

@@ -12,17 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.files import read_yaml
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import by_dotted_key
 
 PRESET = Path(__file__).resolve().parents[2] / "configs/toy_cpu.yaml"
 WHOLE = ("reward.weights", "reward.options")
-RESOLVED = by_dotted_key(yaml.safe_load(dump_config(load_config(PRESET))), WHOLE)
+RESOLVED = by_dotted_key(read_yaml(dump_config(load_config(PRESET)), "preset"), WHOLE)
 KEYS = sorted(RESOLVED)
-SET_BY_PRESET = by_dotted_key(yaml.safe_load(PRESET.read_text("utf-8")), WHOLE)
+SET_BY_PRESET = by_dotted_key(read_yaml(PRESET.read_text("utf-8"), "preset"), WHOLE)
 
 VALUES = (
     "", "~", "null", "true", "False", "yes", "No", "on", "0", "-0", "1", "2", "-1", "010", "08", "1:30", "1_000",
@@ -130,8 +131,8 @@ def comparable(value: Any) -> Any:
 def as_yaml(word: str) -> object:
     """Value of a word as YAML; the word itself where it is none."""
     try:
-        return yaml.safe_load(word)
-    except yaml.YAMLError:
+        return read_yaml(word, "word")
+    except ConfigError:
         return word
 
 
@@ -156,7 +157,7 @@ def test_a_random_case_is_read_or_refused(
         if status == 0:
             accepted += 1
             resolved, in_file = (
-                by_dotted_key(yaml.safe_load(text), WHOLE)
+                by_dotted_key(read_yaml(text, "case"), WHOLE)
                 for text in (printed, content)
             )
             expected = {key: [comparable(value)] for key, value in in_file.items()}

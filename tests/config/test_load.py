@@ -60,7 +60,7 @@ def test_a_file_extends_a_preset_or_a_file_beside_it(tmp_path: Path) -> None:
 
 def test_parts_of_lists_mappings_and_sections_are_set_one_by_one() -> None:
     words = ["--reward.rewards+=clip_score", "--reward.options.clip_score.path=/clip", "--reward.weights.VQ=3",
-             "--reward.options.videoalign.path", "/v", "--rollout={eta: 0.3}",
+             "--reward.options.videoalign.path=/v", "--rollout={eta: 0.3}",
              "--optimizer.betas=[0.8, 0.9]"]  # fmt: skip
     config = load_config("hv15_352x624_lora_1gpu", words)
     assert config.reward.rewards == ["videoalign", "clip_score"]

@@ -55,6 +55,18 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def load(pointers, mask):
+    """What is stored there in float32, 0 where the mask is off."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointers, x, mask):
+    """Store float32 in the type of the pointers."""
+    tl.store(pointers, narrow(x, pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of `count` float32 numbers in an order that depends on nothing but the
     constants.

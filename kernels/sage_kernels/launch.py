@@ -75,10 +75,8 @@ class Kernel:
     @property
     def identity(self) -> tuple[object, ...]:
         """Equal for two records that compile to the same code."""
-        signature, constexprs = (
-            tuple(self.signature.items()),
-            tuple(sorted(self.constexprs.items())),
-        )
+        signature = tuple(self.signature.items())
+        constexprs = tuple(sorted(self.constexprs.items()))
         return (
             self.name,
             signature,
@@ -123,7 +121,8 @@ def recording(capability: tuple[int, int] | None = None) -> Iterator[list[Kernel
     """
     global _record, _capability
     assert _record is None, "a recording is under way already"
-    _record, _capability = [], capability
+    _record = []
+    _capability = capability
     try:
         yield _record
     finally:
@@ -189,7 +188,8 @@ def _kernel_of(
     """The launch as Triton specialises it (`triton.runtime.jit`)."""
     signature: dict[str, str] = {}
     constants = dict(constexprs)
-    aligned, streaming = [], []
+    aligned = []
+    streaming = []
     for name, argument in zip(function.arg_names, arguments, strict=False):
         if argument is None or (isinstance(argument, int) and argument == 1):
             constants[name] = argument

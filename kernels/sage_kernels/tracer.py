@@ -204,7 +204,8 @@ def count_eager(
     forward = count(
         lambda: found.append(run_forward(spec.for_case(case), function, inputs))
     )
-    outputs, leaves = spec.with_gradient(found[0][0]), list(found[0][1].values())
+    outputs = spec.with_gradient(found[0][0])
+    leaves = list(found[0][1].values())
     if not leaves:
         return forward, Traffic()
     cotangents = [torch.empty_like(output) for output in outputs]

@@ -40,7 +40,8 @@ def draw(
 def words_kernel(p_block, p_key, p_out, step, stream, numel, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
-    k0, k1 = tl.load(p_key).to(tl.uint32), tl.load(p_key + 1).to(tl.uint32)
+    k0 = tl.load(p_key).to(tl.uint32)
+    k1 = tl.load(p_key + 1).to(tl.uint32)
     w0, w1, w2, w3 = philox_words(
         tl.load(p_block + o, mask=m, other=0), k0, k1, step, stream
     )
@@ -70,7 +71,8 @@ def test_words_are_those_of_the_reference_bit_for_bit(
 ) -> None:
     block = torch.arange(first, first + 1001)
     out = torch.zeros(1001, 4, dtype=torch.int64, device=device)
-    step, stream = int(STEPS[row]), 1
+    step = int(STEPS[row])
+    stream = 1
     words_kernel[(cdiv(1001, 256),)](
         block.to(device), KEYS[row].to(device), out, step, stream, 1001, BLOCK=256
     )

@@ -55,7 +55,8 @@ def qk_norm_across_heads_backward(
     dtype = compute_dtype(q.dtype)
 
     def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        grad, wide = grad.to(dtype), x.to(dtype)
+        grad = grad.to(dtype)
+        wide = x.to(dtype)
         if cos is not None and sin is not None:
             # The transpose of a quarter turn is the turn backwards.
             grad = grad * cos.to(dtype)[:, None] - quarter_turn(
@@ -97,7 +98,8 @@ def qk_norm_across_heads_eager(
         if cos is None or sin is None:
             return normed
         even, odd = normed.unflatten(-1, (-1, 2)).unbind(-1)
-        cosine, sine = cos[None, :, None, 0::2], sin[None, :, None, 1::2]
+        cosine = cos[None, :, None, 0::2]
+        sine = sin[None, :, None, 1::2]
         out = torch.empty_like(normed)
         out[..., 0::2] = even * cosine - odd * sine
         out[..., 1::2] = even * sine + odd * cosine

@@ -11,8 +11,7 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
                rate, unit and share of the ceiling, peak_memory_gb, a note
     telemetry  seconds, state of the GPU before and after
 
-and `calls`, beginning of a run -> its seconds so far, and `ended`, suite -> the run
-that has come to its end.
+and `ended`, suite -> the run that has come to its end.
 
 The file is written before and after every cell, and a later run with the same file goes
 on with what is missing.
@@ -34,7 +33,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -46,14 +45,11 @@ import benchmarks  # first, because it decides where kernels run
 from benchmarks import harness, results
 from benchmarks.harness import Quantiles
 from benchmarks.results import Record, Result
-from sage_fast.commands.common import RenamedOption
 from sage_fast.models.attention.attention import BACKENDS
 from sage_kernels.registry import OPS
 
 BUDGET = 510.0
 """Seconds of a whole run."""
-ARRIVAL = 45.0
-"""Of a lease, before a run begins on it: the machine's start, copying."""
 CELL_SHARE = 1 / 24
 """Of a run's time, for the rounds of one cell beyond the fewest."""
 SETTLED = ("done", "absent")
@@ -302,9 +298,6 @@ class Session:
 
     def save(self) -> None:
         """Write the result so far."""
-        self.result.setdefault("calls", {})[str(self.started)] = (
-            time.monotonic() - self.started
-        )
         if self.path is not None:
             harness.write_result(self.path, self.result)
 
@@ -330,27 +323,24 @@ def timing(
 
 
 def ceiling_cells(session: Session) -> Iterator[Cell]:
-    """Copy bandwidth and the rate of a large product, the denominators of every share;
-    and what 8 bits would give.
+    """Copy bandwidth and the rate of a large product, the denominators of every share.
 
     A kernel can reach at least the rate of one copy: the ceiling is the faster of
     memcpy and a Triton copy.
     """
 
-    def measured(name: str, amount: str) -> Record:
+    def measured(name: str) -> Record:
+        calls, work = harness.CEILINGS[name](session.device, session.smoke)
         rows = []
-        for contender, (call, size) in harness.ceiling_calls(
-            name, session.device, smoke=session.smoke
-        ).items():
+        for contender, call in calls.items():
             seconds = session.time(
                 call, rounds=20, calls=1 if session.smoke else 5, warmup=3
             )
-            rows.append(timing(name, "", contender, seconds, **{amount: size}))
+            rows.append(timing(name, "", contender, seconds, **work))
         return {"rows": rows}
 
-    for name in ("copy", "matmul", "product up", "product down"):
-        amount = "bytes" if name == "copy" else "flop"
-        yield Cell(suite="ceilings", name=name, work=partial(measured, name, amount))
+    for name in harness.CEILINGS:
+        yield Cell(suite="ceilings", name=name, work=partial(measured, name))
 
 
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
@@ -376,30 +366,25 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
         default=BUDGET,
         help=f"seconds of the whole run ({BUDGET:.0f})",
     )
-    words = (
-        "seconds for which a GPU is lent, for this run and the next; with --smoke the "
-        "order that is predicted"
-    )
-    parser.add_argument("--lease", type=float, help=words)
     parser.add_argument(
         "--output_file",
         type=Path,
         help="JSON; default benchmarks/results/<device>/<date>-<commit>...",
     )
     parser.add_argument(
-        "--output", action=RenamedOption, const="--output_file", help=argparse.SUPPRESS
+        "--op",
+        action="append",
+        default=[],
+        choices=OPS,
+        metavar="NAME",
+        help="of the kernels, this op only; may be repeated",
     )
-    words = "of the kernels, this op only; may be repeated"
-    parser.add_argument(
-        "--op", action="append", default=[], choices=OPS, metavar="NAME", help=words
-    )
-    words = "backend of the transformer's attention and of its peers"
     parser.add_argument(
         "--attention",
         default="auto",
         choices=("auto", *BACKENDS),
         metavar="NAME",
-        help=words,
+        help="backend of the transformer's attention and of its peers",
     )
     parser.add_argument(
         "--public",
@@ -452,11 +437,6 @@ def end_with_supervisor(stdin: int = 0) -> None:
     os._exit(1)
 
 
-def left_of(lease: float, calls: Mapping[str, float]) -> float:
-    """Seconds that a lease has left for one more run, after these."""
-    return lease - sum(calls.values()) - ARRIVAL * (len(calls) + 1)
-
-
 def execute(
     suites: Sequence[Suite],
     options: argparse.Namespace,
@@ -488,16 +468,6 @@ def execute(
     print(results.table(session.result))
     if session.path is not None:
         print(f"written to {session.path}")
-    if options.lease and options.smoke:
-        from benchmarks import predicted  # traces the model
-
-        print(predicted.table(options.lease))
-    elif options.lease:
-        left = max(0.0, left_of(options.lease, session.result["calls"]))
-        print(
-            f"{left:.0f} s of the lease are left for another run; to measure: "
-            f"{results.left(session.result)}"
-        )
     if results.succeeded(session.result):
         return 0
     return RED if session.supervised else 1
@@ -532,26 +502,11 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
                 f"{path}: {', '.join(wrong)}. Name another file with --output_file."
             )
         result = found
-    budget = options.budget
-    if options.lease and not options.smoke:
-        earlier = {
-            run: seconds
-            for run, seconds in result.get("calls", {}).items()
-            if run != str(options.started)
-        }
-        budget = min(budget, left_of(options.lease, earlier))
-        if budget <= 0:
-            raise ValueError(
-                f"A lease of {options.lease:.0f} s has no time left for a run: "
-                f"{len(earlier)} run(s) of {path} took "
-                f"{sum(earlier.values()):.0f} s, and each loses {ARRIVAL:.0f} s "
-                "before it begins."
-            )
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
         # A smoke run measures nothing, so on a busy machine it may take its time.
-        budget=math.inf if options.smoke else budget,
+        budget=math.inf if options.smoke else options.budget,
         path=path,
         result=result,
         ops=options.op,

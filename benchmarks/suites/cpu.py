@@ -14,7 +14,7 @@ by the wall's clock and on every core a step took 24 ms, and 370 on a busy machi
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -123,15 +123,10 @@ def in_turns(
         timing(step, shape, who, quantiles(found)) for who, found in seconds.items()
     ]
     ours, *others = contenders
-    rows[0]["over"] = {
-        who: quantiles(
-            [
-                mine / theirs
-                for mine, theirs in zip(seconds[ours], seconds[who], strict=True)
-            ]
-        )
-        for who in others
-    }
+    rows[0]["over"] = {}
+    for who in others:
+        turns = zip(seconds[ours], seconds[who], strict=True)
+        rows[0]["over"][who] = quantiles([mine / theirs for mine, theirs in turns])
     return {"rows": rows}
 
 
@@ -150,17 +145,15 @@ def toy_trainer(
         "model.device": "cpu",
         "rollout.num_steps": 3,
         "rollout.num_generations": 2,
-        "objective.kl_mode": "none",
-    }
-    changes |= {
         "rollout.batch_size": videos,
         "rollout.micro_batch_size": videos,
         "lora.target_modules": None,
+        "objective.kl_mode": "none",
+        "training.update": update,
+        "training.ema_decay": None,
+        **more,
     }
-    config = load_config(
-        "toy_cpu",
-        changes | {"training.update": update, "training.ema_decay": None} | more,
-    )
+    config = load_config("toy_cpu", changes)
     model = TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers}
     components = Components(
         transformer=workload.random_transformer(
@@ -202,15 +195,17 @@ def cells(session: Session) -> Iterator[Cell]:
         ours, p2 = (contest().gradients(contender) for contender in CONTENDERS)
         return verdict({"difference": pooled_error(ours, p2)}, TOLERANCE)
 
+    def measure(step: str) -> Record:
+        return contest().measure(step, session.smoke)
+
     yield Cell(suite=SUITE, name="parity", work=check)
     for step in STEPS:
-        work = lambda step=step: contest().measure(step, session.smoke)  # noqa: E731
         yield Cell(
             suite=SUITE,
             name=f"{step} {SHAPE.name}",
-            work=work,
+            work=partial(measure, step),
             needs=(f"{SUITE} parity",),
         )
     for shape in UPDATES:
-        work = lambda shape=shape: measure_updates(shape, session.smoke)  # noqa: E731
+        work = partial(measure_updates, shape, session.smoke)
         yield Cell(suite=SUITE, name=f"single_pass {shape}", work=work)

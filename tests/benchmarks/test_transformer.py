@@ -46,6 +46,15 @@ def tiny(dtype: torch.dtype = torch.float64) -> HunyuanVideo15Transformer3DModel
     return transformer
 
 
+def gradients_of(
+    transformer: HunyuanVideo15Transformer3DModel,
+) -> dict[str, Tensor | None]:
+    """Of the adapters, which have none then."""
+    found = {name: p.grad for name, p in trainable_parameters(transformer).items()}
+    transformer.zero_grad(set_to_none=True)
+    return found
+
+
 def test_attention_is_timed_at_the_models_heads() -> None:
     """Its suite has them by itself, since it imports no model."""
     for config, heads in (
@@ -66,11 +75,10 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
     )
     expected.backward(inputs.noise.double())
     gradients = {
-        name: p.grad
-        for name, p in trainable_parameters(transformer).items()
-        if p.grad is not None
+        name: gradient
+        for name, gradient in gradients_of(transformer).items()
+        if gradient is not None
     }
-    transformer.zero_grad(set_to_none=True)
     with contenders.packed(
         transformer, backend="reference", checkpointing=True
     ) as velocity:
@@ -78,8 +86,7 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
         out.backward(inputs.noise.double())
         # Rotary embeddings are float32 in diffusers.
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-        given = {name: p.grad for name, p in trainable_parameters(transformer).items()}
-        assert pooled_error(given, gradients) < 1e-5
+        assert pooled_error(gradients_of(transformer), gradients) < 1e-5
 
 
 def test_padded_peer_passes_what_the_pipeline_passes() -> None:
@@ -208,9 +215,7 @@ def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
     for step in ("train", "train_split", "single_pass"):
         with contenders.packed(model, backend="sdpa") as velocity:
             transformer.STEPS[step](velocity, inputs, select_kernels("auto", CPU))
-            gradients.append(
-                {name: p.grad for name, p in trainable_parameters(model).items()}
-            )
+            gradients.append(gradients_of(model))
     pair = {name: grad for name, grad in gradients[0].items() if grad is not None}
     assert len(pair) == len(trainable_parameters(model))
     assert all(pooled_error(other, pair) < 1e-4 for other in gradients[1:])

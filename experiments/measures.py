@@ -214,27 +214,22 @@ def measure_rollouts(
         metrics = _iterate(
             replace(config, seed=seed, rollout=rollout, training=training)
         )[0]
-        means = {
-            key: value
+        values = {
+            key.removeprefix("reward/").removesuffix("_mean"): value
             for key, value in metrics.items()
             if key.startswith("reward/") and key.endswith("mean")
         }
-        values = {
-            key.removeprefix("reward/").removesuffix("_mean"): value
-            for key, value in means.items()
-        }
-        values |= {
-            "reward": values.pop("mean"),
-            "group_std": metrics["advantage/group_std"],
-        }
-        common: dict[str, Any] = {
-            "experiment": "base",
-            "arm": sampler,
-            "seed": seed,
-            "n": rollout.batch_size,
-        }
+        values["reward"] = values.pop("mean")
+        values["group_std"] = metrics["advantage/group_std"]
         for quantity, value in values.items():
-            yield Finding(quantity=quantity, value=value, **common)
+            yield Finding(
+                experiment="base",
+                arm=sampler,
+                seed=seed,
+                n=rollout.batch_size,
+                quantity=quantity,
+                value=value,
+            )
 
 
 def measure_gradients(

@@ -100,11 +100,9 @@ def quantiles(seconds: list[float]) -> Quantiles:
         >>> quantiles([3.0, 1.0, 2.0])
         {'q20': 1.4, 'median': 2.0, 'q80': 2.6, 'rounds': 3}
     """
-    fifths = (
-        statistics.quantiles(seconds, n=5, method="inclusive")
-        if len(seconds) > 1
-        else seconds * 4
-    )
+    fifths = seconds
+    if len(seconds) > 1:
+        fifths = statistics.quantiles(seconds, n=5, method="inclusive")
     return {
         "q20": fifths[0],
         "median": statistics.median(seconds),
@@ -274,17 +272,14 @@ def result_file(environment: dict[str, Any], *, suffix: str = "") -> Path:
     """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a
     CPU's folder begins with `cpu-`.
     """
-    name = (
-        environment["gpu"]["name"]
-        if environment["gpu"]
-        else f"cpu {environment['cpu']['model']}"
-    )
+    name = f"cpu {environment['cpu']['model']}"
+    if environment["gpu"]:
+        name = environment["gpu"]["name"]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return (
-        RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
-    )
+    changed = "-dirty" if dirty else ""
+    return RESULTS / slug / f"{day}-{commit[:9]}{changed}{suffix}.json"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

@@ -11,8 +11,6 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
                rate, unit and share of the ceiling, peak_memory_gb, a note
     telemetry  seconds, state of the GPU before and after
 
-and `ended`, suite -> the run that has come to its end.
-
 The file is written before and after every cell, and a later run with the same file goes
 on with what is missing.
 
@@ -147,8 +145,7 @@ class Session:
         """Measure the cells of a suite that are not there yet."""
         self._suite_ends = math.inf if self.smoke else time.monotonic() + suite.limit
         setup = f"{suite.name} setup"
-        ended = self.result.setdefault("ended", {})
-        if self._tried(setup) or ended.get(suite.name) == self.started:
+        if self._tried(setup):
             return
         self.cells[setup] = {
             "suite": suite.name,
@@ -166,7 +163,6 @@ class Session:
             self.cells[setup] |= {"status": failure(error)}
         else:
             del self.cells[setup]
-        ended[suite.name] = self.started
         self._suite_ends = math.inf
         self.save()
         self._require_device()
@@ -304,11 +300,9 @@ class Session:
 
 def failure(error: BaseException) -> str:
     """A status: the kind of an exception and the first line of its message."""
-    kind = (
-        "out of memory"
-        if isinstance(error, torch.OutOfMemoryError)
-        else f"failed: {type(error).__name__}"
-    )
+    kind = f"failed: {type(error).__name__}"
+    if isinstance(error, torch.OutOfMemoryError):
+        kind = "out of memory"
     return f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"
 
 

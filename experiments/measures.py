@@ -173,26 +173,22 @@ def measure_exact_policy(
                 found = sample_exactly(
                     world, table, seed=seed, starts=groups, members=members
                 )
-                n = groups * members
+                counts = dict.fromkeys(found, groups * members)
                 if (num_steps, eta) == (STEPS, ETA):
                     single = sample_exactly(
                         world, table, seed=seed, starts=starts, members=1
                     )
-                    found = single | {name: found[name] for name in OF_GROUPS}
+                    for quantity in single.keys() - set(OF_GROUPS):
+                        found[quantity] = single[quantity]
+                        counts[quantity] = starts
                 for quantity, value in found.items():
-                    count = (
-                        n
-                        if quantity in OF_GROUPS or (num_steps, eta) != (STEPS, ETA)
-                        else starts
-                    )
-                    arm = f"{sampler}, T={num_steps}, eta={eta:g}"
                     yield Finding(
                         experiment="fig2",
                         quantity=quantity,
-                        arm=arm,
+                        arm=f"{sampler}, T={num_steps}, eta={eta:g}",
                         seed=seed,
                         value=value,
-                        n=count,
+                        n=counts[quantity],
                     )
 
 

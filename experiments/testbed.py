@@ -356,25 +356,16 @@ def _parts(
     """
     if settings.update == "reverse":
         steps = table.trainable.nonzero()[:, 0]
-        steps = steps[torch.randperm(len(steps), generator=generator)]
-        return [
-            steps[first :: settings.updates_per_rollout]
-            for first in range(settings.updates_per_rollout)
-        ]
-    shape = (settings.levels, settings.captions * settings.videos)
-    t = (
-        torch.arange(settings.levels)[:, None] + torch.rand(shape, generator=generator)
-    ) / settings.levels
-    sigmas = (
-        settings.shift * t / (1 + (settings.shift - 1) * t)
-        if settings.spacing == "shifted"
-        else t
-    )
-    sigmas = sigmas.clamp(0.02, 0.995)
-    return [
-        sigmas[first :: settings.updates_per_rollout]
-        for first in range(settings.updates_per_rollout)
-    ]
+        parts = steps[torch.randperm(len(steps), generator=generator)]
+    else:
+        shape = (settings.levels, settings.captions * settings.videos)
+        stratum = torch.arange(settings.levels)[:, None]
+        parts = (stratum + torch.rand(shape, generator=generator)) / settings.levels
+        if settings.spacing == "shifted":
+            parts = settings.shift * parts / (1 + (settings.shift - 1) * parts)
+        parts = parts.clamp(0.02, 0.995)
+    each = settings.updates_per_rollout
+    return [parts[first::each] for first in range(each)]
 
 
 def measure_testbed(

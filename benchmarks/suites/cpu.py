@@ -32,7 +32,6 @@ from sage_fast.kernels import REFERENCE
 from sage_fast.models.family import Components
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
-from sage_fast.policy.lora import trainable_parameters
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.trainer import Trainer
@@ -78,12 +77,8 @@ class Contest:
                 self.inputs.latents, self.inputs.sigma, self.inputs.conditional
             )
             found.backward(self.inputs.noise)
-        gradients = {
-            name: p.grad
-            for name, p in trainable_parameters(self.transformer).items()
-            if p.grad is not None
-        }
-        self.transformer.zero_grad(set_to_none=True)
+            # a peer that is switched off takes its adapters with it
+            gradients = workload.take_gradients(self.transformer)
         return gradients | {"velocity": found.detach()}
 
     def measure(self, step: str, smoke: bool) -> Record:

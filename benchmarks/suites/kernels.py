@@ -97,11 +97,9 @@ def calls_of(
         function = torch.compile(function, backend="aot_eager" if smoke else "inductor")
     calls: list[Callable[[], object]] = []
     # So many sets of inputs that none is in the cache when its turn comes.
-    copies = (
-        max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1))))
-        if torch.cuda.is_available()
-        else 1
-    )
+    copies = 1
+    if torch.cuda.is_available():
+        copies = max(1, min(32, math.ceil(L2_BYTES / max(nbytes, 1))))
     for number in range(copies):
         values = spec.make_inputs(
             case, spec.bench_dtype, device, torch.Generator(device).manual_seed(number)

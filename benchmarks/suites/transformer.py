@@ -177,12 +177,7 @@ class Model:
             STEPS[timed.step](
                 velocity, inputs, select_kernels("auto", self.session.device)
             )
-            found = {
-                name: p.grad
-                for name, p in trainable_parameters(transformer).items()
-                if p.grad is not None
-            }
-            transformer.zero_grad(set_to_none=True)
+            found = workload.take_gradients(transformer)
         else:
             with torch.no_grad():
                 found = {
@@ -293,11 +288,7 @@ class TwoLayers:
         )
         velocity.backward(self.inputs.noise.double())
         self.velocity = velocity.detach()
-        self.gradients = {
-            name: p.grad
-            for name, p in trainable_parameters(wide).items()
-            if p.grad is not None
-        }
+        self.gradients = workload.take_gradients(wide)
         assert len(self.gradients) == len(trainable_parameters(wide))
 
     def errors(self, contender: str, checkpointing: Checkpointing) -> dict[str, float]:
@@ -320,10 +311,7 @@ class TwoLayers:
             )
             if trains:
                 out.backward(self.inputs.noise)
-        gradients = {
-            name: p.grad for name, p in trainable_parameters(self.transformer).items()
-        }
-        self.transformer.zero_grad(set_to_none=True)
+        gradients = workload.take_gradients(self.transformer)
         found = {"velocity": relative_error(out.detach(), self.velocity)}
         if trains:
             found["gradient"] = pooled_error(gradients, self.gradients)

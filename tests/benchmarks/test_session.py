@@ -449,23 +449,3 @@ def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> Non
     )
     code = f"import sys; sys.modules |= dict.fromkeys({absent}); import {modules}"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
-
-
-def test_a_process_that_follows_a_fault_begins_where_the_last_one_was(
-    session: MakeSession,
-) -> None:
-    """The modules of an ended suite are not imported again; a later run looks for what
-    is missing.
-    """
-    imported = []
-    suite = Suite(
-        name="some", cells=lambda run: imported.append(run) or iter([cell("good", row)])
-    )
-    first = session()
-    first.run(suite)
-    following = session(first.cells, result=first.result, started=first.started)
-    following.run(suite)
-    assert imported == [first]
-    later = session(first.cells, result=first.result)
-    later.run(suite)
-    assert imported == [first, later]

@@ -3,7 +3,6 @@ documents say.
 """
 
 import re
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.exact_policy import ExactPolicy, ExactWorld, SamplerMeasures
+from experiments.exact_policy import ExactPolicy, ExactWorld
+from experiments.measures import OF_GROUPS, sample_exactly
 from sage_fast.config.sections import VideoConfig
-from sage_fast.noise import NoiseKey
-from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, sample_trajectory
 from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,45 +51,14 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     )
 
 
-@lru_cache
-def measured(sde_type: str, starts: int, members: int) -> SamplerMeasures:
-    """20 steps, shift 5, eta 0.5."""
-    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    samples = [
-        Sample(prompt=Prompt(text="", index=start), embeds=embeds, member=member)
-        for start in range(starts)
-        for member in range(members)
-    ]
-    keys = [
-        NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member)
-        for s in samples
-    ]
-    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
-    initial = initial_latents(keys, (96, 4, 4, 4), kind="shared", members=members)
-    trajectory = sample_trajectory(WORLD.velocity, samples, keys, table, initial)
-    return WORLD.measure(trajectory, members)
-
-
-MEASURES = (
-    "leftover_noise",
-    "dispersion",
-    "distance",
-    "pixel_distance",
-    "coverage",
-    "exploration",
-    "group_spread",
-)
-
-
 def row(sde_type: str) -> list[float]:
-    """The numbers of a sampler in docs/algorithm.md: 96 starts, and 3 starts of 32
-    members for the last two.
+    """The numbers of a sampler in docs/algorithm.md: 20 steps, shift 5, eta 0.5; 96
+    starts, and 3 starts of 32 members for the last two.
     """
-    starts = measured(sde_type, 96, 1)
-    groups = measured(sde_type, 3, 32)
-    return [
-        getattr(groups if name in MEASURES[-2:] else starts, name) for name in MEASURES
-    ]
+    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
+    found = sample_exactly(WORLD, table, seed=0, starts=96, members=1)
+    groups = sample_exactly(WORLD, table, seed=0, starts=3, members=32)
+    return list((found | {name: groups[name] for name in OF_GROUPS}).values())
 
 
 @pytest.mark.slow

@@ -209,11 +209,11 @@ def launch_backward(
     dx = common.empty_like(x)
     settings = (BACKWARD_LAUNCH if modulation else FROZEN_LAUNCH).find(width, x.device)
     programs, each = split_tokens(tokens, batch, settings, x.device)
-    sums = (
-        common.empty((batch, programs, 2, width), dtype=torch.float32, device=x.device)
-        if modulation
-        else None
-    )
+    sums = None
+    if modulation:
+        sums = common.empty(
+            (batch, programs, 2, width), dtype=torch.float32, device=x.device
+        )
     residual = None if grad_residual is None else grad_residual.contiguous()
     launch(
         adaln_backward_kernel,

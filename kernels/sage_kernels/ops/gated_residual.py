@@ -172,9 +172,9 @@ def launch_backward(
         BLOCK=next_power_of_2(width),
         settings=settings,
     )
-    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(
-        gate.dtype, copy=True
-    )
+    if sums is None:
+        return dy, gate.new_empty(0)
+    return dy, sums.sum(1).to(gate.dtype, copy=True)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -478,11 +478,9 @@ def _least_scale(inputs: Inputs) -> dict[str, float]:
     log-ratio without its drift.
     """
     shift = inputs["gain"].view(-1, 1) * (inputs["v"] - inputs["v_old"]).flatten(1)
-    factor = (
-        2 * inputs["std"].square()
-        if inputs.get("unnormalized")
-        else torch.ones_like(inputs["std"])
-    )
+    factor = torch.ones_like(inputs["std"])
+    if inputs.get("unnormalized"):
+        factor = 2 * inputs["std"].square()
     error = factor * shift.square().mean(1).sqrt() / shift.shape[1] ** 0.5
     return {"out 1": float(error.square().mean().sqrt())}
 

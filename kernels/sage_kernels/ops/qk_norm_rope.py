@@ -279,11 +279,9 @@ def dense_tokens(tensor: Tensor) -> Tensor:
     """A (B, N, H, D) tensor as it is where the H * D elements of a token lie next to
     each other, else a copy.
     """
-    return (
-        tensor
-        if tensor.numel() == 0 or tensor[0, 0].is_contiguous()
-        else tensor.contiguous()
-    )
+    if tensor.numel() == 0 or tensor[0, 0].is_contiguous():
+        return tensor
+    return tensor.contiguous()
 
 
 def strides(tensors: Iterable[Tensor]) -> list[int]:

@@ -115,11 +115,9 @@ def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     block = INTERPRETED_BLOCK if x.device.type == "cpu" else BLOCK
     tiles = cdiv(numel, block)
     x_next = common.empty_like(x)
-    partial = (
-        common.empty((rows, tiles), dtype=torch.float32, device=x.device)
-        if log_prob
-        else None
-    )
+    partial = None
+    if log_prob:
+        partial = common.empty((rows, tiles), dtype=torch.float32, device=x.device)
     ids = None if noise_ids is None else noise_ids.contiguous()
     _start(
         sde_step_kernel,

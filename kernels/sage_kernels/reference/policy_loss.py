@@ -141,11 +141,9 @@ def policy_loss_of_noise(
     )
 
     gaussian_log_ratio = log_ratio(gain, noise, delta)
-    used = (
-        ratio_norm_log_ratio(gain, noise, delta)
-        if settings.ratio_norm
-        else gaussian_log_ratio
-    )
+    used = gaussian_log_ratio
+    if settings.ratio_norm:
+        used = ratio_norm_log_ratio(gain, noise, delta)
     if settings.unnormalized:
         used = used * (2 * std.square())
     surrogate = clipped_surrogate(used, advantage, settings.clip_range)

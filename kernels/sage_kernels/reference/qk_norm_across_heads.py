@@ -66,11 +66,9 @@ def qk_norm_across_heads_backward(
         normed = wide * rstd
         inner = grad * weight.to(dtype).view(x.shape[2:])
         dx = rstd * (inner - normed * (inner * normed).mean((2, 3), keepdim=True))
-        dweight = (
-            (grad * normed).sum((0, 1)).flatten().to(weight.dtype)
-            if weight_gradients
-            else weight.new_empty(0)
-        )
+        dweight = weight.new_empty(0)
+        if weight_gradients:
+            dweight = (grad * normed).sum((0, 1)).flatten().to(weight.dtype)
         return dx.to(x.dtype), dweight
 
     dq, dq_weight = backward(grad_q, q, q_weight)

@@ -40,8 +40,8 @@ def read_result(path: Path) -> Result:
         and isinstance(cells, dict)
     ):
         raise ValueError(
-            f'{path} has no "environment" and "cells": not a result of `python -m '
-            "benchmarks`."
+            f'{path} has no "environment" and "cells": not a result of '
+            "`python -m benchmarks`."
         )
     return result
 

@@ -68,10 +68,8 @@ def render(findings: Findings) -> str:
         ]
         for e in left:
             trainings = len(e.trainings() or e.runs)
-            lines.append(
-                f"| {e.title} | {len(e.claims)} | {trainings} | `python -m "
-                f"experiments --only {e.key}` |"
-            )
+            command = f"`python -m experiments --only {e.key}`"
+            lines.append(f"| {e.title} | {len(e.claims)} | {trainings} | {command} |")
         parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)
 

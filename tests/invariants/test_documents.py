@@ -64,7 +64,7 @@ STANDS_FOR = {
     "...": "toy_cpu",
     "COMMAND": "plan",
 }
-STANDS_FOR |= {"KEY": "table1", "SECONDS": "900", "SEED": "0"}
+STANDS_FOR |= {"KEY": "table1", "SEED": "0"}
 """Words of a document that the reader replaces."""
 CODE = [
     f"{folder}/**/*.py"

@@ -32,7 +32,8 @@ def velocity_of_score(
     x = x.detach().requires_grad_()
     variance = sigma**2 + (1 - sigma) ** 2 * spread**2
     away = x.flatten(1)[:, None] - (1 - sigma) * atoms.flatten(1)
-    density = (log_shares - away.square().sum(2) / (2 * variance)).logsumexp(1)
+    squares = away.square().sum(2)
+    density = (log_shares - squares / (2 * variance)).logsumexp(1)
     (score,) = torch.autograd.grad(density.sum(), x)
     return -(x + sigma * score).detach() / (1 - sigma)
 
@@ -129,7 +130,8 @@ def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() ->
     psi = LEARNABLE.initial()
     sigmas = sigma_schedule(40, 3.0)
     for s, n in pairwise(sigmas):
-        x = x + float(n - s) * LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
+        velocity = LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
+        x = x + float(n - s) * velocity
     rows, distance = LEARNABLE.nearest(x)
     share = float((LEARNABLE.attributes[rows] == captions).all(1).float().mean())
     assert share == pytest.approx(

@@ -191,7 +191,8 @@ def test_atoms_at_the_exact_eta_tend_to_equality_with_the_steps() -> None:
         assert distances[0] > 1.2 * distances[1] > 1.2 * 1.4 * distances[2]
         assert distances[2] < 0.12
         # Without what is proportional to a step and to its square.
-        limit = (8 * ratio(pairs[2]) - 6 * ratio(pairs[1]) + ratio(pairs[0])) / 3
+        few, some, many = (ratio(pair) for pair in pairs)
+        limit = (8 * many - 6 * some + few) / 3
         assert limit == pytest.approx(1, abs=0.05)
 
 

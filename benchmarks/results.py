@@ -6,6 +6,7 @@ missing is as red as one that failed.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,16 @@ def problems(result: Result) -> Iterator[str]:
             yield f"{name}: {record['status']}"
         elif missing := red(result, record.get("needs", ())):
             yield f"{name}: no figure, because {missing[0]} has not passed"
+
+
+def left(result: Result) -> str:
+    """Number of cells by suite that wait for another run."""
+    waiting = Counter(
+        r["suite"] for r in result["cells"].values() if r["status"] in (LATE, "running")
+    )
+    return (
+        ", ".join(f"{suite} {count}" for suite, count in waiting.items()) or "nothing"
+    )
 
 
 def succeeded(result: Result) -> bool:

@@ -11,6 +11,9 @@ A result file holds `environment`, `smoke` and `cells`, "<suite> <what>" -> a re
                rate, unit and share of the ceiling, peak_memory_gb, a note
     telemetry  seconds, state of the GPU before and after
 
+and `calls`, beginning of a run -> its seconds so far, and `ended`, suite -> the run
+that has come to its end.
+
 The file is written before and after every cell, and a later run with the same file goes
 on with what is missing.
 
@@ -31,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,6 +51,8 @@ from sage_kernels.registry import OPS
 
 BUDGET = 510.0
 """Seconds of a whole run."""
+ARRIVAL = 45.0
+"""Of a lease, before a run begins on it: the machine's start, copying."""
 CELL_SHARE = 1 / 24
 """Of a run's time, for the rounds of one cell beyond the fewest."""
 SETTLED = ("done", "absent")
@@ -145,7 +150,8 @@ class Session:
         """Measure the cells of a suite that are not there yet."""
         self._suite_ends = math.inf if self.smoke else time.monotonic() + suite.limit
         setup = f"{suite.name} setup"
-        if self._tried(setup):
+        ended = self.result.setdefault("ended", {})
+        if self._tried(setup) or ended.get(suite.name) == self.started:
             return
         self.cells[setup] = {
             "suite": suite.name,
@@ -163,6 +169,7 @@ class Session:
             self.cells[setup] |= {"status": failure(error)}
         else:
             del self.cells[setup]
+        ended[suite.name] = self.started
         self._suite_ends = math.inf
         self.save()
         self._require_device()
@@ -294,6 +301,9 @@ class Session:
 
     def save(self) -> None:
         """Write the result so far."""
+        self.result.setdefault("calls", {})[str(self.started)] = (
+            time.monotonic() - self.started
+        )
         if self.path is not None:
             harness.write_result(self.path, self.result)
 
@@ -359,6 +369,12 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
         type=float,
         default=BUDGET,
         help=f"seconds of the whole run ({BUDGET:.0f})",
+    )
+    parser.add_argument(
+        "--lease",
+        type=float,
+        help="seconds for which a GPU is lent, for this run and the next; with --smoke "
+        "the order that is predicted",
     )
     parser.add_argument(
         "--output_file",
@@ -431,6 +447,11 @@ def end_with_supervisor(stdin: int = 0) -> None:
     os._exit(1)
 
 
+def left_of(lease: float, calls: Mapping[str, float]) -> float:
+    """Seconds that a lease has left for one more run, after these."""
+    return lease - sum(calls.values()) - ARRIVAL * (len(calls) + 1)
+
+
 def execute(
     suites: Sequence[Suite],
     options: argparse.Namespace,
@@ -462,6 +483,16 @@ def execute(
     print(results.table(session.result))
     if session.path is not None:
         print(f"written to {session.path}")
+    if options.lease and options.smoke:
+        from benchmarks import predicted  # traces the model
+
+        print(predicted.table(options.lease))
+    elif options.lease:
+        left = max(0.0, left_of(options.lease, session.result["calls"]))
+        print(
+            f"{left:.0f} s of the lease are left for another run; to measure: "
+            f"{results.left(session.result)}"
+        )
     if results.succeeded(session.result):
         return 0
     return RED if session.supervised else 1
@@ -496,11 +527,26 @@ def _open(options: argparse.Namespace, *, suffix: str, on_cpu: bool) -> Session:
                 f"{path}: {', '.join(wrong)}. Name another file with --output_file."
             )
         result = found
+    budget = options.budget
+    if options.lease and not options.smoke:
+        earlier = {
+            run: seconds
+            for run, seconds in result.get("calls", {}).items()
+            if run != str(options.started)
+        }
+        budget = min(budget, left_of(options.lease, earlier))
+        if budget <= 0:
+            raise ValueError(
+                f"A lease of {options.lease:.0f} s has no time left for a run: "
+                f"{len(earlier)} run(s) of {path} took "
+                f"{sum(earlier.values()):.0f} s, and each loses {ARRIVAL:.0f} s "
+                "before it begins."
+            )
     session = Session(
         device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
         smoke=options.smoke,
         # A smoke run measures nothing, so on a busy machine it may take its time.
-        budget=math.inf if options.smoke else options.budget,
+        budget=math.inf if options.smoke else budget,
         path=path,
         result=result,
         ops=options.op,

@@ -4,9 +4,11 @@ script.
 
 import faulthandler
 import json
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +21,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from benchmarks import __main__, device, harness, results
+from benchmarks import __main__, device, harness, predicted, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
 from tests.commands.programs import run_module
@@ -156,6 +158,38 @@ def test_a_child_that_came_to_its_end_has_no_successor(
     assert started.call_count == processes
 
 
+def test_a_process_ends_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
+    ours, supervisors = os.pipe()
+    waiting = threading.Thread(target=sessions.end_with_supervisor, args=(ours,))
+    waiting.start()
+    assert not ended.wait(0.2)
+    os.close(supervisors)
+    assert ended.wait(10.0)
+    waiting.join()
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("option", "others"), [("--op", "adaln"), ("--attention", "auto")]
+)
+def test_an_unknown_name_is_refused_before_anything_runs(
+    option: str,
+    others: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sessions, "supervise", Mock(side_effect=AssertionError))
+    with pytest.raises(SystemExit, match="2"):
+        sessions.main("device", [option, "nonsense"])
+    said = capsys.readouterr().err
+    assert (
+        f"argument {option}: invalid choice: 'nonsense' (choose from" in said
+        and others in said
+    )
+
+
 def test_a_missing_parity_is_as_red_as_a_failed_one(session: MakeSession) -> None:
     """Where its check was stopped, never made, lost or has failed, a cell is not
     measured, and has no figure.
@@ -258,57 +292,37 @@ def test_a_suite_has_its_time_and_its_process_ends_there(
     assert "The same command goes on from here." in results.table(run.result)
 
 
-ENVIRONMENT = {"commit": "0123456789", "gpu": None, "packages": {"torch": "2"}}
-
-
-def run_with(file: Path, *words: str) -> int:
-    options = sessions.parser_of("device", "").parse_args(
-        [*words, f"--output_file={file}"]
-    )
-    return sessions.execute([suite_of(cell("c", row))], options)
-
-
-def test_a_run_goes_on_in_its_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "environment", lambda: ENVIRONMENT)
-    file = tmp_path / "run.json"
-    cells = {"a b": {"suite": "a", "status": "done"}}
-    result = {"environment": ENVIRONMENT, "smoke": True, "cells": cells}
-    harness.write_result(file, result)
-    assert run_with(file, "--smoke") == 0
-    assert list(json.loads(file.read_text("utf-8"))["cells"]) == ["a b", "some c"]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures ceilings on a GPU")
-@pytest.mark.parametrize(
-    ("text", "file", "words", "said"),
-    [
-        (
-            json.dumps({"environment": ENVIRONMENT, "smoke": True, "cells": {}}),
-            "run.json",
-            ["--smoke"],
-            "run.json: its commit is another. Name another file",
-        ),
-        ("[]", "run.json", ["--smoke"], "run.json has no"),
-        ("", "run.json/below.json", ["--smoke"], "cannot write below.json"),
-        ("", "other.json", [], "run with --smoke"),
-    ],
-    ids=["commit", "format", "place", "device"],
-)
-def test_a_run_that_cannot_begin_is_refused(
-    text: str,
-    file: str,
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_a_file_of_another_run_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(harness, "environment", lambda: ENVIRONMENT | {"commit": "1"})
-    (tmp_path / "run.json").write_text(text, "utf-8")
-    assert run_with(tmp_path / file, *words) == sessions.REFUSED
-    assert said in capsys.readouterr().err
+    environment = {"commit": "0123456789", "gpu": None, "packages": {"torch": "2"}}
+    monkeypatch.setattr(harness, "environment", lambda: environment)
+    own = tmp_path / "own.json"
+    done = {"suite": "a", "status": "done"}
+    harness.write_result(
+        own, {"environment": environment, "smoke": True, "cells": {"a b": done}}
+    )
+    options = sessions.parser_of("device", "").parse_args(
+        ["--smoke", "--output_file", str(own)]
+    )
+    assert sessions.execute([suite_of(cell("c", row))], options) == 0
+    assert list(json.loads(own.read_text("utf-8"))["cells"]) == ["a b", "some c"]
+    monkeypatch.setattr(harness, "environment", lambda: environment | {"commit": "1"})
+    assert sessions.execute([], options) == sessions.REFUSED
+    assert (
+        "own.json: its commit is another. Name another file" in capsys.readouterr().err
+    )
+    own.write_text("[]", "utf-8")
+    assert sessions.execute([], options) == sessions.REFUSED
+    assert "own.json has no" in capsys.readouterr().err
+    options.output_file = own / "below.json"
+    assert sessions.execute([CEILINGS], options) == sessions.REFUSED
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "cannot write below.json" in said
+    options.smoke = False
+    assert sessions.execute([], options) == sessions.REFUSED
+    assert "run with --smoke" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -449,3 +463,105 @@ def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> Non
     )
     code = f"import sys; sys.modules |= dict.fromkeys({absent}); import {modules}"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
+
+
+# ------------------------------------------------------------------------------------------
+# a lease
+
+
+def test_a_lease_holds_what_decides_in_its_first_run_and_all_in_both() -> None:
+    """By the planner's rates of an H100. The seconds before a run, and those of
+    compilers, are assumed.
+    """
+    order = {
+        suite: (run, begins, ends)
+        for suite, run, begins, ends in predicted.order(900.0)
+    }
+    assert list(order)[1:] == [suite.name for suite in device.ON_GPU]
+    assert order["transformer"][2] - order["transformer"][1] <= 80.0
+    assert order["decode"][1] <= 300.0 and order["iteration"][2] <= 450.0
+    assert {suite for suite, (run, *_) in order.items() if run == 2} == {
+        "transformer compiled",
+        "kernels compiled",
+    }
+    assert (
+        order["kernels compiled"][2]
+        <= sessions.left_of(900.0, {"first": sessions.BUDGET})
+        == 300.0
+    )
+    assert predicted.table(900.0).count("\n") == 2 + len(order)
+    # Every suite has the time that it is predicted to take.
+    limits = {suite.name: suite.limit for suite in device.ON_GPU}
+    assert all(
+        seconds <= limits.get(suite, 20.0)
+        for suite, seconds in predicted.suite_seconds().items()
+    )
+
+
+def test_runs_share_a_lease(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"commit": "0", "gpu": None, "packages": {}}
+    monkeypatch.setattr(harness, "environment", lambda: environment)
+    monkeypatch.setattr(sessions.benchmarks, "STARTED", time.monotonic())
+    path = tmp_path / "gpu.json"
+    options = sessions.parser_of("device", "").parse_args(
+        ["--lease=900", f"--output_file={path}"]
+    )
+    budgets = []
+
+    def cells(run: Session) -> list[Cell]:
+        budgets.append(run.budget)
+        return [cell("good", row)]
+
+    suite = Suite(name="some", cells=lambda run: iter(cells(run)))
+    for earlier in ({}, {"1.0": 507.0}, {"1.0": 507.0, "2.0": 290.0}):
+        known = {
+            "environment": environment,
+            "smoke": False,
+            "cells": {},
+            "calls": earlier,
+        }
+        harness.write_result(path, known)
+        status = sessions.execute([suite], options, on_cpu=True)
+    assert budgets == [510.0, pytest.approx(303.0)]
+    assert status == sessions.REFUSED
+    printed = capsys.readouterr()
+    assert "A lease of 900 s has no time left for a run: 2 run(s) of " in printed.err
+    assert "gpu.json took 797 s, and each loses 45 s before it begins." in printed.err
+    assert (
+        printed.out.count(
+            " s of the lease are left for another run; to measure: nothing\n"
+        )
+        == 2
+    )
+
+
+def test_a_process_that_follows_a_fault_begins_where_the_last_one_was(
+    session: MakeSession,
+) -> None:
+    """The modules of an ended suite are not imported again; a later run looks for what
+    is missing.
+    """
+    imported = []
+    suite = Suite(
+        name="some", cells=lambda run: imported.append(run) or iter([cell("good", row)])
+    )
+    first = session()
+    first.run(suite)
+    following = session(first.cells, result=first.result, started=first.started)
+    following.run(suite)
+    assert imported == [first]
+    later = session(first.cells, result=first.result)
+    later.run(suite)
+    assert imported == [first, later]
+
+
+def test_what_waits_for_another_run_is_counted() -> None:
+    cells = {
+        "a b": {"suite": "a", "status": "done"},
+        "a c": {"suite": "a", "status": "skipped: the time is used up"},
+        "d e": {"suite": "d", "status": "running"},
+        "d f": {"suite": "d", "status": "skipped: d parity has not passed"},
+    }
+    assert results.left({"cells": cells}) == "a 1, d 1"

@@ -39,13 +39,10 @@ COMMANDS = {
 def main(argv: Sequence[str]) -> int:
     """Run a command; returns the exit status."""
     if not argv or argv[0] not in SUITES | COMMANDS:
-        wrong = (
-            f"{argv[0]!r} is not a command.\n"
-            if argv and not argv[0].startswith("-")
-            else ""
-        )
+        if argv and not argv[0].startswith("-"):
+            print(f"{argv[0]!r} is not a command.", file=sys.stderr)
         print(
-            f"{wrong}usage: python -m benchmarks <command> [--smoke] [options]\n",
+            "usage: python -m benchmarks <command> [--smoke] [options]\n",
             file=sys.stderr,
         )
         for name, purpose in (SUITES | COMMANDS).items():

@@ -161,15 +161,13 @@ def packed(
             for name, kept in processors.items()
         }
     )
-    masters = (
-        {name: p.data for name, p in trainable_parameters(transformer).items()}
-        if cast_adapters
-        else {}
-    )
-    _set_adapters(
-        transformer,
-        {name: master.to(transformer.dtype) for name, master in masters.items()},
-    )
+    masters: dict[str, Tensor] = {}
+    if cast_adapters:
+        masters = {
+            name: p.data for name, p in trainable_parameters(transformer).items()
+        }
+    cast = {name: master.to(transformer.dtype) for name, master in masters.items()}
+    _set_adapters(transformer, cast)
     run: Callable[..., tuple[Tensor, Tensor]] = run_block
     if compiler is not None:
         torch._dynamo.reset()

@@ -100,11 +100,9 @@ def quantiles(seconds: list[float]) -> Quantiles:
         >>> quantiles([3.0, 1.0, 2.0])
         {'q20': 1.4, 'median': 2.0, 'q80': 2.6, 'rounds': 3}
     """
-    fifths = (
-        statistics.quantiles(seconds, n=5, method="inclusive")
-        if len(seconds) > 1
-        else seconds * 4
-    )
+    fifths = seconds
+    if len(seconds) > 1:
+        fifths = statistics.quantiles(seconds, n=5, method="inclusive")
     return {
         "q20": fifths[0],
         "median": statistics.median(seconds),
@@ -173,61 +171,37 @@ def _copy_kernel(source_ptr, target_ptr, BLOCK: tl.constexpr) -> None:  # type: 
     tl.store(target_ptr + o, tl.load(source_ptr + o))
 
 
-def ceiling_calls(
-    name: str, device: torch.device, *, smoke: bool
-) -> dict[str, tuple[Callable[[], object], int]]:
-    """Calls that reach what the device can, and their work.
+Calls = dict[str, Callable[[], object]]
+"""Contender -> its call."""
 
-    matmul: a large bfloat16 product, operations. product up, product down: those of a
-    feed-forward at 480p, also in 8 bits with a scale for each row. copy: two ways to
-    copy 1 GiB on a GPU (1 MiB on a CPU), bytes read and written.
+
+def products(device: torch.device, smoke: bool) -> tuple[Calls, dict[str, int]]:
+    """A large bfloat16 product, and its operations."""
+    size = 64 if smoke else 8192
+    a = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    b = torch.randn(size, size, dtype=torch.bfloat16, device=device)
+    return {"device": lambda: a @ b}, {"flop": 2 * size**3}
+
+
+def copies(device: torch.device, smoke: bool) -> tuple[Calls, dict[str, int]]:
+    """Two ways to copy 1 GiB on a GPU (1 MiB on a CPU), and the bytes that each reads
+    and writes.
     """
-    calls: dict[str, Callable[[], object]]
-    if name == "matmul":
-        size = 64 if smoke else 8192
-        a, b = (
-            torch.randn(size, size, dtype=torch.bfloat16, device=device)
-            for _ in range(2)
-        )
-        return {"device": (lambda: a @ b, 2 * size**3)}
-    if name.startswith("product"):
-        m, k, n = (48, 32, 64) if smoke else (32760, 2048, 8192)
-        if name.endswith("down"):
-            k, n = n, k
-        x = torch.randn(m, k, dtype=torch.bfloat16, device=device)
-        weight = torch.randn(n, k, dtype=torch.bfloat16, device=device)
-        calls = {"bfloat16": lambda: x @ weight.T}
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
-            x_float8, weight_float8 = (
-                tensor.to(torch.float8_e4m3fn) for tensor in (x, weight)
-            )
-            # On a CPU torch 2.11 takes one scale for all rows.
-            rows, columns = (m, n) if device.type == "cuda" else (1, 1)
-            scales = (
-                torch.ones(rows, 1, device=device),
-                torch.ones(1, columns, device=device),
-            )
-            # as torchao trains
-            options: dict[str, Any] = {
-                "out_dtype": torch.bfloat16,
-                "use_fast_accum": True,
-            }
-            calls["float8"] = lambda: torch._scaled_mm(
-                x_float8, weight_float8.T, *scales, **options
-            )
-        return {contender: (call, 2 * m * k * n) for contender, call in calls.items()}
     numel = 2**28 if device.type == "cuda" else 2**18
     block = 4096
-    source, target = (
-        torch.zeros(numel, dtype=torch.float32, device=device) for _ in range(2)
-    )
-    calls = {
+    source = torch.zeros(numel, dtype=torch.float32, device=device)
+    target = torch.zeros(numel, dtype=torch.float32, device=device)
+    calls: Calls = {
         "memcpy": lambda: target.copy_(source),
         "Triton": lambda: _copy_kernel[numel // block,](
             source, target, BLOCK=block, num_warps=8
         ),
     }
-    return {name: (call, 8 * numel) for name, call in calls.items()}
+    return calls, {"bytes": 8 * numel}
+
+
+CEILINGS = {"copy": copies, "matmul": products}
+"""What the device can do, the denominators of every share."""
 
 
 def wait(device: torch.device) -> None:
@@ -298,17 +272,14 @@ def result_file(environment: dict[str, Any], *, suffix: str = "") -> Path:
     """results/<device>/<date>-<commit><suffix>.json of a run in this environment; a
     CPU's folder begins with `cpu-`.
     """
-    name = (
-        environment["gpu"]["name"]
-        if environment["gpu"]
-        else f"cpu {environment['cpu']['model']}"
-    )
+    name = f"cpu {environment['cpu']['model']}"
+    if environment["gpu"]:
+        name = environment["gpu"]["name"]
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     commit, _, dirty = (environment["commit"] or "nocommit").partition("-")
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
-    return (
-        RESULTS / slug / f"{day}-{commit[:9]}{'-dirty' if dirty else ''}{suffix}.json"
-    )
+    changed = "-dirty" if dirty else ""
+    return RESULTS / slug / f"{day}-{commit[:9]}{changed}{suffix}.json"
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:

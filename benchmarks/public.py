@@ -44,9 +44,18 @@ KNOWN = {
 knows.
 """
 TARGETS = [
-    *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
-    *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
-    *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+    "ff.net.0.proj",
+    "ff.net.2",
+    "ff_context.net.0.proj",
+    "ff_context.net.2",
 ]
 """Layers with an adapter of rank 16, here and in ours."""
 SHIFT = 3.0
@@ -189,17 +198,16 @@ def definitions(file: Path, *names: str, **known: Any) -> dict[str, Any]:
     if missing := set(names) - {getattr(node, "name", "") for node in kept}:
         raise ValueError(f"{file} has no {', '.join(sorted(missing))}")
     space = vars(typing) | {
-        "torch": torch,
-        "math": math,
-        "dataclass": dataclass,
-        "randn_tensor": randn_tensor,
-    }
-    space |= {
-        "tqdm": lambda steps, **_: steps,
-        "dist": MagicMock(),
+        "FlowMatchEulerDiscreteScheduler": FlowMatchEulerDiscreteScheduler,
         "__name__": file.stem,
-    } | known
-    space["FlowMatchEulerDiscreteScheduler"] = FlowMatchEulerDiscreteScheduler
+        "dataclass": dataclass,
+        "dist": MagicMock(),
+        "math": math,
+        "randn_tensor": randn_tensor,
+        "torch": torch,
+        "tqdm": lambda steps, **_: steps,
+        **known,
+    }
     exec(compile(ast.Module(kept, []), str(file), "exec"), space)
     return space
 
@@ -245,20 +253,16 @@ def flow_grpo(folder: Path, task: Task) -> Update:
     )
     accelerator.backward = lambda loss: (loss / trained).backward()
     space |= {
-        "transformer": net,
-        "embeds": task.text,
-        "pooled_embeds": None,
-        "info": defaultdict(list),
-    }
-    space |= {
         "accelerator": accelerator,
         "autocast": contextlib.nullcontext,
+        "config": SimpleNamespace(train=train, sample=SimpleNamespace(noise_level=0.7)),
+        "embeds": task.text,
+        "info": defaultdict(list),
         "optimizer": MagicMock(),
+        "pipeline": SimpleNamespace(scheduler=scheduler),
+        "pooled_embeds": None,
+        "transformer": net,
     }
-    space |= {
-        "config": SimpleNamespace(train=train, sample=SimpleNamespace(noise_level=0.7))
-    }
-    space |= {"pipeline": SimpleNamespace(scheduler=scheduler)}
 
     def update() -> None:
         net.eval()
@@ -269,16 +273,13 @@ def flow_grpo(folder: Path, task: Task) -> Update:
             for t in scheduler.timesteps:
                 v = net(x, t.expand(len(x)), task.text)[0]
                 x, log_prob, *_ = sde(scheduler, v, t.unsqueeze(0), x, noise_level=0.7)
-                latents = [*latents, x]
-                log_probs = [*log_probs, log_prob]
+                latents.append(x)
+                log_probs.append(log_prob)
         states = torch.stack(latents, 1)
-        timesteps = scheduler.timesteps.repeat(len(x), 1)
         sample = {
             "latents": states[:, :-1],
             "next_latents": states[:, 1:],
-            "timesteps": timesteps,
-        }
-        sample |= {
+            "timesteps": scheduler.timesteps.repeat(len(x), 1),
             "log_probs": torch.stack(log_probs, 1),
             "advantages": task.advantages[:, None].expand(-1, trained),
         }
@@ -302,19 +303,16 @@ def diffusion_nft(folder: Path, task: Task) -> Update:
     net = Network(task, checkpointing=False)
     train = SimpleNamespace(adv_clip_max=5, adv_mode="all", beta=1e-4)
     space = {
+        "config": SimpleNamespace(use_lora=True, beta=0.1, train=train),
+        "effective_grad_accum_steps": LEVELS,
+        "embeds": task.text,
+        "enable_amp": False,
+        "mixed_precision_dtype": torch.float32,
+        "pooled_embeds": None,
         "torch": torch,
+        "torch_autocast": lambda **_: contextlib.nullcontext(),
         "transformer_ddp": MagicMock(side_effect=net.__call__, module=net),
     }
-    space |= {
-        "torch_autocast": lambda **_: contextlib.nullcontext(),
-        "enable_amp": False,
-    }
-    space |= {
-        "mixed_precision_dtype": torch.float32,
-        "effective_grad_accum_steps": LEVELS,
-    }
-    space |= {"embeds": task.text, "pooled_embeds": None}
-    space |= {"config": SimpleNamespace(use_lora=True, beta=0.1, train=train)}
 
     def velocity(z: Tensor, sigma: Tensor) -> Tensor:
         return net(z, (sigma * 1000).expand(len(z)), task.text)[0]
@@ -344,19 +342,15 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
     or DiffusionNFT.
     """
     sys.path[:] = [str(folder), *(path for path in sys.path if path != str(folder))]
-    hunyuan = "unirl.models.hunyuan_video15"
-    algorithms = "unirl.algorithms"
-    names = [
-        f"{hunyuan}.diffusion",
-        f"{hunyuan}.conditions",
+    names = (
+        "unirl.models.hunyuan_video15.diffusion",
+        "unirl.models.hunyuan_video15.conditions",
         "unirl.types.conditions",
         "unirl.types.sampling",
-    ]
-    names += [
         "unirl.sde.kernels",
-        f"{algorithms}.flowgrpo",
-        f"{algorithms}.diffusionnft",
-    ]
+        "unirl.algorithms.flowgrpo",
+        "unirl.algorithms.diffusionnft",
+    )
     # It imports ray, which nothing here calls.
     stand_in = {} if importlib.util.find_spec("ray") else {"ray": MagicMock()}
     sys.modules |= stand_in
@@ -377,17 +371,20 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
         strategy=kernels.FlowSDEStrategy(),
         vision_num_semantic_tokens=1,
         vision_states_dim=task.config["image_embed_dim"],
-        **dict.fromkeys(("autocast_precision", "trajectory_precision"), "fp32"),
+        autocast_precision="fp32",
+        trajectory_precision="fp32",
     )
-    settings: dict[str, Any] = {
-        "num_inference_steps": task.num_steps,
-        "height": height,
-        "width": width,
-        "num_frames": frames,
-    }
-    settings |= {"guidance_scale": 0.0, "eta": 0.25, "samples_per_prompt": 1, "seed": 1}
-    trained = list(range(task.num_steps - 1)) if objective == "grpo" else []
-    params = sampling.DiffusionSamplingParams(**settings, sde_indices=trained)
+    params = sampling.DiffusionSamplingParams(
+        num_inference_steps=task.num_steps,
+        height=height,
+        width=width,
+        num_frames=frames,
+        guidance_scale=0.0,
+        eta=0.25,
+        samples_per_prompt=1,
+        seed=1,
+        sde_indices=list(range(task.num_steps - 1)) if objective == "grpo" else [],
+    )
     cls = conditions.HunyuanVideo15Conditions
     valid = torch.ones(task.text.shape[:2], dtype=torch.bool)
     glyph = torch.zeros(len(task.text), 1, task.config["text_embed_2_dim"])
@@ -398,13 +395,12 @@ def unirl(folder: Path, task: Task, objective: str) -> Update:
     if objective == "grpo":
         algorithm = grpo.FlowGRPO(params=params, stage=stage, conditions_cls=cls)
     else:
-        share = LEVELS / task.num_steps
         algorithm = nft.DiffusionNFT(
             params=params,
             stage=stage,
             conditions_cls=cls,
             nft_lora_policy=net,
-            training_timestep_fraction=share,
+            training_timestep_fraction=LEVELS / task.num_steps,
         )
     loss = {"advantages": task.advantages, "training_progress": 0.0, "loss_scale": 1.0}
 

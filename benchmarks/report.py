@@ -80,20 +80,22 @@ class DeviceResults:
     """File -> environment it was made in."""
 
     @property
+    def newest(self) -> dict[str, Any]:
+        """The newest environment."""
+        return self.environments[max(self.environments)]
+
+    @property
     def name(self) -> str:
-        newest = self.environments[max(self.environments)]
-        if newest["gpu"]:
-            return str(newest["gpu"]["name"])
-        cpu = newest["cpu"]
-        return (
-            f"CPU ({cpu['model']}, {cpu['torch_threads']} "
-            f"thread{'s' if cpu['torch_threads'] > 1 else ''})"
-        )
+        if self.newest["gpu"]:
+            return str(self.newest["gpu"]["name"])
+        cpu = self.newest["cpu"]
+        threads = cpu["torch_threads"]
+        return f"CPU ({cpu['model']}, {threads} thread{'s' if threads > 1 else ''})"
 
     @property
     def planned(self) -> str | None:
         """The planner's name of the GPU; None where it has none."""
-        gpu = self.environments[max(self.environments)]["gpu"]
+        gpu = self.newest["gpu"]
         return key_of(gpu["name"]) if gpu else None
 
     @property
@@ -170,12 +172,12 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for column in range(len(head))
         if column == 0 or any(row[column] for row in body)
     ]
-    lines = [
-        [head[column] for column in kept],
-        *([row[column] for column in kept] for row in body),
-    ]
-    rendered = ["| " + " | ".join(cells) + " |" for cells in lines]
-    return "\n".join([rendered[0], "|" + "---|" * len(kept), *rendered[1:]]) + "\n"
+    text = ""
+    for row in (head, *body):
+        text += "| " + " | ".join(row[column] for column in kept) + " |\n"
+        if row is head:
+            text += "|" + "---|" * len(kept) + "\n"
+    return text
 
 
 def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False) -> str:
@@ -197,13 +199,13 @@ def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False)
                 for who, row in contenders.items()
             }
             if by_step and "ours" in rows:
-                others = ", ".join(
+                ours = rows["ours"]
+                ours[RATIO] = ", ".join(
                     f"{who} {cells[RATIO]}"
                     for who, cells in rows.items()
                     if cells[RATIO]
                 )
-                rows = {"": rows["ours"]}
-                rows[""][RATIO] = others
+                rows = {"": ours}
             body += [[name, who, *cells] for who, cells in rows.items()]
         if body:
             table = markdown(("step", "contender", *results.HEAD), body)
@@ -213,11 +215,7 @@ def suite_block(found: Results, *, suites: Sequence[str], by_step: bool = False)
 
 def gpus_of(found: Results) -> Results:
     """The devices that are GPUs."""
-    return [
-        device
-        for device in found
-        if any(environment["gpu"] for environment in device.environments.values())
-    ]
+    return [device for device in found if device.newest["gpu"]]
 
 
 def gpu_block(found: Results) -> str:
@@ -238,14 +236,13 @@ def off_plan(device: DeviceResults) -> str:
         for name, ratio in device.over_plan.items()
         if abs(ratio - 1) > OFF
     ]
-    said = (
-        "**The plan is off by more than a fifth**, measured over predicted: "
-        f"{', '.join(missed)}."
-    )
-    return (
-        f"{device.name}: "
-        f"{said if missed else 'the plan is within a fifth of every figure that it predicts.'}\n"
-    )
+    said = "the plan is within a fifth of every figure that it predicts."
+    if missed:
+        said = (
+            "**The plan is off by more than a fifth**, measured over predicted: "
+            f"{', '.join(missed)}."
+        )
+    return f"{device.name}: {said}\n"
 
 
 def headline_block(found: Results) -> str:
@@ -264,10 +261,8 @@ def headline_block(found: Results) -> str:
                 "54 layers"
             )
         if shown:
-            lines += [
-                f"\n{device.name}, 480x832, {LAYERS} of 54 layers:\n\n",
-                *(f"* {text}\n" for text in shown),
-            ]
+            lines.append(f"\n{device.name}, 480x832, {LAYERS} of 54 layers:\n\n")
+            lines += [f"* {text}\n" for text in shown]
     return "".join(lines) or NO_GPU
 
 
@@ -329,28 +324,19 @@ def cards_block(found: Results) -> str:
         assert plan.fits, preset
         peak, update = cells_of_plan(plan)
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
-        rows.append(
-            [
-                f"{memory} ({card})",
-                f"`{preset}`",
-                f"{peak} GB",
-                update,
-                evidence(found, device),
-            ]
-        )
-    return markdown(
-        (
-            "GPU",
-            "preset",
-            "peak (predicted)",
-            "update (predicted)",
-            "measured over predicted there",
-        ),
-        rows,
+        ratio = evidence(found, device)
+        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update, ratio])
+    head = (
+        "GPU",
+        "preset",
+        "peak (predicted)",
+        "update (predicted)",
+        "measured over predicted there",
     )
+    return markdown(head, rows)
 
 
-def evidence(found: Results, device: str | None) -> str:
+def evidence(found: Results, device: str) -> str:
     """Measured seconds over the plan's, on a device: median and range of all that it
     predicts.
     """
@@ -360,11 +346,9 @@ def evidence(found: Results, device: str | None) -> str:
         if measured.planned == device
         for ratio in measured.over_plan.values()
     ]
-    return (
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        if ratios
-        else ""
-    )
+    if not ratios:
+        return ""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
@@ -417,6 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "files",
         nargs="*",
         type=Path,
+        default=committed_files(),
         help="result files; default benchmarks/results/*/*.json",
     )
     parser.add_argument(
@@ -425,9 +410,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="renew the documents, from all committed results",
     )
     options = parser.parse_args(argv)
-    files = committed_files() if options.write or not options.files else options.files
     try:
-        found = read_results(files)
+        found = read_results(committed_files() if options.write else options.files)
         if options.write:
             for name in DOCUMENTS:
                 text = (ROOT / name).read_text("utf-8")

@@ -41,8 +41,8 @@ def read_result(path: Path) -> Result:
         and isinstance(cells, dict)
     ):
         raise ValueError(
-            f'{path} has no "environment" and "cells": not a result of `python -m '
-            "benchmarks`."
+            f'{path} has no "environment" and "cells": not a result of '
+            "`python -m benchmarks`."
         )
     return result
 
@@ -107,12 +107,10 @@ def ratios(result: Result) -> dict[str, float]:
         name = name_of(suite, step, shape)
         median = ours["seconds"]["median"]
         # The split gradient and the single pass stand beside the peers' training step.
-        beside = (
-            timings.get((suite, "train", shape), {})
-            if step in ("train_split", "single_pass")
-            else {}
-        )
-        for who, row in ((beside | contenders) | {"ours": ours}).items():
+        beside = contenders
+        if step in ("train_split", "single_pass"):
+            beside = timings.get((suite, "train", shape), {}) | contenders
+        for who, row in beside.items():
             if who != "ours" and comparable(ours, row):
                 # Where they took turns, the median of the turns' ratios.
                 turns = ours.get("over", {}).get(who)
@@ -123,10 +121,9 @@ def ratios(result: Result) -> dict[str, float]:
             found[f"{name} seconds per video"] = median / ours["videos"]
         if "peak_memory_gb" in ours:
             found[f"{name} GB of memory"] = ours["peak_memory_gb"]
-        if ours.get("planned_memory_gb"):
-            found[f"{name} GB of memory / planned"] = (
-                ours["peak_memory_gb"] / ours["planned_memory_gb"]
-            )
+        if planned := ours.get("planned_memory_gb"):
+            share = ours["peak_memory_gb"] / planned
+            found[f"{name} GB of memory / planned"] = share
     return found
 
 
@@ -166,18 +163,17 @@ def cells_of(row: Record, contenders: Mapping[str, Record]) -> list[str]:
                 f"{1 / turns['median']:.2f}x ({1 / turns['q80']:.2f} – "
                 f"{1 / turns['q20']:.2f})"
             )
+    plan = ""
+    if "predicted" in row:
+        missed = row["seconds"]["median"] / row["predicted"]
+        plan = f"{missed:.2f}x of {row['predicted']:.3g} s"
     return [
         duration(row["seconds"]),
         f"{row['rate']:.0f} {row['unit']}" if row.get("rate", 0.0) >= 1.0 else "",
         f"{row['share']:.0%}" if "share" in row else "",
         f"{row['peak_memory_gb']:.1f}" if "peak_memory_gb" in row else "",
         over,
-        (
-            f"{row['seconds']['median'] / row['predicted']:.2f}x of "
-            f"{row['predicted']:.3g} s"
-        )
-        if "predicted" in row
-        else "",
+        plan,
         row.get("note", ""),
     ]
 
@@ -195,20 +191,15 @@ HEAD = (
 
 def table(result: Result) -> str:
     """A run in a screenful or two: every figure, and what is missing and why."""
-    lines = (
-        ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""]
-        if result["smoke"]
-        else []
-    )
+    lines = []
+    if result["smoke"]:
+        lines = ["SMOKE RUN: tiny shapes. The numbers below mean nothing.", ""]
     form = "{:44} {:30} {:>13} {:>10} {:>8} {:>20} {:>16}  {}"
     lines.append(form.format("", *HEAD).rstrip())
     for (suite, step, shape), contenders in rows(result).items():
         for contender, row in contenders.items():
-            lines.append(
-                form.format(
-                    name_of(suite, step, shape, contender), *cells_of(row, contenders)
-                ).rstrip()
-            )
+            name = name_of(suite, step, shape, contender)
+            lines.append(form.format(name, *cells_of(row, contenders)).rstrip())
     lines += ["", *problems(result)]
     if not succeeded(result):
         lines += [

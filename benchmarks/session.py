@@ -310,11 +310,9 @@ class Session:
 
 def failure(error: BaseException) -> str:
     """A status: the kind of an exception and the first line of its message."""
-    kind = (
-        "out of memory"
-        if isinstance(error, torch.OutOfMemoryError)
-        else f"failed: {type(error).__name__}"
-    )
+    kind = f"failed: {type(error).__name__}"
+    if isinstance(error, torch.OutOfMemoryError):
+        kind = "out of memory"
     return f"{kind}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
@@ -329,27 +327,24 @@ def timing(
 
 
 def ceiling_cells(session: Session) -> Iterator[Cell]:
-    """Copy bandwidth and the rate of a large product, the denominators of every share;
-    and what 8 bits would give.
+    """Copy bandwidth and the rate of a large product, the denominators of every share.
 
     A kernel can reach at least the rate of one copy: the ceiling is the faster of
     memcpy and a Triton copy.
     """
 
-    def measured(name: str, amount: str) -> Record:
+    def measured(name: str) -> Record:
+        calls, work = harness.CEILINGS[name](session.device, session.smoke)
         rows = []
-        for contender, (call, size) in harness.ceiling_calls(
-            name, session.device, smoke=session.smoke
-        ).items():
+        for contender, call in calls.items():
             seconds = session.time(
                 call, rounds=20, calls=1 if session.smoke else 5, warmup=3
             )
-            rows.append(timing(name, "", contender, seconds, **{amount: size}))
+            rows.append(timing(name, "", contender, seconds, **work))
         return {"rows": rows}
 
-    for name in ("copy", "matmul", "product up", "product down"):
-        amount = "bytes" if name == "copy" else "flop"
-        yield Cell(suite="ceilings", name=name, work=partial(measured, name, amount))
+    for name in harness.CEILINGS:
+        yield Cell(suite="ceilings", name=name, work=partial(measured, name))
 
 
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
@@ -375,27 +370,31 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
         default=BUDGET,
         help=f"seconds of the whole run ({BUDGET:.0f})",
     )
-    words = (
-        "seconds for which a GPU is lent, for this run and the next; with --smoke the "
-        "order that is predicted"
+    parser.add_argument(
+        "--lease",
+        type=float,
+        help="seconds for which a GPU is lent, for this run and the next; with --smoke "
+        "the order that is predicted",
     )
-    parser.add_argument("--lease", type=float, help=words)
     parser.add_argument(
         "--output_file",
         type=Path,
         help="JSON; default benchmarks/results/<device>/<date>-<commit>...",
     )
-    words = "of the kernels, this op only; may be repeated"
     parser.add_argument(
-        "--op", action="append", default=[], choices=OPS, metavar="NAME", help=words
+        "--op",
+        action="append",
+        default=[],
+        choices=OPS,
+        metavar="NAME",
+        help="of the kernels, this op only; may be repeated",
     )
-    words = "backend of the transformer's attention and of its peers"
     parser.add_argument(
         "--attention",
         default="auto",
         choices=("auto", *BACKENDS),
         metavar="NAME",
-        help=words,
+        help="backend of the transformer's attention and of its peers",
     )
     parser.add_argument(
         "--public",

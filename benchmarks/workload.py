@@ -145,6 +145,17 @@ def adapt(transformer: HunyuanVideo15Transformer3DModel) -> None:
                 parameter.normal_(0.0, 0.02, generator=generator)
 
 
+def take_gradients(transformer: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the trained weights, which have none then."""
+    found = {
+        name: p.grad
+        for name, p in trainable_parameters(transformer).items()
+        if p.grad is not None
+    }
+    transformer.zero_grad(set_to_none=True)
+    return found
+
+
 STEP_WORK: dict[str, tuple[float, float]] = {"forward": (1, 1), "rollout": (2, 2)}
 STEP_WORK |= dict.fromkeys(("train", "train_split", "single_pass"), (4, 6))
 """Step -> forwards' worth of linear and of attention operations.

@@ -11,6 +11,7 @@ and one that is certain but below `LEAST` settles nothing.
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, get_args
@@ -107,19 +108,6 @@ class Training:
     seed: int
 
     @property
-    def num_updates(self) -> int:
-        """Updates, as in toy_cpu.yaml unless the arm says otherwise."""
-        key = "--training.num_updates="
-        return next(
-            (
-                int(word.removeprefix(key))
-                for word in self.overrides
-                if word.startswith(key)
-            ),
-            20,
-        )
-
-    @property
     def name(self) -> str:
         """Arm and seed; the place of the run below the study's folder."""
         return f"{self.arm}/seed-{self.seed}"
@@ -155,15 +143,13 @@ class Experiment:
     def measurements(self) -> dict[str, tuple[int, ...]]:
         """Seeds of the measurements by name; each is made in its own process."""
         size = SEEDS_OF_A_PROCESS if self.runs else 1
+        if not self.measure:
+            return {}
         chunks = [
             self.seeds[first : first + size]
             for first in range(0, len(self.seeds), size)
         ]
-        return (
-            {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks}
-            if self.measure
-            else {}
-        )
+        return {f"{self.key}-seed-{chunk[0]}": chunk for chunk in chunks}
 
     def trainings(self) -> list[Training]:
         """Trainings, seed by seed, so that a study that is stopped early has all arms."""
@@ -272,9 +258,10 @@ def larger(
     one: str,
     other: str,
     digits: int = 3,
+    sign: int = 1,
 ) -> Evidence:
     """A quantity is larger in one arm than in the other, in pairs of seeds (and of
-    prompts, if any).
+    prompts, if any); smaller at sign -1.
     """
     ours = findings.by_seed(experiment, quantity, one)
     theirs = findings.by_seed(experiment, quantity, other)
@@ -286,31 +273,16 @@ def larger(
     if len(pairs) == 1:
         return Evidence(ours=f"{text} (one seed)")
     rows = [
-        [a - b for a, b in zip(first.parts, second.parts, strict=False)]
+        [sign * (a - b) for a, b in zip(first.parts, second.parts, strict=False)]
         for first, second in pairs
     ]
     if quantity.startswith(PER_PROMPT) and all(rows):
         effect = crossed_effect(rows)
     else:
-        effect = seed_effect([first.value - second.value for first, second in pairs])
+        effect = seed_effect(
+            [sign * (first.value - second.value) for first, second in pairs]
+        )
     return Evidence(ours=text, effect=effect)
-
-
-def smaller(
-    findings: Findings,
-    experiment: str,
-    quantity: str,
-    one: str,
-    other: str,
-    digits: int = 3,
-) -> Evidence:
-    """A quantity is smaller in one arm than in the other; the numbers stand in the
-    order given.
-    """
-    found = larger(findings, experiment, quantity, other, one, digits)
-    return Evidence(
-        ours=" and ".join(reversed(found.ours.split(" and "))), effect=found.effect
-    )
 
 
 def within(
@@ -360,15 +332,12 @@ def mostly_below_flow(findings: Findings, experiment: str) -> Evidence:
             for name in ("sage_grpo", "flow_grpo")
         )
         not_below = [
-            i
-            for i, (one, other) in enumerate(zip(ours, theirs, strict=True))
+            f"step {step} of {count}: {one:.2f} and {other:.2f}"
+            for step, (one, other) in enumerate(zip(ours, theirs, strict=True), 1)
             if one >= other
         ]
-        above += [
-            f"step {i + 1} of {count}: {ours[i]:.2f} and {theirs[i]:.2f}"
-            for i in not_below
-        ]
-        total = total + len(ours)
+        above += not_below
+        total += len(ours)
         holds = holds and 2 * len(not_below) < len(ours)
     if not total:
         raise KeyError(experiment)
@@ -463,18 +432,15 @@ def nearer_at_equal_exploration(findings: Findings, experiment: str) -> Evidence
 
 
 EVIDENCE: Mapping[str, Callable[..., Evidence]] = {
-    function.__name__: function
-    for function in (
-        *(
-            larger,
-            smaller,
-            within,
-            about,
-            by_construction,
-            mostly_below_flow,
-            last_smallest,
-            spread_over,
-        ),
-        *(less_in_high_noise, margin_decides, nearer_at_equal_exploration),
-    )
+    "larger": larger,
+    "smaller": partial(larger, sign=-1),
+    "within": within,
+    "about": about,
+    "by_construction": by_construction,
+    "mostly_below_flow": mostly_below_flow,
+    "last_smallest": last_smallest,
+    "spread_over": spread_over,
+    "less_in_high_noise": less_in_high_noise,
+    "margin_decides": margin_decides,
+    "nearer_at_equal_exploration": nearer_at_equal_exploration,
 }

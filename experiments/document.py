@@ -37,71 +37,39 @@ def render(findings: Findings) -> str:
     least = "; ".join(
         f"{name.replace('_', ' ')} {size:g}" for name, size in LEAST.items()
     )
-    parts = [HEAD.format(least=least)]
-    parts.append(_summary(findings))
+    parts = [HEAD.format(least=least), _summary(findings)]
     for experiment in done:
-        picture = (
-            f"![Figure]({IMAGES}/{experiment.key}.png)\n\n"
-            if experiment.key in measured
-            else ""
-        )
-        # Arms whose best rate is at an end of the search; the picture has all rates.
-        rates = {
-            arm: findings.mean(experiment.key, "rate", arm)
-            for arm in experiment.runs
-            if experiment.rates
-        }
-        ends = "; ".join(
-            arm for arm, rate in rates.items() if rate in (SLOWEST, FASTEST)
-        )
-        caption = experiment.caption + (
-            f" At an end of the search: {ends}." if ends else ""
-        )
-        lines = [f"## {experiment.title}\n\n{picture}{caption}\n"]
-        lines += [
+        picture = ""
+        if experiment.key in measured:
+            picture = f"![Figure]({IMAGES}/{experiment.key}.png)\n\n"
+        caption = experiment.caption
+        if experiment.rates:
+            # Arms whose best rate is at an end of the search; the picture has all.
+            ends = [
+                arm
+                for arm in experiment.runs
+                if findings.mean(experiment.key, "rate", arm) in (SLOWEST, FASTEST)
+            ]
+            if ends:
+                caption += f" At an end of the search: {'; '.join(ends)}."
+        lines = [
+            f"## {experiment.title}\n\n{picture}{caption}\n",
             "| claim | paper | here | difference | verdict |",
             "|---|---|---|---|---|",
         ]
-        parts.append(
-            "\n".join(
-                [
-                    *lines,
-                    *(_row(judged) for judged in judge(experiment.claims, findings)),
-                    "",
-                ]
-            )
-        )
+        lines += [_row(judged) for judged in judge(experiment.claims, findings)]
+        parts.append("\n".join([*lines, ""]))
     if left:
-        # Core-hours of trainings of the network, at the mean seconds of an update of
-        # those that have been made.
-        made: dict[tuple[str, int | None], int] = {
-            (t.arm, t.seed): t.num_updates for e in EXPERIMENTS for t in e.trainings()
-        }
-        seconds = {
-            (r.arm, r.seed): r.value
-            for r in findings.rows
-            if r.quantity == COST and (r.arm, r.seed) in made
-        }
-        each = sum(seconds.values()) / (
-            sum(made[training] for training in seconds) or 1
-        )
         lines = [
             "## Not run yet",
             "",
-            (
-                "| table, figure | claims | trainings, or arms of the testbed | "
-                "core-hours | |"
-            ),
-            "|---|---|---|---|---|",
+            "| table, figure | claims | trainings, or arms of the testbed | |",
+            "|---|---|---|---|",
         ]
         for e in left:
-            updates = sum(training.num_updates for training in e.trainings())
-            hours = f"{each * updates / 3600:.0f}" if e.arms else "under 1"
-            cells = (e.title, len(e.claims), len(e.trainings() or e.runs), hours)
-            lines.append(
-                f"| {' | '.join(map(str, cells))} | `python -m experiments --only "
-                f"{e.key}` |"
-            )
+            trainings = len(e.trainings() or e.runs)
+            command = f"`python -m experiments --only {e.key}`"
+            lines.append(f"| {e.title} | {len(e.claims)} | {trainings} | {command} |")
         parts.append("\n".join([*lines, ""]))
     return "\n".join(parts)
 
@@ -124,12 +92,8 @@ def _summary(findings: Findings) -> str:
     measured = {row.experiment for row in findings.rows}
     for experiment in EXPERIMENTS:
         judged = judge(experiment.claims, findings)
-        paper = Counter(
-            judgement.verdict for judgement in judged if judgement.claim.source
-        )
-        own = Counter(
-            judgement.verdict for judgement in judged if not judgement.claim.source
-        )
+        paper = Counter(one.verdict for one in judged if one.claim.source)
+        own = Counter(one.verdict for one in judged if not one.claim.source)
         counts = [
             f"{paper[name]}+{own[name]}" if paper[name] + own[name] else ""
             for name in VERDICTS
@@ -141,13 +105,9 @@ def _summary(findings: Findings) -> str:
         )
         planned = len(experiment.seeds)
         done = len({*experiment.seeds} & {*findings.seeds(experiment.key)})
-        seeds = (
-            "-"
-            if not planned
-            else str(done)
-            if done == planned
-            else f"{done} of {planned}"
-        )
+        seeds = "-"
+        if planned:
+            seeds = str(done) if done == planned else f"{done} of {planned}"
         minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
         cost = f"{minutes:.0f}" if minutes else "-"
         short = experiment.title.partition(":")[0]
@@ -218,11 +178,9 @@ def _table(experiment: Experiment, findings: Findings) -> str:
             values = [
                 row.value for row in findings.select(experiment.key, quantity, arm)
             ]
-            error = (
-                f" ± {stdev(values) / len(values) ** 0.5:.3f}"
-                if len({*values}) > 1
-                else ""
-            )
-            cells.append(f"{fmean(values):.3f}{error}" if values else "")
+            cell = f"{fmean(values):.3f}" if values else ""
+            if len({*values}) > 1:
+                cell += f" ± {stdev(values) / len(values) ** 0.5:.3f}"
+            cells.append(cell)
         lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])

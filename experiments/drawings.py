@@ -72,7 +72,8 @@ def _lines_over(
 
 def _draw_table1(findings: Findings) -> "Figure":
     figure, (left, right) = _panels(
-        *(9.5, 3.6),
+        9.5,
+        3.6,
         ("variance from sigma 0.9 up", "steps T", "variance"),
         ("noise of the last step", "steps T", "standard deviation"),
     )

@@ -173,26 +173,22 @@ def measure_exact_policy(
                 found = sample_exactly(
                     world, table, seed=seed, starts=groups, members=members
                 )
-                n = groups * members
+                counts = dict.fromkeys(found, groups * members)
                 if (num_steps, eta) == (STEPS, ETA):
                     single = sample_exactly(
                         world, table, seed=seed, starts=starts, members=1
                     )
-                    found = single | {name: found[name] for name in OF_GROUPS}
+                    for quantity in single.keys() - set(OF_GROUPS):
+                        found[quantity] = single[quantity]
+                        counts[quantity] = starts
                 for quantity, value in found.items():
-                    count = (
-                        n
-                        if quantity in OF_GROUPS or (num_steps, eta) != (STEPS, ETA)
-                        else starts
-                    )
-                    arm = f"{sampler}, T={num_steps}, eta={eta:g}"
                     yield Finding(
                         experiment="fig2",
                         quantity=quantity,
-                        arm=arm,
+                        arm=f"{sampler}, T={num_steps}, eta={eta:g}",
                         seed=seed,
                         value=value,
-                        n=count,
+                        n=counts[quantity],
                     )
 
 
@@ -214,27 +210,22 @@ def measure_rollouts(
         metrics = _iterate(
             replace(config, seed=seed, rollout=rollout, training=training)
         )[0]
-        means = {
-            key: value
+        values = {
+            key.removeprefix("reward/").removesuffix("_mean"): value
             for key, value in metrics.items()
             if key.startswith("reward/") and key.endswith("mean")
         }
-        values = {
-            key.removeprefix("reward/").removesuffix("_mean"): value
-            for key, value in means.items()
-        }
-        values |= {
-            "reward": values.pop("mean"),
-            "group_std": metrics["advantage/group_std"],
-        }
-        common: dict[str, Any] = {
-            "experiment": "base",
-            "arm": sampler,
-            "seed": seed,
-            "n": rollout.batch_size,
-        }
+        values["reward"] = values.pop("mean")
+        values["group_std"] = metrics["advantage/group_std"]
         for quantity, value in values.items():
-            yield Finding(quantity=quantity, value=value, **common)
+            yield Finding(
+                experiment="base",
+                arm=sampler,
+                seed=seed,
+                n=rollout.batch_size,
+                quantity=quantity,
+                value=value,
+            )
 
 
 def measure_gradients(

@@ -261,17 +261,18 @@ def _train(
         "lr": phase.rate * config.learning_rate,
         "weight_decay": 0.01,
     }
-    optimizers: list[Optimizer] = [
-        Float32Muon([*matrices.values()], **options)
-        if phase.dtype == torch.float32
-        else Muon([*matrices.values()], **options, adjust_lr_fn="match_rms_adamw"),
-        AdamW(
-            others,
-            lr=phase.rate * config.other_learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=0.0,
-        ),
-    ]
+    muon: Optimizer
+    if phase.dtype == torch.float32:
+        muon = Float32Muon([*matrices.values()], **options)
+    else:
+        muon = Muon([*matrices.values()], **options, adjust_lr_fn="match_rms_adamw")
+    adamw = AdamW(
+        others,
+        lr=phase.rate * config.other_learning_rate,
+        betas=(0.9, 0.95),
+        weight_decay=0.0,
+    )
+    optimizers = [muon, adamw]
 
     def rate(step: int) -> float:
         """Of the peak, at a step counted from 0: linear, to zero."""

@@ -90,11 +90,13 @@ def run_jobs(
                 done = done + 1
                 if status:
                     failed.append(name)
-                    lines = log_of[name].read_text("utf-8", "replace").splitlines() or [
-                        ""
+                    lines = [
+                        "",
+                        *log_of[name].read_text("utf-8", "replace").splitlines(),
                     ]
                     tell(
-                        f"{name} failed (status {status}): {lines[-1]} (all of it: "
+                        f"{name} failed (status {status}): "
+                        f"{lines[-1]} (all of it: "
                         f"{log_of[name]})"
                     )
                 else:
@@ -146,11 +148,8 @@ class Study:
         except (ValueError, OSError) as error:
             raise ConfigError(str(error)) from error
         file = self.folder / "study.json"
-        if (
-            not file.is_file()
-            and not (self.folder / "trainings").exists()
-            and not (self.folder / "measures").exists()
-        ):
+        begun = [self.folder / name for name in ("trainings", "measures")]
+        if not file.is_file() and not any(folder.exists() for folder in begun):
             write_text(file, json.dumps({"base": base}))
         elif not file.is_file() or json.loads(file.read_text("utf-8"))["base"] != base:
             raise ConfigError(
@@ -210,14 +209,11 @@ class Study:
                 request["arguments"] = runs
             for name, seeds in experiment.measurements().items():
                 if not self.measured(name):
-                    program = [
+                    jobs[name] = [
                         sys.executable,
                         "-m",
                         "experiments.measures",
                         str(self._result(name)),
-                    ]
-                    jobs[name] = [
-                        *program,
                         json.dumps(request | {"seeds": seeds}),
                         *self.files,
                     ]
@@ -277,11 +273,9 @@ class Study:
                     f"study now has {value!r}. "
                     "Choose another --output_dir, or move that folder away."
                 )
-        done = (
-            json.loads(run.result.read_text("utf-8"))["after"]
-            if run.result.is_file()
-            else -1
-        )
+        if not run.result.is_file():
+            return False
+        done = json.loads(run.result.read_text("utf-8"))["after"]
         return bool(done >= config.training.num_updates)
 
     def findings(self) -> Findings:
@@ -306,17 +300,14 @@ class Study:
     def trained(self, training: Training, experiment: str) -> Iterator[Finding]:
         """Findings of a finished training."""
         run = RunDirectory(self._run(training))
-        made = (
-            made_with(json.loads(run.environment.read_text("utf-8")))
-            if run.environment.is_file()
-            else {}
-        )
         common: dict[str, Any] = {
             "experiment": experiment,
             "arm": training.arm,
             "seed": training.seed,
+            "settings": settings_digest(run.settings),
         }
-        common |= made | {"settings": settings_digest(run.settings)}
+        if run.environment.is_file():
+            common |= made_with(json.loads(run.environment.read_text("utf-8")))
 
         def found(
             quantity: str, value: float, parts: Sequence[float] = (), **more: Any
@@ -345,10 +336,5 @@ class Study:
             if update > SETTLED
         ]:
             yield found("kl_share", fmean(shares), shares)
-        yield found(
-            COST,
-            sum(
-                sum(run.curve(key).values())
-                for key in ("time/iteration", "time/evaluation")
-            ),
-        )
+        times = (run.curve(key) for key in ("time/iteration", "time/evaluation"))
+        yield found(COST, sum(sum(seconds.values()) for seconds in times))

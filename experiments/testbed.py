@@ -186,17 +186,13 @@ def reverse_loss(
         name: column[chosen].to(x).repeat_interleave(each)
         for name, column in names.items()
     }
-    velocities = (
+    return policy_loss(
         policy.velocity_at(psi, asked, x, sigma),
         stacked(rollout.velocities),
         held,
         stacked(rollout.noises),
-    )
-    advantage = advantages.repeat(len(chosen))
-    return policy_loss(
-        *velocities,
         **columns,
-        advantage=advantage,
+        advantage=advantages.repeat(len(chosen)),
         kl_weight=kl_weight,
         settings=settings,
     )
@@ -225,7 +221,10 @@ def noised_loss(
     with torch.no_grad():
         v_old = policy.velocity_at(old, asked, x, sigma)
     return forward_loss(
-        *(policy.velocity_at(psi, asked, x, sigma), z - x0, v_old, None),
+        policy.velocity_at(psi, asked, x, sigma),
+        z - x0,
+        v_old,
+        None,
         sigma=sigma,
         advantage=advantages.repeat(levels),
         anchor_weight=0.0,
@@ -251,6 +250,7 @@ def train(
         clip_range=settings.clip_range,
         kl_mode=settings.kl_mode,
     )
+    process = ForwardProcessConfig(weighting=settings.weighting, beta=settings.beta)
     old = policy.initial()
     anchor = policy.initial()
     optimizer = torch.optim.Adam([psi], lr=settings.learning_rate)
@@ -288,9 +288,6 @@ def train(
         spreads.append(float(scores.std(1).mean()))
         for part in _parts(settings, table, drawing):
             if settings.update == "forward":
-                process = ForwardProcessConfig(
-                    weighting=settings.weighting, beta=settings.beta
-                )
                 loss = noised_loss(
                     policy,
                     psi,
@@ -303,11 +300,6 @@ def train(
                     process,
                 )
             else:
-                kl: dict[str, Any] = {
-                    "kl_weight": weight.weight,
-                    "anchor": None if kind == "none" else anchor,
-                }
-                steps = [int(step) for step in part]
                 terms = reverse_loss(
                     policy,
                     psi,
@@ -316,8 +308,9 @@ def train(
                     table,
                     advantages,
                     objective,
-                    steps=steps,
-                    **kl,
+                    steps=[int(step) for step in part],
+                    kl_weight=weight.weight,
+                    anchor=None if kind == "none" else anchor,
                 )
                 loss = terms.loss.mean()
                 weight = next_kl_weight(weight, weighted_kl(terms, objective), weights)
@@ -363,25 +356,16 @@ def _parts(
     """
     if settings.update == "reverse":
         steps = table.trainable.nonzero()[:, 0]
-        steps = steps[torch.randperm(len(steps), generator=generator)]
-        return [
-            steps[first :: settings.updates_per_rollout]
-            for first in range(settings.updates_per_rollout)
-        ]
-    shape = (settings.levels, settings.captions * settings.videos)
-    t = (
-        torch.arange(settings.levels)[:, None] + torch.rand(shape, generator=generator)
-    ) / settings.levels
-    sigmas = (
-        settings.shift * t / (1 + (settings.shift - 1) * t)
-        if settings.spacing == "shifted"
-        else t
-    )
-    sigmas = sigmas.clamp(0.02, 0.995)
-    return [
-        sigmas[first :: settings.updates_per_rollout]
-        for first in range(settings.updates_per_rollout)
-    ]
+        parts = steps[torch.randperm(len(steps), generator=generator)]
+    else:
+        shape = (settings.levels, settings.captions * settings.videos)
+        stratum = torch.arange(settings.levels)[:, None]
+        parts = (stratum + torch.rand(shape, generator=generator)) / settings.levels
+        if settings.spacing == "shifted":
+            parts = settings.shift * parts / (1 + (settings.shift - 1) * parts)
+        parts = parts.clamp(0.02, 0.995)
+    each = settings.updates_per_rollout
+    return [parts[first::each] for first in range(each)]
 
 
 def measure_testbed(
@@ -414,13 +398,14 @@ def measure_testbed(
             (arm, seed, result | {"rate": settings.learning_rate}),
             *results,
         ]:
-            common: dict[str, Any] = {"experiment": experiment, "arm": name, "seed": of}
             for quantity, value in values.items():
                 yield Finding(
+                    experiment=experiment,
+                    arm=name,
+                    seed=of,
                     quantity=quantity,
                     value=value,
                     n=settings.captions * settings.videos,
-                    **common,
                 )
 
 

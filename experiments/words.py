@@ -87,11 +87,9 @@ def draw_letter(letter: str, place: int, motion: str, height: int) -> Tensor:
     frames = []
     for frame in range(NUM_FRAMES):
         time = frame / (NUM_FRAMES - 1) - 0.5
-        scale = (
-            sum(GROWTH) / 2 + (GROWTH[1] - GROWTH[0]) * time
-            if motion == "closer"
-            else 1.0
-        )
+        scale = 1.0
+        if motion == "closer":
+            scale = sum(GROWTH) / 2 + (GROWTH[1] - GROWTH[0]) * time
         x = (
             WIDTH / 2
             + place * scale * CELL / 2

@@ -231,11 +231,9 @@ def block_cost(
 
     x = activation(1, shape.video_tokens, width).requires_grad_()
     text = activation(1, shape.text_tokens, width).requires_grad_()
-    modulation = (
-        (None, None)
-        if trained == "everything"
-        else (activation(1, 6 * width), activation(1, 6 * width))
-    )
+    modulation: tuple[Tensor | None, ...] = (None, None)
+    if trained != "everything":
+        modulation = (activation(1, 6 * width), activation(1, 6 * width))
     table = torch.empty(
         shape.video_tokens, transformer.config["attention_head_dim"], device="meta"
     )

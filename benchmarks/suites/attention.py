@@ -105,15 +105,10 @@ def exact(tensors: Sequence[Tensor]) -> list[Tensor]:
     dqs = []
     for q_rows, grad_rows in zip(q.split(ROWS, 2), grad.split(ROWS, 2), strict=True):
         p = (q_rows @ k.transpose(-1, -2) * scale).softmax(-1)
-        outs.append(p @ v)
-        ds = (
-            scale
-            * p
-            * (
-                grad_rows @ v.transpose(-1, -2)
-                - (grad_rows * outs[-1]).sum(-1, keepdim=True)
-            )
-        )
+        out = p @ v
+        outs.append(out)
+        dp = grad_rows @ v.transpose(-1, -2)
+        ds = scale * p * (dp - (grad_rows * out).sum(-1, keepdim=True))
         dqs.append(ds @ k)
         dk += ds.transpose(-1, -2) @ q_rows
         dv += p.transpose(-1, -2) @ grad_rows
@@ -153,9 +148,10 @@ def check(
             worst[name + below] = max(worst[name + below], times)
             if not times <= bounds[offset]:
                 wrong.append(f"{name} of {tokens} tokens{below}")
-    return verdict(worst, limits) | (
-        {"reason": f"wrong are {'; '.join(wrong[:6])}"} if wrong else {}
-    )
+    found = verdict(worst, limits)
+    if wrong:
+        found["reason"] = f"wrong are {'; '.join(wrong[:6])}"
+    return found
 
 
 def time_backend(

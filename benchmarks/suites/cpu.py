@@ -14,7 +14,7 @@ by the wall's clock and on every core a step took 24 ms, and 370 on a busy machi
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ from sage_fast.kernels import REFERENCE
 from sage_fast.models.family import Components
 from sage_fast.models.toy.codec import PatchCodec
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
-from sage_fast.policy.lora import trainable_parameters
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.trainer import Trainer
@@ -78,12 +77,8 @@ class Contest:
                 self.inputs.latents, self.inputs.sigma, self.inputs.conditional
             )
             found.backward(self.inputs.noise)
-        gradients = {
-            name: p.grad
-            for name, p in trainable_parameters(self.transformer).items()
-            if p.grad is not None
-        }
-        self.transformer.zero_grad(set_to_none=True)
+            # a peer that is switched off takes its adapters with it
+            gradients = workload.take_gradients(self.transformer)
         return gradients | {"velocity": found.detach()}
 
     def measure(self, step: str, smoke: bool) -> Record:
@@ -123,15 +118,10 @@ def in_turns(
         timing(step, shape, who, quantiles(found)) for who, found in seconds.items()
     ]
     ours, *others = contenders
-    rows[0]["over"] = {
-        who: quantiles(
-            [
-                mine / theirs
-                for mine, theirs in zip(seconds[ours], seconds[who], strict=True)
-            ]
-        )
-        for who in others
-    }
+    rows[0]["over"] = {}
+    for who in others:
+        turns = zip(seconds[ours], seconds[who], strict=True)
+        rows[0]["over"][who] = quantiles([mine / theirs for mine, theirs in turns])
     return {"rows": rows}
 
 
@@ -150,17 +140,15 @@ def toy_trainer(
         "model.device": "cpu",
         "rollout.num_steps": 3,
         "rollout.num_generations": 2,
-        "objective.kl_mode": "none",
-    }
-    changes |= {
         "rollout.batch_size": videos,
         "rollout.micro_batch_size": videos,
         "lora.target_modules": None,
+        "objective.kl_mode": "none",
+        "training.update": update,
+        "training.ema_decay": None,
+        **more,
     }
-    config = load_config(
-        "toy_cpu",
-        changes | {"training.update": update, "training.ema_decay": None} | more,
-    )
+    config = load_config("toy_cpu", changes)
     model = TRANSFORMER_CONFIG | {"num_attention_heads": heads, "num_layers": layers}
     components = Components(
         transformer=workload.random_transformer(
@@ -202,15 +190,17 @@ def cells(session: Session) -> Iterator[Cell]:
         ours, p2 = (contest().gradients(contender) for contender in CONTENDERS)
         return verdict({"difference": pooled_error(ours, p2)}, TOLERANCE)
 
+    def measure(step: str) -> Record:
+        return contest().measure(step, session.smoke)
+
     yield Cell(suite=SUITE, name="parity", work=check)
     for step in STEPS:
-        work = lambda step=step: contest().measure(step, session.smoke)  # noqa: E731
         yield Cell(
             suite=SUITE,
             name=f"{step} {SHAPE.name}",
-            work=work,
+            work=partial(measure, step),
             needs=(f"{SUITE} parity",),
         )
     for shape in UPDATES:
-        work = lambda shape=shape: measure_updates(shape, session.smoke)  # noqa: E731
+        work = partial(measure_updates, shape, session.smoke)
         yield Cell(suite=SUITE, name=f"single_pass {shape}", work=work)

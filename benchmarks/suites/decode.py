@@ -85,8 +85,6 @@ class Contest:
         generator = torch.Generator(device).manual_seed(1)
         self.latents = torch.randn(1, *latent, generator=generator, device=device)
         self.tiled = not decoder.together(*latent[1:], decoder.memory_gib)
-        self.warm: set[str] = set()
-        """Contenders whose calls have been made in this process."""
 
     def ours(self) -> Tensor:
         return self.decoder.decode(self.latents)
@@ -97,7 +95,6 @@ class Contest:
 
     def check(self) -> Record:
         """Largest difference in levels."""
-        self.warm.update(CONTENDERS)
         difference = (self.ours().int() - self.stock().int()).abs().max()
         return verdict(
             {"levels": float(difference)},
@@ -109,29 +106,13 @@ class Contest:
         call: Callable[[], object] = self.stock if contender == "stock" else self.ours
         harness.forget_peak(session.device)
         rounds = 20 if session.device.type == "cpu" else 2
-        # A process that goes on behind the check has not made the call yet.
-        seconds = session.time(
-            call, rounds=rounds, warmup=0 if contender in self.warm else 1
-        )
+        seconds = session.time(call, rounds=rounds)
         peak = harness.peak_memory_gb(session.device)
         size = " x ".join(str(n) for n in self.latents.shape[1:])
-        note = (
-            f"{size}, {str(self.vae.dtype).removeprefix('torch.')}, "
-            f"{'in tiles' if self.tiled else 'whole'}"
-        )
-        return {
-            "rows": [
-                timing(
-                    "",
-                    shape,
-                    contender,
-                    seconds,
-                    peak_memory_gb=peak,
-                    note=note,
-                    tiled=self.tiled,
-                )
-            ]
-        }
+        dtype = str(self.vae.dtype).removeprefix("torch.")
+        note = f"{size}, {dtype}, {'in tiles' if self.tiled else 'whole'}"
+        more = {"peak_memory_gb": peak, "note": note, "tiled": self.tiled}
+        return {"rows": [timing("", shape, contender, seconds, **more)]}
 
 
 def cells(session: Session) -> Iterator[Cell]:
@@ -141,29 +122,26 @@ def cells(session: Session) -> Iterator[Cell]:
     memory = ModelConfig().decode_limit_gib
     vae = partial(random_vae, config, session.device, dtype)
     decoders = cache(lambda: (VAEDecoder(vae(), memory_gib=memory), vae()))
-    for name, latent in (
-        [("tiny", TINY_LATENT)]
-        if tiny
-        else [(shape.name, shape.latent) for shape in SHAPES]
-    ):
-        contest: Any = cache(lambda latent=latent: Contest(*decoders(), latent))  # type: ignore[misc]
-        parity = f"parity {name}"
+    latents = {"tiny": TINY_LATENT}
+    if not tiny:
+        latents = {shape.name: shape.latent for shape in SHAPES}
 
-        def check(contest: Any = contest) -> Record:
-            return contest().check()
+    @cache
+    def contest(name: str) -> Contest:
+        return Contest(*decoders(), latents[name])
 
-        yield Cell(suite=SUITE, name=parity, work=check)
+    def check(name: str) -> Record:
+        return contest(name).check()
+
+    def measure(name: str, contender: str) -> Record:
+        return contest(name).measure(session, name, contender)
+
+    for name in latents:
+        yield Cell(suite=SUITE, name=f"parity {name}", work=partial(check, name))
         for who in CONTENDERS:
-
-            def work(
-                contest: Any = contest, name: str = name, who: str = who
-            ) -> Record:
-                found: Record = contest().measure(session, name, who)
-                return found
-
             yield Cell(
                 suite=SUITE,
                 name=f"{name} {who}",
-                work=work,
-                needs=(f"{SUITE} {parity}",),
+                work=partial(measure, name, who),
+                needs=(f"{SUITE} parity {name}",),
             )

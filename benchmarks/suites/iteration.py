@@ -170,20 +170,22 @@ class Iteration:
         note = ", ".join(
             f"{phase} {seconds:.1f} s" for phase, seconds in phases.items()
         )
-        note += "" if planned is None else f"; planned {planned:.1f} GB"
-        note += (
-            f"; without the kernels of {', '.join(self.reference_ops)}"
-            if self.reference_ops
-            else ""
-        )
+        if planned is not None:
+            note += f"; planned {planned:.1f} GB"
+        if self.reference_ops:
+            note += f"; without the kernels of {', '.join(self.reference_ops)}"
         row = timing(
-            step, "B", "ours", quantiles([total]), peak_memory_gb=peak, note=note
+            step,
+            "B",
+            "ours",
+            quantiles([total]),
+            peak_memory_gb=peak,
+            note=note,
+            videos=2,
+            phases=phases,
+            planned_memory_gb=planned,
         )
-        return {
-            "rows": [
-                row | {"videos": 2, "phases": phases, "planned_memory_gb": planned}
-            ]
-        }
+        return {"rows": [row]}
 
 
 def cells(session: Session) -> Iterator[Cell]:

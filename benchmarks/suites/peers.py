@@ -137,14 +137,8 @@ def cells(session: Session) -> Iterator[Cell]:
             contender = cache(partial(make, folder, objective, network))
             names = {who: f"{objective} {network} {who}" for who in trainers}
             for who, name in names.items():
-
-                def made(
-                    contender: Callable[[str], Contender] = contender, who: str = who
-                ) -> Record:
-                    contender(who)
-                    return {"checkout": public.commit_of(folder / who)}
-
-                yield Cell(suite=SUITE, name=name, work=made)
+                work = partial(first_update, contender, folder / who)
+                yield Cell(suite=SUITE, name=name, work=work)
             works = [
                 who
                 for who in trainers
@@ -152,6 +146,12 @@ def cells(session: Session) -> Iterator[Cell]:
             ]
             work = partial(measure, session, objective, network, contender, works)
             yield Cell(suite=SUITE, name=f"{objective} {network}", work=work)
+
+
+def first_update(contender: Callable[[str], Contender], checkout: Path) -> Record:
+    """A public trainer alone, whose name is its folder's."""
+    contender(checkout.name)
+    return {"checkout": public.commit_of(checkout)}
 
 
 def make(folder: Path, objective: str, network: str, who: str) -> Contender:

@@ -20,7 +20,7 @@ timed with the plain twin of that op, and its rows say so.
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 import torch
@@ -113,38 +113,34 @@ COMPILED_ORDER = (
 """Cells that Inductor takes minutes for."""
 
 
-@dataclass(kw_only=True)
 class Model:
     """The one transformer, which serves all contenders in turn, and what P2 computes
     with it.
     """
 
-    session: Session
-    transformer: HunyuanVideo15Transformer3DModel | None = None
-    expected: dict[tuple[str, str], dict[str, Tensor] | str] = field(
-        default_factory=dict
-    )
-    """(shape, step) -> P2's velocity, or gradients, on the CPU; or why P2 has none."""
-    reference_ops: tuple[str, ...] = ()
-    """Ops whose kernel is wrong on this device."""
-
-    def __post_init__(self) -> None:
-        smoke = self.session.smoke
-        self.config = (
-            workload.TINY
-            if smoke
-            else workload.HUNYUAN_VIDEO_15 | {"num_layers": LAYERS}
-        )
-        self.shapes = {
-            shape.name: shape for shape in (shapes.SMOKE if smoke else shapes.SHAPES)
-        }
-        self.backend = attention.choose(self.session)
-        self.reference_ops = kernels.red_ops(self.session.result)
-        checks = {who: f"{SUITE} parity {who}" for who in ("P1", "P2", "ours")}
-        self.parity = checks | {"P2c": checks["P2"]}
-        """Contender -> the check of what it runs; P2c computes what P2 does, by a
-        compiler.
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.transformer: HunyuanVideo15Transformer3DModel | None = None
+        self.expected: dict[tuple[str, str], dict[str, Tensor] | str] = {}
+        """(shape, step) -> P2's velocity, or gradients, on the CPU; or why P2 has none.
         """
+        self.config = workload.HUNYUAN_VIDEO_15 | {"num_layers": LAYERS}
+        timed = shapes.SHAPES
+        if session.smoke:
+            self.config = workload.TINY
+            timed = shapes.SMOKE
+        self.shapes = {shape.name: shape for shape in timed}
+        self.backend = attention.choose(session)
+        self.reference_ops = kernels.red_ops(session.result)
+        """Ops whose kernel is wrong on this device."""
+        # P2c computes what P2 does, by a compiler.
+        self.parity = {
+            "P1": f"{SUITE} parity P1",
+            "P2": f"{SUITE} parity P2",
+            "P2c": f"{SUITE} parity P2",
+            "ours": f"{SUITE} parity ours",
+        }
+        """Contender -> the check of what it runs."""
 
     def get(self, *, adapters: bool) -> HunyuanVideo15Transformer3DModel:
         """The transformer with LoRA adapters or without."""
@@ -181,15 +177,7 @@ class Model:
             STEPS[timed.step](
                 velocity, inputs, select_kernels("auto", self.session.device)
             )
-            gradients = {
-                name: p.grad for name, p in trainable_parameters(transformer).items()
-            }
-            transformer.zero_grad(set_to_none=True)
-            found = {
-                name: gradient
-                for name, gradient in gradients.items()
-                if gradient is not None
-            }
+            found = workload.take_gradients(transformer)
         else:
             with torch.no_grad():
                 found = {
@@ -258,20 +246,21 @@ class Model:
             notes.append(f"without the kernels of {', '.join(self.reference_ops)}")
         if isinstance(expected, str):
             notes.append("not compared with P2 at this size")
-        more = {
-            "peak_memory_gb": peak,
-            "note": "; ".join(notes) or None,
-            "difference_from_p2": difference,
-        }
-        more |= {
-            "attention": self.backend,
-            "layers": self.config["num_layers"],
-            "flop": work.total,
-        }
-        more |= {"linear_flop": work.linear, "attention_flop": work.attention}
-        return {
-            "rows": [timing(timed.step, shape.name, timed.contender, seconds, **more)]
-        }
+        row = timing(
+            timed.step,
+            shape.name,
+            timed.contender,
+            seconds,
+            peak_memory_gb=peak,
+            note="; ".join(notes) or None,
+            difference_from_p2=difference,
+            attention=self.backend,
+            layers=self.config["num_layers"],
+            flop=work.total,
+            linear_flop=work.linear,
+            attention_flop=work.attention,
+        )
+        return {"rows": [row]}
 
 
 class TwoLayers:
@@ -299,11 +288,7 @@ class TwoLayers:
         )
         velocity.backward(self.inputs.noise.double())
         self.velocity = velocity.detach()
-        self.gradients = {
-            name: p.grad
-            for name, p in trainable_parameters(wide).items()
-            if p.grad is not None
-        }
+        self.gradients = workload.take_gradients(wide)
         assert len(self.gradients) == len(trainable_parameters(wide))
 
     def errors(self, contender: str, checkpointing: Checkpointing) -> dict[str, float]:
@@ -326,14 +311,11 @@ class TwoLayers:
             )
             if trains:
                 out.backward(self.inputs.noise)
-        gradients = {
-            name: p.grad for name, p in trainable_parameters(self.transformer).items()
-        }
-        self.transformer.zero_grad(set_to_none=True)
+        gradients = workload.take_gradients(self.transformer)
         found = {"velocity": relative_error(out.detach(), self.velocity)}
-        return found | (
-            {"gradient": pooled_error(gradients, self.gradients)} if trains else {}
-        )
+        if trains:
+            found["gradient"] = pooled_error(gradients, self.gradients)
+        return found
 
     def check(self, contender: str) -> Record:
         """The verdict on a contender: P2's errors are the yardstick of the others;
@@ -355,9 +337,19 @@ class TwoLayers:
         )
 
 
-def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Cell]:
+def cells(session: Session) -> Iterator[Cell]:
     """Parity of every contender, then the measurements."""
-    model = Model(session=session)
+    yield from cells_of(session, ORDER)
+
+
+def compiled_cells(session: Session) -> Iterator[Cell]:
+    """Parity, then what Inductor takes minutes for."""
+    yield from cells_of(session, COMPILED_ORDER)
+
+
+def cells_of(session: Session, order: Sequence[Timed]) -> Iterator[Cell]:
+    """Parity of every contender, then the measurements of an order."""
+    model = Model(session)
     layers = cache(lambda: TwoLayers(model))
 
     def parity(contender: str) -> Record:
@@ -369,13 +361,10 @@ def cells(session: Session, order: Sequence[Timed] | None = None) -> Iterator[Ce
         )
     layers.cache_clear()
     harness.release()
-    for timed in ORDER if order is None else order:
+    for timed in order:
         yield Cell(
             suite=SUITE,
             name=timed.name,
             work=partial(model.measure, timed),
             needs=(model.parity[timed.contender],),
         )
-
-
-compiled_cells = partial(cells, order=COMPILED_ORDER)

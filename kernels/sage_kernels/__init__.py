@@ -36,19 +36,21 @@ if importlib.util.find_spec("triton") is not None:
     from sage_kernels.ops.qk_norm_rope import qk_norm_rope, qk_norm_rope_backward
     from sage_kernels.ops.sde_step import sde_step, sde_step_log_prob
 
-    __all__ += ["adaln", "adaln_backward", "gated_residual", "gated_residual_backward"]
     __all__ += [
+        "adaln",
+        "adaln_backward",
+        "gated_residual",
         "gated_residual_adaln",
         "gated_residual_adaln_backward",
-        "qk_norm_rope",
-        "qk_norm_rope_backward",
-    ]
-    __all__ += ["qk_norm_across_heads", "qk_norm_across_heads_backward"]
-    __all__ += [
+        "gated_residual_backward",
         "gelu_tanh",
         "gelu_tanh_backward",
         "linear_gelu_tanh",
         "policy_loss",
+        "qk_norm_across_heads",
+        "qk_norm_across_heads_backward",
+        "qk_norm_rope",
+        "qk_norm_rope_backward",
         "sde_step",
         "sde_step_log_prob",
     ]

@@ -218,7 +218,10 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
     usage, code = _inspect(
         compiled.asm["cubin"], disassemble=kernel.name in INSTRUCTIONS
     )
-    elements = kernel.constexprs.get("BLOCK", 1) / (kernel.num_warps * _WARP_SIZE)
+    instructions = 0.0
+    if kernel.name in INSTRUCTIONS:
+        elements = kernel.constexprs["BLOCK"] / (kernel.num_warps * _WARP_SIZE)
+        instructions = round(len(code) / elements, 1)
     return Build(
         op=op,
         kernel=name,
@@ -230,9 +233,7 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
         spills=sum(name in ("LDL", "STL") for name in code),
         shared=compiled.metadata.shared,
         programs_per_sm=kernel.programs_per_sm,
-        instructions=round(len(code) / elements, 1)
-        if kernel.name in INSTRUCTIONS
-        else 0,
+        instructions=instructions,
         late=sorted(set(widths("late ld")) & set(kernel.streaming)),
         loads=widths("ld", "late ld"),
         stores=widths("st"),
@@ -289,12 +290,9 @@ def global_accesses(
             if parts is None or parts[1].startswith(("ld.global", "st.", "setp")):
                 continue
             found: set[str] = set()
-            for name in (
-                re.findall(r"_param_\d+\b", parts[3])
-                if parts[1].startswith("ld.param")
-                else ()
-            ):
-                found |= {pointers[name]} if name in pointers else set()
+            if parts[1].startswith("ld.param"):
+                names = re.findall(r"_param_\d+\b", parts[3])
+                found = {pointers[name] for name in names if name in pointers}
             for register in re.findall(r"%\w+", parts[3]):
                 found |= origins.get(register, set())
             for target in re.findall(r"%\w+", parts[2]):
@@ -312,25 +310,23 @@ def global_accesses(
             continue
         is_copy = access[1].startswith("cp")
         address = re.search(r"\],\s*\[\s*(%\w+)" if is_copy else r"\[\s*(%\w+)", line)
-        names = origins.get(address[1], set()) if address else set()
-        if len(names) != 1:
+        candidates = origins.get(address[1], set()) if address else set()
+        if len(candidates) != 1:
             raise RuntimeError(
                 "cannot tell which pointer this goes through, candidates "
-                f"{sorted(names)}: {line}"
+                f"{sorted(candidates)}: {line}"
             )
+        (pointer,) = candidates
         if is_copy:
-            yield "ld", next(iter(names)), int(line.split("],")[2].split(",")[0], 0)
+            yield "ld", pointer, int(line.split("],")[2].split(",")[0], 0)
             continue
         vector = re.search(r"\.v(\d)", access[2])
         bits = re.search(r"\.[busf](\d+)", access[2])
         if bits is None:
             raise RuntimeError(f"no element type in {line}")
         kind = "late ld" if access[1] == "ld" and behind_barrier else access[1]
-        yield (
-            kind,
-            next(iter(names)),
-            (int(vector[1]) if vector else 1) * int(bits[1]) // 8,
-        )
+        elements = int(vector[1]) if vector else 1
+        yield kind, pointer, elements * int(bits[1]) // 8
 
 
 def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[str]]:
@@ -348,12 +344,9 @@ def _inspect(cubin: bytes, *, disassemble: bool) -> tuple[dict[str, int], list[s
         }
         # Spilled registers lie in the stack or in local memory: without either the code
         # need not be read (0.3 s).
-        has_room = numbers["STACK"] or numbers["LOCAL"]
-        code = (
-            _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
-            if has_room or disassemble
-            else ""
-        )
+        code = ""
+        if numbers["STACK"] or numbers["LOCAL"] or disassemble:
+            code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", file.name)
     names = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", code)
     return numbers, [name for name in names if name != "NOP"]
 
@@ -367,35 +360,47 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
+HEAD = (
+    "kernel",
+    "arch",
+    "warps",
+    "registers",
+    "stack + local",
+    "spills",
+    "shared",
+    "programs: wanted, fit",
+    "instructions",
+    "loads",
+    "stores",
+)
+
+
 def table(builds: Sequence[Build]) -> str:
     """Markdown table: shared memory in bytes a program, accesses in bytes a thread."""
-    lines = [
-        "| kernel | arch | warps | registers | stack + local | spills | shared | "
-        "programs: wanted, fit "
-        "| instructions | loads | stores |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
 
-    def accesses(found: dict[str, list[int]], streaming: Sequence[str]) -> str:
-        groups: dict[str, list[str]] = {}
-        for name, widths in found.items():
-            short = name.removesuffix("_ptr").removeprefix("p_")
-            text = f"**{short}**" if name in streaming else short
-            groups.setdefault("/".join(map(str, widths)), []).append(text)
-        return "; ".join(
-            f"{', '.join(names)} {widths}" for widths, names in groups.items()
+    def accesses(found: dict[str, list[int]]) -> str:
+        return ", ".join(
+            f"{name} {'/'.join(map(str, widths))}" for name, widths in found.items()
         )
 
+    rows: list[Sequence[object]] = [HEAD, ["---"] * len(HEAD)]
     for item in builds:
-        lines.append(
-            f"| {item.kernel} | sm_{item.arch} | {item.num_warps} | {item.registers} "
-            f"| {item.stack + item.local} "
-            f"| {item.spills} | {item.shared} | {item.programs_per_sm}, "
-            f"{item.fitting_programs} "
-            f"| {item.instructions or ''} | {accesses(item.loads, item.streaming)} "
-            f"| {accesses(item.stores, item.streaming)} |"
+        rows.append(
+            (
+                item.kernel,
+                f"sm_{item.arch}",
+                item.num_warps,
+                item.registers,
+                item.stack + item.local,
+                item.spills,
+                item.shared,
+                f"{item.programs_per_sm}, {item.fitting_programs}",
+                item.instructions or "",
+                accesses(item.loads),
+                accesses(item.stores),
+            )
         )
-    return "\n".join(lines) + "\n"
+    return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -55,6 +55,18 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def load(pointers, mask):
+    """What is stored there in float32, 0 where the mask is off."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store(pointers, x, mask):
+    """Store float32 in the type of the pointers."""
+    tl.store(pointers, narrow(x, pointers.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def sum_in_order(p_values, count, CHUNKS: tl.constexpr, BLOCK: tl.constexpr):
     """Sum of `count` float32 numbers in an order that depends on nothing but the
     constants.
@@ -95,11 +107,9 @@ def contiguous(*tensors: Tensor | None) -> Any:
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor itself where its last dimension has stride 1, else a contiguous copy."""
-    return (
-        tensor
-        if tensor.stride(-1) == 1 or tensor.shape[-1] == 1
-        else tensor.contiguous()
-    )
+    if tensor.stride(-1) == 1 or tensor.shape[-1] == 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def check_tensors(
@@ -200,18 +210,12 @@ def check_latents(
     if noise_ids is None:
         return
     expected = (torch.int64, (first.shape[0], 3), first.device)
-    if (
-        not isinstance(noise_ids, Tensor)
-        or (noise_ids.dtype, tuple(noise_ids.shape), noise_ids.device) != expected
-    ):
-        is_tensor = isinstance(noise_ids, Tensor)
-        words = (
-            f"{noise_ids.dtype} {tuple(noise_ids.shape)} on {noise_ids.device}"
-            if is_tensor
-            else repr(noise_ids)
-        )
+    if not isinstance(noise_ids, Tensor):
+        raise ValueError(f"{op}: noise_ids are {noise_ids!r}; they must be a tensor")
+    given_ids = (noise_ids.dtype, tuple(noise_ids.shape), noise_ids.device)
+    if given_ids != expected:
         raise ValueError(
-            f"{op}: noise_ids are {words}; they must be int64 (B, 3) = "
+            f"{op}: noise_ids are {given_ids[0]} {given_ids[1]} on {given_ids[2]}; they must be int64 (B, 3) = "
             f"({first.shape[0]}, 3) on {first.device}, "
             "two key words and the step of each row"
         )

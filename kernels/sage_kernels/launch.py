@@ -75,10 +75,8 @@ class Kernel:
     @property
     def identity(self) -> tuple[object, ...]:
         """Equal for two records that compile to the same code."""
-        signature, constexprs = (
-            tuple(self.signature.items()),
-            tuple(sorted(self.constexprs.items())),
-        )
+        signature = tuple(self.signature.items())
+        constexprs = tuple(sorted(self.constexprs.items()))
         return (
             self.name,
             signature,
@@ -123,7 +121,8 @@ def recording(capability: tuple[int, int] | None = None) -> Iterator[list[Kernel
     """
     global _record, _capability
     assert _record is None, "a recording is under way already"
-    _record, _capability = [], capability
+    _record = []
+    _capability = capability
     try:
         yield _record
     finally:
@@ -189,7 +188,8 @@ def _kernel_of(
     """The launch as Triton specialises it (`triton.runtime.jit`)."""
     signature: dict[str, str] = {}
     constants = dict(constexprs)
-    aligned, streaming = [], []
+    aligned = []
+    streaming = []
     for name, argument in zip(function.arg_names, arguments, strict=False):
         if argument is None or (isinstance(argument, int) and argument == 1):
             constants[name] = argument
@@ -267,11 +267,9 @@ class LaunchTable:
         """Settings for a block of `width` elements on `device`; without a device those
         of rows that name none.
         """
-        capability = (
-            torch.cuda.get_device_capability(device)
-            if device and device.type == "cuda"
-            else _capability
-        )
+        capability = _capability
+        if device and device.type == "cuda":
+            capability = torch.cuda.get_device_capability(device)
         for (largest, named), settings in self._rows:
             if (largest is None or width <= largest) and named in (None, capability):
                 return settings
@@ -294,22 +292,18 @@ def split_tokens(
     at once takes as long as twice as many. The split of an H100 SXM, with 132
     multiprocessors, would take 1.7 times as long on the PCIe card, which has 114.
     """
-    filling = (
-        _INTERPRETED_PROGRAMS
-        if device.type == "cpu"
-        else settings.programs_per_sm * _multiprocessors(device)
-    )
+    filling = _INTERPRETED_PROGRAMS
+    if device.type != "cpu":
+        filling = settings.programs_per_sm * _multiprocessors(device)
     each = max(cdiv(tokens, max(filling // max(batch, 1), 1)), 1)
     return cdiv(tokens, each), each
 
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else _RECORDED_SMS
-    )
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return _RECORDED_SMS
 
 
 def next_power_of_2(number: int) -> int:

@@ -28,12 +28,12 @@ __all__ = [
     "adaln",
     "adaln_backward",
     "gated_residual",
+    "gated_residual_adaln",
+    "gated_residual_adaln_backward",
     "gated_residual_backward",
     "gelu_tanh",
     "gelu_tanh_backward",
-]
-__all__ += ["gated_residual_adaln", "gated_residual_adaln_backward", "linear_gelu_tanh"]
-__all__ += [
+    "linear_gelu_tanh",
     "qk_norm_across_heads",
     "qk_norm_across_heads_backward",
     "qk_norm_rope",

@@ -230,11 +230,9 @@ def permuted(tensor: Tensor) -> Tensor:
     """The same values, dense, with the second dimension outermost in memory; unchanged
     below 2 dimensions.
     """
-    return (
-        tensor
-        if tensor.ndim < 2
-        else tensor.transpose(0, 1).contiguous().transpose(0, 1)
-    )
+    if tensor.ndim < 2:
+        return tensor
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def _with_token_gaps(tensor: Tensor, gap: int) -> Tensor:
@@ -293,17 +291,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for comparison in compare(spec, case, dtype, device)
             ]
             wrong = failures(found)
-            print(
-                "\n".join(
-                    [
-                        (
-                            f"{name:<21} {len(found) - len(wrong)} of {len(found)} "
-                            "tensors within bounds"
-                        ),
-                        *wrong,
-                    ]
-                )
-            )
+            good = len(found) - len(wrong)
+            print(f"{name:<21} {good} of {len(found)} tensors within bounds")
+            print("".join(f"{line}\n" for line in wrong), end="")
             status |= bool(wrong)
     return status
 

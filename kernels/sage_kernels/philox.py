@@ -20,8 +20,10 @@ import triton
 import triton.language as tl
 
 ROUNDS = tl.constexpr(10)
-MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-WEYL_0, WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+MULTIPLIER_0 = tl.constexpr(0xD2511F53)
+MULTIPLIER_1 = tl.constexpr(0xCD9E8D57)
+WEYL_0 = tl.constexpr(0x9E3779B9)
+WEYL_1 = tl.constexpr(0xBB67AE85)
 
 TWO_PI = tl.constexpr(6.283185307179586)
 TWO_OVER_PI = tl.constexpr(0.6366197723675814)
@@ -42,10 +44,14 @@ def philox_words(i_block, k0, k1, step, stream):
     c2 = (tl.zeros_like(c0) + step).to(tl.uint32)
     c3 = (tl.zeros_like(c0) + stream).to(tl.uint32)
     for _ in tl.static_range(ROUNDS):
-        high_0, low_0 = tl.umulhi(c0, MULTIPLIER_0), c0 * MULTIPLIER_0
-        high_1, low_1 = tl.umulhi(c2, MULTIPLIER_1), c2 * MULTIPLIER_1
-        c0, c1 = high_1 ^ c1 ^ k0, low_1
-        c2, c3 = high_0 ^ c3 ^ k1, low_0
+        high_0 = tl.umulhi(c0, MULTIPLIER_0)
+        low_0 = c0 * MULTIPLIER_0
+        high_1 = tl.umulhi(c2, MULTIPLIER_1)
+        low_1 = c2 * MULTIPLIER_1
+        c0 = high_1 ^ c1 ^ k0
+        c1 = low_1
+        c2 = high_0 ^ c3 ^ k1
+        c3 = low_0
         k0 += WEYL_0
         k1 += WEYL_1
     return c0, c1, c2, c3

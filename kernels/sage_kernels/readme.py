@@ -12,7 +12,8 @@ from sage_kernels.registry import specs
 from sage_kernels.tracer import count_eager, count_op
 
 README = Path(__file__).resolve().parents[1] / "README.md"
-_BEGIN, _END = "<!-- table of ops: begin -->\n", "<!-- table of ops: end -->\n"
+_BEGIN = "<!-- table of ops: begin -->\n"
+_END = "<!-- table of ops: end -->\n"
 
 
 def table() -> str:
@@ -34,10 +35,8 @@ def table() -> str:
             f"{a.total / 1e6:.1f}, {b.total / 1e6:.1f}"
             for a, b in zip(fused, eager, strict=True)
         ]
-        formula, traffic = (
-            spec.formula.replace("|", "\\|"),
-            ", ".join(filter(None, spec.bytes_formula)),
-        )
+        formula = spec.formula.replace("|", "\\|")
+        traffic = ", ".join(filter(None, spec.bytes_formula))
         lines.append(
             f"| [{spec.name}](sage_kernels/ops/{spec.name}.py) | {formula} | {traffic} "
             f"| {megabytes[0]} | {megabytes[1]} | [plain "

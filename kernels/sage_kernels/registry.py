@@ -137,11 +137,9 @@ class OpSpec:
 
     def with_gradient(self, outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs that have a gradient."""
-        indices = (
-            range(len(outputs))
-            if self.differentiable_outputs is None
-            else self.differentiable_outputs
-        )
+        indices = self.differentiable_outputs
+        if indices is None:
+            return list(outputs)
         return [outputs[index] for index in indices if index < len(outputs)]
 
     def bytes_by_formula(self, inputs: Inputs) -> tuple[int, int]:

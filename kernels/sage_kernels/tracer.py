@@ -187,9 +187,9 @@ def count_op(spec: OpSpec, case: Case, dtype: torch.dtype) -> tuple[Traffic, Tra
     """
     inputs = spec.make_inputs(case, dtype, "meta", None)
     forward = count(partial(spec.op, **inputs))
-    return forward, count(
-        backward_call(spec, case, inputs)
-    ) if spec.differentiable else Traffic()
+    if not spec.differentiable:
+        return forward, Traffic()
+    return forward, count(backward_call(spec, case, inputs))
 
 
 def count_eager(
@@ -199,13 +199,13 @@ def count_eager(
     backward pass is counted.
     """
     inputs = spec.make_inputs(case, dtype, "meta", None)
-    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
     function = spec.eager or spec.reference
-    forward = count(
-        lambda: found.append(run_forward(spec.for_case(case), function, inputs))
-    )
-    outputs, leaves = spec.with_gradient(found[0][0]), list(found[0][1].values())
+    with ByteCounter() as forward:
+        outputs, leaves = run_forward(spec.for_case(case), function, inputs)
     if not leaves:
-        return forward, Traffic()
+        return forward.traffic, Traffic()
+    outputs = spec.with_gradient(outputs)
     cotangents = [torch.empty_like(output) for output in outputs]
-    return forward, count(lambda: torch.autograd.grad(outputs, leaves, cotangents))
+    with ByteCounter() as backward:
+        torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    return forward.traffic, backward.traffic

@@ -1,7 +1,6 @@
 """The decoding suite: parity first, then times; both sides as they are used."""
 
 from collections.abc import Callable
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -65,19 +64,6 @@ def test_wrong_pixels_are_not_timed(
         and results.rows(found.result) == {}
     )
     assert not results.succeeded(found.result)
-
-
-def test_a_process_that_goes_on_behind_the_check_warms_up_first(
-    contest: Contest, session: MakeSession
-) -> None:
-    """Its first call would plan convolutions, and be half of what is published."""
-    run = session()
-    run.time = Mock(return_value={"median": 1.0})
-    for check in (dict, contest.check):
-        check()
-        for contender in decode.CONTENDERS:
-            contest.measure(run, "A", contender)
-    assert [call.kwargs["warmup"] for call in run.time.call_args_list] == [1, 1, 0, 0]
 
 
 def test_both_decode_in_tiles_where_one_sample_does_not_fit(contest: Contest) -> None:

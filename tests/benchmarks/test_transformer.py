@@ -27,6 +27,7 @@ from benchmarks.workload import (
     adapt,
     random_inputs,
     random_transformer,
+    take_gradients,
 )
 from sage_fast import accelerate
 from sage_fast.kernels import select_kernels
@@ -65,12 +66,7 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
         transformer, inputs.latents.double(), inputs.sigma, [inputs.conditional]
     )
     expected.backward(inputs.noise.double())
-    gradients = {
-        name: p.grad
-        for name, p in trainable_parameters(transformer).items()
-        if p.grad is not None
-    }
-    transformer.zero_grad(set_to_none=True)
+    gradients = take_gradients(transformer)
     with contenders.packed(
         transformer, backend="reference", checkpointing=True
     ) as velocity:
@@ -78,8 +74,7 @@ def test_packed_peer_is_diffusers_without_padding() -> None:
         out.backward(inputs.noise.double())
         # Rotary embeddings are float32 in diffusers.
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
-        given = {name: p.grad for name, p in trainable_parameters(transformer).items()}
-        assert pooled_error(given, gradients) < 1e-5
+        assert pooled_error(take_gradients(transformer), gradients) < 1e-5
 
 
 def test_padded_peer_passes_what_the_pipeline_passes() -> None:
@@ -208,10 +203,8 @@ def test_split_and_single_pass_give_the_gradient_of_the_pair() -> None:
     for step in ("train", "train_split", "single_pass"):
         with contenders.packed(model, backend="sdpa") as velocity:
             transformer.STEPS[step](velocity, inputs, select_kernels("auto", CPU))
-            gradients.append(
-                {name: p.grad for name, p in trainable_parameters(model).items()}
-            )
-    pair = {name: grad for name, grad in gradients[0].items() if grad is not None}
+            gradients.append(take_gradients(model))
+    pair = gradients[0]
     assert len(pair) == len(trainable_parameters(model))
     assert all(pooled_error(other, pair) < 1e-4 for other in gradients[1:])
     assert pooled_error({}, pair) == WORST

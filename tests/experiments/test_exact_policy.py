@@ -3,7 +3,6 @@ documents say.
 """
 
 import re
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from experiments.exact_policy import ExactPolicy, ExactWorld, SamplerMeasures
+from experiments.exact_policy import ExactPolicy, ExactWorld
+from experiments.measures import OF_GROUPS, sample_exactly
 from sage_fast.config.sections import VideoConfig
-from sage_fast.noise import NoiseKey
-from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
-from sage_fast.rollout import initial_latents, sample_trajectory
 from sage_fast.sde import SDE_TYPES, sigma_schedule, transition_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +32,8 @@ def velocity_of_score(
     x = x.detach().requires_grad_()
     variance = sigma**2 + (1 - sigma) ** 2 * spread**2
     away = x.flatten(1)[:, None] - (1 - sigma) * atoms.flatten(1)
-    density = (log_shares - away.square().sum(2) / (2 * variance)).logsumexp(1)
+    squares = away.square().sum(2)
+    density = (log_shares - squares / (2 * variance)).logsumexp(1)
     (score,) = torch.autograd.grad(density.sum(), x)
     return -(x + sigma * score).detach() / (1 - sigma)
 
@@ -54,76 +52,14 @@ def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     )
 
 
-def test_the_measures_of_a_known_trajectory() -> None:
-    """Two groups of two: one member is a separate atom, the others lie a known distance
-    from one that they share.
-    """
-    legal = WORLD.policy.atoms.view(-1, 96, 4, 4, 4).float()
-    table = transition_table("ode", torch.tensor([0.5, 0.0]), 0.0)
-    final = legal[[3, 3, 3, 900]] + torch.tensor([0.1, -0.1, 0.1, 0.0]).view(
-        -1, 1, 1, 1, 1
-    )
-    known = Trajectory(
-        samples=[],
-        keys=[],
-        table=table,
-        latents=[final],
-        velocities=[0 * final],
-        final=final,
-    )
-    measures = WORLD.measure(known, group=2)
-    assert measures.leftover_noise == 0
-    assert measures.distance == pytest.approx(0.1 * 0.75**0.5, rel=1e-4)
-    assert measures.dispersion == pytest.approx(measures.distance / 0.02)
-    assert measures.exploration == 1.5
-    assert measures.coverage == pytest.approx(2 / 4, rel=2e-3)
-    assert measures.pixel_distance == pytest.approx(
-        float(WORLD.manifold.distance(WORLD.manifold.videos[:1]).sum()), abs=0.02
-    )
-    apart = float((final[2] - final[3]).square().mean()) / 4
-    assert measures.group_spread == pytest.approx(
-        ((0.1**2 + apart) / 2) ** 0.5, rel=1e-4
-    )
-
-
-@lru_cache
-def measured(sde_type: str, starts: int, members: int) -> SamplerMeasures:
-    """20 steps, shift 5, eta 0.5."""
-    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    samples = [
-        Sample(prompt=Prompt(text="", index=start), embeds=embeds, member=member)
-        for start in range(starts)
-        for member in range(members)
-    ]
-    keys = [
-        NoiseKey(seed=0, update=0, prompt_index=s.prompt.index, sample_index=s.member)
-        for s in samples
-    ]
-    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
-    initial = initial_latents(keys, (96, 4, 4, 4), kind="shared", members=members)
-    trajectory = sample_trajectory(WORLD.velocity, samples, keys, table, initial)
-    return WORLD.measure(trajectory, members)
-
-
-MEASURES = (
-    "leftover_noise",
-    "dispersion",
-    "distance",
-    "pixel_distance",
-    "coverage",
-    "exploration",
-    "group_spread",
-)
-
-
 def row(sde_type: str) -> list[float]:
-    """The numbers of a sampler in docs/algorithm.md: 96 starts, and 3 starts of 32
-    members for the last two.
+    """The numbers of a sampler in docs/algorithm.md: 20 steps, shift 5, eta 0.5; 96
+    starts, and 3 starts of 32 members for the last two.
     """
-    starts, groups = measured(sde_type, 96, 1), measured(sde_type, 3, 32)
-    return [
-        getattr(groups if name in MEASURES[-2:] else starts, name) for name in MEASURES
-    ]
+    table = transition_table(sde_type, sigma_schedule(20, 5.0), 0.5)
+    found = sample_exactly(WORLD, table, seed=0, starts=96, members=1)
+    groups = sample_exactly(WORLD, table, seed=0, starts=3, members=32)
+    return list((found | {name: groups[name] for name in OF_GROUPS}).values())
 
 
 @pytest.mark.slow
@@ -150,7 +86,8 @@ def all_captions() -> Tensor:
 
 
 def test_the_aligned_mass_is_that_of_the_atoms_that_show_the_caption() -> None:
-    captions, psi = all_captions(), some_numbers()
+    captions = all_captions()
+    psi = some_numbers()
     mass = LEARNABLE.log_prior(psi, captions).softmax(1)
     shows = (LEARNABLE.attributes[None] == captions[:, None]).all(2)
     assert len(captions) == 120 and len(LEARNABLE.atoms) == 360
@@ -166,7 +103,9 @@ def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
     """By the score of the density, in float64, with shares of the atoms and with the
     data off the manifold.
     """
-    psi, sigma, captions = some_numbers(), 0.4, all_captions()[[7, 60]]
+    psi = some_numbers()
+    sigma = 0.4
+    captions = all_captions()[[7, 60]]
     shift = LEARNABLE._theta(psi)[1] @ LEARNABLE.directions
     atoms = (LEARNABLE.atoms + shift).double()
     assert (
@@ -188,9 +127,11 @@ def test_the_learnable_velocity_is_that_of_the_shifted_mixture() -> None:
 def test_the_share_of_samples_that_follow_their_caption_is_the_aligned_mass() -> None:
     captions = all_captions().repeat(4, 1)
     x = torch.randn(len(captions), 168, generator=torch.Generator().manual_seed(3))
-    psi, sigmas = LEARNABLE.initial(), sigma_schedule(40, 3.0)
+    psi = LEARNABLE.initial()
+    sigmas = sigma_schedule(40, 3.0)
     for s, n in pairwise(sigmas):
-        x = x + float(n - s) * LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
+        velocity = LEARNABLE.velocity_at(psi, captions, x, s.expand(len(x)))
+        x = x + float(n - s) * velocity
     rows, distance = LEARNABLE.nearest(x)
     share = float((LEARNABLE.attributes[rows] == captions).all(1).float().mean())
     assert share == pytest.approx(

@@ -80,7 +80,8 @@ def test_what_cannot_be_run_here_says_why() -> None:
     for experiment in EXPERIMENTS:
         for each in experiment.claims:
             assert bool(each.cannot) != bool(each.evidence), (experiment.key, each.key)
-    judged = judge(next(e for e in EXPERIMENTS if e.key == "judges").claims, FINDINGS)
+    judges = next(e for e in EXPERIMENTS if e.key == "judges")
+    judged = judge(judges.claims, FINDINGS)
     assert {j.verdict for j in judged} == {"cannot be run here"}
 
 

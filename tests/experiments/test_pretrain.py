@@ -80,7 +80,8 @@ def test_pretraining_reproduces_bit_for_bit_and_leaves_no_trace(tmp_path, monkey
     for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
         monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
     torch.manual_seed(123)
-    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
     losses = [
         pretrain(TINY, tmp_path / name, progress=False) for name in ("one", "two")
     ]
@@ -112,7 +113,8 @@ def test_the_command_line(tmp_path, monkeypatch):
 
 
 def test_wrong_captions_differ_in_one_attribute():
-    words, shares = all_captions(), shown_by_caption(PHASES[-1])[0].tolist()
+    words = all_captions()
+    shares = shown_by_caption(PHASES[-1])[0].tolist()
     found = Counter()
     for shown, share in zip(words, shares, strict=True):
         differing = [

@@ -244,7 +244,8 @@ def test_the_command_writes_and_publishes_page_results_and_figures(
 ) -> None:
     file = tmp_path / "new.yaml"
     file.write_text(dump_config(tiny_run()))
-    output, docs = tmp_path / "study", tmp_path / "docs"
+    output = tmp_path / "study"
+    docs = tmp_path / "docs"
     before = made_up("updates")
     write_findings(docs / "results/reproduction.jsonl", before)
     (docs / "objectives.md").write_text(
@@ -325,10 +326,8 @@ def made_up(key: str) -> list[Finding]:
 
 
 def test_figures_are_the_same_bytes_every_time() -> None:
-    experiment, findings = (
-        next(e for e in EXPERIMENTS if e.key == "fig8"),
-        Findings(made_up("fig8")),
-    )
+    experiment = next(e for e in EXPERIMENTS if e.key == "fig8")
+    findings = Findings(made_up("fig8"))
     one, other = (draw_experiment(experiment, findings) for _ in range(2))
     assert figure_file(one, "svg") == figure_file(
         other, "svg"

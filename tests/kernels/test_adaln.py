@@ -39,7 +39,8 @@ def test_a_tail_is_room_behind_every_row(
     x, scale, shift = (
         tensor.to(device).requires_grad_() for tensor in sample(2, 5, 24, dtype)
     )
-    narrow, wide = adaln(x, scale, shift), adaln(x, scale, shift, tail=12)
+    narrow = adaln(x, scale, shift)
+    wide = adaln(x, scale, shift, tail=12)
     assert wide.shape == (2, 5, 48) and wide.is_contiguous(), (
         "rows are a multiple of 16"
     )
@@ -95,7 +96,8 @@ def test_joined_with_the_residual_it_is_the_two_ops_one_after_the_other(
     dtype: torch.dtype, device: torch.device
 ) -> None:
     x, scale, shift = (tensor.to(device) for tensor in sample(2, 7, 40, dtype))
-    y, gate = x.flip(1), scale.flip(1)
+    y = x.flip(1)
+    gate = scale.flip(1)
     residual, normed = gated_residual_adaln(x, y, gate, scale, shift)
     assert torch.equal(residual, gated_residual(x, y, gate))
     assert torch.equal(normed, adaln(residual, scale, shift))

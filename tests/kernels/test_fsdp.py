@@ -56,7 +56,8 @@ def largest_differences() -> dict[str, float]:
     ranks' plain gradients.
     """
     torch.distributed.init_process_group("gloo")
-    mesh, rank = init_device_mesh("cpu", (WORLD_SIZE,)), torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    rank = torch.distributed.get_rank()
     found: dict[str, float] = {}
     for op, spec in registry.specs().items():
         if not spec.differentiable:

@@ -48,14 +48,16 @@ def test_elements_beyond_two_to_the_31(
 
     # The tensors begin in the middle of their buffers: an address that wraps around is
     # wrong, not beyond them.
-    first, block = 2**31, 256
+    first = 2**31
+    block = 256
     grad, x, dx, out = (
         torch.empty(2 * first + block, dtype=torch.bfloat16)[first:] for _ in range(4)
     )
     values, cotangent = torch.randn(
         2, block, generator=torch.Generator().manual_seed(1)
     ).bfloat16()
-    x[first:], grad[first:] = values, cotangent
+    x[first:] = values
+    grad[first:] = cotangent
     program: Any = interpreter_builder.create_get_program_id
     monkeypatch.setattr(
         interpreter_builder,

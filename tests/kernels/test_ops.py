@@ -281,10 +281,8 @@ def test_compiles_into_one_graph(spec: OpSpec, device: torch.device) -> None:
 def test_selective_checkpointing_sees_one_operator(
     runs: int, device: torch.device
 ) -> None:
-    spec, operator = (
-        SPECS["gated_residual_adaln"],
-        torch.ops.sage_kernels.gated_residual_adaln.default,
-    )
+    spec = SPECS["gated_residual_adaln"]
+    operator = torch.ops.sage_kernels.gated_residual_adaln.default
     inputs = inputs_of(spec, device, SMALL[spec.name])
     kept = [operator] if runs == 1 else []
 

@@ -40,7 +40,8 @@ def draw(
 def words_kernel(p_block, p_key, p_out, step, stream, numel, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
-    k0, k1 = tl.load(p_key).to(tl.uint32), tl.load(p_key + 1).to(tl.uint32)
+    k0 = tl.load(p_key).to(tl.uint32)
+    k1 = tl.load(p_key + 1).to(tl.uint32)
     w0, w1, w2, w3 = philox_words(
         tl.load(p_block + o, mask=m, other=0), k0, k1, step, stream
     )
@@ -70,7 +71,8 @@ def test_words_are_those_of_the_reference_bit_for_bit(
 ) -> None:
     block = torch.arange(first, first + 1001)
     out = torch.zeros(1001, 4, dtype=torch.int64, device=device)
-    step, stream = int(STEPS[row]), 1
+    step = int(STEPS[row])
+    stream = 1
     words_kernel[(cdiv(1001, 256),)](
         block.to(device), KEYS[row].to(device), out, step, stream, 1001, BLOCK=256
     )
@@ -107,15 +109,6 @@ def test_numbers_are_those_of_the_reference_and_of_the_rollout(
     rollout = gaussian([owner], 9, (7, 5, 11))
     ours = draw(torch.tensor([[*owner.words, 9]]), 385, device)
     torch.testing.assert_close(ours.view(1, 7, 5, 11), rollout, rtol=0, atol=2e-6)
-
-
-def test_numbers_are_as_close_to_float64_as_those_of_the_reference(
-    device: torch.device,
-) -> None:
-    exact = philox_normal(IDS, 50_000, dtype=torch.float64)
-    ours = (draw(IDS, 50_000, device).double() - exact).square().mean().sqrt()
-    theirs = (philox_normal(IDS, 50_000).double() - exact).square().mean().sqrt()
-    assert 0 < float(ours) < 1.1 * float(theirs) < 3e-7
 
 
 def test_numbers_depend_on_neither_the_block_size_nor_the_batch(

@@ -66,7 +66,8 @@ def test_terms_and_gradient_are_those_of_the_reference(
     )
     given = policy_loss(leaf, *stored, IDS.to(device), on(device), settings)
     for name in expected._fields[:-1]:
-        a, b = getattr(given, name).detach().cpu(), getattr(expected, name).detach()
+        a = getattr(given, name).detach().cpu()
+        b = getattr(expected, name).detach()
         torch.testing.assert_close(
             a, b, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
@@ -146,10 +147,8 @@ def test_parity_does_not_divide_by_a_log_ratio_that_is_zero_by_chance(
     def orthogonal(*arguments: Any) -> dict[str, Any]:
         """The velocity's move has nothing of the noise in it, but for a millionth."""
         inputs = module.SPEC.make_inputs(*arguments)
-        moved, noise = (
-            inputs["v"] - inputs["v_old"],
-            draw_noise(inputs["noise_ids"], inputs["v"]),
-        )
+        moved = inputs["v"] - inputs["v_old"]
+        noise = draw_noise(inputs["noise_ids"], inputs["v"])
         along = (moved * noise).flatten(1).sum(1) / noise.square().flatten(1).sum(1)
         return inputs | {"v": inputs["v"] + (1e-6 - along.view(-1, 1, 1, 1, 1)) * noise}
 

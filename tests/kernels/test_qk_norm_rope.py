@@ -7,7 +7,10 @@ from sage_kernels import qk_norm_rope, qk_norm_rope_backward
 from sage_kernels.ops.qk_norm_rope import SPEC, dense_tokens
 from sage_kernels.registry import Case, Inputs
 
-VIDEO, TEXT, HEADS, HEAD_DIM = 6, 4, 3, 8
+VIDEO = 6
+TEXT = 4
+HEADS = 3
+HEAD_DIM = 8
 
 
 def sample(batch: int, dtype: torch.dtype, device: torch.device) -> Inputs:

@@ -32,21 +32,6 @@ def test_it_is_eager_pytorch_bit_for_bit(device: torch.device) -> None:
     assert torch.equal(given, (0.9848 * x + -0.0837 * v) + 0.0795 * noise)
 
 
-def test_log_probability_is_that_of_the_drawn_state(device: torch.device) -> None:
-    x, v = (t.to(device) for t in latents(2))
-    x_next, given = sde_step_log_prob(x, v, IDS.to(device), 0.95, -0.08, 0.2)
-    assert torch.equal(x_next, sde_step(x, v, IDS.to(device), 0.95, -0.08, 0.2))
-    torch.testing.assert_close(
-        given,
-        gaussian_log_prob(x_next, x, v, a=0.95, b=-0.08, std=0.2),
-        rtol=0,
-        atol=5e-6,
-    )
-    normal = torch.distributions.Normal((0.95 * x - 0.08 * v).double(), 0.2)
-    expected = normal.log_prob(x_next.double()).flatten(1).mean(1)
-    torch.testing.assert_close(given.double(), expected, rtol=0, atol=5e-6)
-
-
 def test_log_probability_counts_every_tile(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

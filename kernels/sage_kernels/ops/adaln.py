@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Generator, Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, store
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import (
     Launch,
@@ -100,24 +100,18 @@ def adaln_forward_kernel(
     i_first = tl.program_id(0).to(tl.int64) * ROWS
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    scale = 1.0 + tl.load(
-        scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0
-    ).to(tl.float32)
-    shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
+    scale = 1.0 + load(scale_ptr + i_b * scale_stride_b + o_d, m_d)
+    shift = load(shift_ptr + i_b * shift_stride_b + o_d, m_d)
     # Without stages, as in the forwards of gated_residual_adaln and qk_norm_rope: by
     # the builds ahead of time the next tokens on their way take up to 3 registers here
     # and 23 there, and the third kernel loads cos and sin 4 bytes wide.
     for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
         i_n = i_first + i
-        x = tl.load(
-            x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
+        x = load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, m_d)
         normed, _ = normalize_row(x, m_d, eps, WIDTH)
         out = normed * scale + shift
         p_out = out_ptr + (i_b * num_tokens + i_n) * out_stride_n
-        tl.store(p_out + o_d, narrow(out, out_ptr.dtype.element_ty), mask=m_d)
+        store(p_out + o_d, out, m_d)
 
 
 @triton.jit
@@ -147,9 +141,7 @@ def adaln_backward_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    scale = 1.0 + tl.load(
-        scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0
-    ).to(tl.float32)
+    scale = 1.0 + load(scale_ptr + i_b * scale_stride_b + o_d, m_d)
     dscale = tl.zeros([BLOCK], tl.float32)
     dshift = tl.zeros([BLOCK], tl.float32)
     i_first = i_p * tokens_per_program
@@ -160,16 +152,10 @@ def adaln_backward_kernel(
     ):
         i_n = i_first + i
         o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
-        grad = tl.load(
-            grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d,
-            mask=m_d,
-            other=0.0,
-        ).to(tl.float32)
-        x = tl.load(
-            x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
+        grad = load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, m_d)
+        x = load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, m_d)
         if grad_residual_ptr is not None:
-            dx = tl.load(grad_residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
+            dx = load(grad_residual_ptr + o_row, m_d)
         else:
             dx = 0.0
         normed, rstd = normalize_row(x, m_d, eps, WIDTH)
@@ -177,7 +163,7 @@ def adaln_backward_kernel(
             dscale += grad * normed
             dshift += grad
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
-        tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
+        store(dx_ptr + o_row, dx, m_d)
     if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * WIDTH + o_d
         tl.store(p_sums, dscale, mask=m_d)
@@ -196,18 +182,16 @@ def launch_forward(
     launch(
         adaln_forward_kernel,
         (cdiv(tokens, settings.rows), batch),
-        *(
-            x,
-            scale,
-            shift,
-            out,
-            tokens,
-            *x.stride()[:2],
-            scale.stride(0),
-            shift.stride(0),
-            stride,
-            eps,
-        ),
+        x,
+        scale,
+        shift,
+        out,
+        tokens,
+        *x.stride()[:2],
+        scale.stride(0),
+        shift.stride(0),
+        stride,
+        eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
@@ -225,17 +209,27 @@ def launch_backward(
     dx = common.empty_like(x)
     settings = (BACKWARD_LAUNCH if modulation else FROZEN_LAUNCH).find(width, x.device)
     programs, each = split_tokens(tokens, batch, settings, x.device)
-    sums = (
-        common.empty((batch, programs, 2, width), dtype=torch.float32, device=x.device)
-        if modulation
-        else None
-    )
+    sums = None
+    if modulation:
+        sums = common.empty(
+            (batch, programs, 2, width), dtype=torch.float32, device=x.device
+        )
     residual = None if grad_residual is None else grad_residual.contiguous()
     launch(
         adaln_backward_kernel,
         (programs, batch),
-        *(grad, x, scale, residual, dx, sums, tokens, each),
-        *(*grad.stride()[:2], *x.stride()[:2], scale.stride(0), eps),
+        grad,
+        x,
+        scale,
+        residual,
+        dx,
+        sums,
+        tokens,
+        each,
+        *grad.stride()[:2],
+        *x.stride()[:2],
+        scale.stride(0),
+        eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         settings=settings,

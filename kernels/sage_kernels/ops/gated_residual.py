@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, narrow
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import (
     Launch,
@@ -64,17 +64,11 @@ def gated_residual_forward_kernel(
     i_first = tl.program_id(0).to(tl.int64) * ROWS
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
+    gate = load(gate_ptr + i_b * gate_stride_b + o_d, m_d)
     for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
         i_n = i_first + i
-        x = tl.load(
-            x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
-        y = tl.load(
-            y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
+        x = load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, m_d)
+        y = load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, m_d)
         out = narrow(x + gate * y, out_ptr.dtype.element_ty)
         tl.store(out_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, out, mask=m_d)
 
@@ -103,22 +97,14 @@ def gated_residual_backward_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
+    gate = load(gate_ptr + i_b * gate_stride_b + o_d, m_d)
     dgate = tl.zeros([BLOCK], tl.float32)
     i_first = i_p * tokens_per_program
     for i in range(0, tl.minimum(tokens_per_program, num_tokens - i_first)):
         i_n = i_first + i
-        grad = tl.load(
-            grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d,
-            mask=m_d,
-            other=0.0,
-        ).to(tl.float32)
+        grad = load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, m_d)
         if sums_ptr is not None:
-            y = tl.load(
-                y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
-            ).to(tl.float32)
+            y = load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, m_d)
             dgate += grad * y
         dy = narrow(grad * gate, dy_ptr.dtype.element_ty)
         tl.store(dy_ptr + (i_b * num_tokens + i_n) * WIDTH + o_d, dy, mask=m_d)
@@ -137,7 +123,14 @@ def launch_forward(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
     launch(
         gated_residual_forward_kernel,
         (cdiv(tokens, settings.rows), batch),
-        *(x, y, gate, out, tokens, *x.stride()[:2], *y.stride()[:2], gate.stride(0)),
+        x,
+        y,
+        gate,
+        out,
+        tokens,
+        *x.stride()[:2],
+        *y.stride()[:2],
+        gate.stride(0),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
@@ -150,7 +143,8 @@ def launch_backward(
     grad: Tensor, y: Tensor | None, gate: Tensor, y_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Run the backward kernel; arguments and results as `gated_residual_backward`."""
-    grad, gate = common.dense_rows(grad), common.dense_rows(gate)
+    grad = common.dense_rows(grad)
+    gate = common.dense_rows(gate)
     batch, tokens, width = grad.shape
     dy = common.empty_like(grad, y_dtype)
     settings = BACKWARD_LAUNCH.find(width, grad.device)
@@ -164,19 +158,23 @@ def launch_backward(
     launch(
         gated_residual_backward_kernel,
         (programs, batch),
-        *(grad, y, gate, dy, sums, tokens, each),
-        *(
-            *grad.stride()[:2],
-            *((0, 0) if y is None else y.stride()[:2]),
-            gate.stride(0),
-        ),
+        grad,
+        y,
+        gate,
+        dy,
+        sums,
+        tokens,
+        each,
+        *grad.stride()[:2],
+        *((0, 0) if y is None else y.stride()[:2]),
+        gate.stride(0),
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         settings=settings,
     )
-    return dy, gate.new_empty(0) if sums is None else sums.sum(1).to(
-        gate.dtype, copy=True
-    )
+    if sums is None:
+        return dy, gate.new_empty(0)
+    return dy, sums.sum(1).to(gate.dtype, copy=True)
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, narrow, store
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import (
     Launch,
@@ -84,32 +84,18 @@ def gated_residual_adaln_forward_kernel(
     i_first = tl.program_id(0).to(tl.int64) * ROWS
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
-    scale = 1.0 + tl.load(
-        scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0
-    ).to(tl.float32)
-    shift = tl.load(shift_ptr + i_b * shift_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
+    gate = load(gate_ptr + i_b * gate_stride_b + o_d, m_d)
+    scale = 1.0 + load(scale_ptr + i_b * scale_stride_b + o_d, m_d)
+    shift = load(shift_ptr + i_b * shift_stride_b + o_d, m_d)
     for i in range(0, tl.minimum(ROWS, num_tokens - i_first)):
         i_n = i_first + i
-        x = tl.load(
-            x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
-        y = tl.load(
-            y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
+        x = load(x_ptr + i_b * x_stride_b + i_n * x_stride_n + o_d, m_d)
+        y = load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, m_d)
         residual = narrow(x + gate * y, residual_ptr.dtype.element_ty)
         normed, _ = normalize_row(residual.to(tl.float32), m_d, eps, WIDTH)
         o_out = (i_b * num_tokens + i_n) * WIDTH + o_d
         tl.store(residual_ptr + o_out, residual, mask=m_d)
-        tl.store(
-            out_ptr + o_out,
-            narrow(normed * scale + shift, out_ptr.dtype.element_ty),
-            mask=m_d,
-        )
+        store(out_ptr + o_out, normed * scale + shift, m_d)
 
 
 @triton.jit
@@ -145,12 +131,8 @@ def gated_residual_adaln_backward_kernel(
     i_p = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BLOCK)
     m_d = o_d < WIDTH
-    gate = tl.load(gate_ptr + i_b * gate_stride_b + o_d, mask=m_d, other=0.0).to(
-        tl.float32
-    )
-    scale = 1.0 + tl.load(
-        scale_ptr + i_b * scale_stride_b + o_d, mask=m_d, other=0.0
-    ).to(tl.float32)
+    gate = load(gate_ptr + i_b * gate_stride_b + o_d, m_d)
+    scale = 1.0 + load(scale_ptr + i_b * scale_stride_b + o_d, m_d)
     dgate = tl.zeros([BLOCK], tl.float32)
     dscale = tl.zeros([BLOCK], tl.float32)
     dshift = tl.zeros([BLOCK], tl.float32)
@@ -163,27 +145,19 @@ def gated_residual_adaln_backward_kernel(
     ):
         i_n = i_first + i
         o_row = (i_b * num_tokens + i_n) * WIDTH + o_d
-        residual = tl.load(residual_ptr + o_row, mask=m_d, other=0.0).to(tl.float32)
-        grad = tl.load(
-            grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d,
-            mask=m_d,
-            other=0.0,
-        ).to(tl.float32)
-        dx = tl.load(
-            p_grad_residual + i_n * grad_residual_stride_n + o_d, mask=m_d, other=0.0
-        ).to(tl.float32)
+        residual = load(residual_ptr + o_row, m_d)
+        grad = load(grad_ptr + i_b * grad_stride_b + i_n * grad_stride_n + o_d, m_d)
+        dx = load(p_grad_residual + i_n * grad_residual_stride_n + o_d, m_d)
         if sums_ptr is not None:
-            y = tl.load(
-                y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, mask=m_d, other=0.0
-            ).to(tl.float32)
+            y = load(y_ptr + i_b * y_stride_b + i_n * y_stride_n + o_d, m_d)
         normed, rstd = normalize_row(residual, m_d, eps, WIDTH)
         dx += normalize_row_backward(grad * scale, normed, rstd, WIDTH)
         if sums_ptr is not None:
             dgate += dx * y
             dscale += grad * normed
             dshift += grad
-        tl.store(dx_ptr + o_row, narrow(dx, dx_ptr.dtype.element_ty), mask=m_d)
-        tl.store(dy_ptr + o_row, narrow(dx * gate, dy_ptr.dtype.element_ty), mask=m_d)
+        store(dx_ptr + o_row, dx, m_d)
+        store(dy_ptr + o_row, dx * gate, m_d)
     if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 3 * WIDTH + o_d
         tl.store(p_sums, dgate, mask=m_d)
@@ -197,20 +171,26 @@ def launch_forward(x, y, gate, scale, shift, eps) -> tuple[Tensor, Tensor]:
         common.dense_rows(tensor) for tensor in (x, y, gate, scale, shift)
     )
     batch, tokens, width = x.shape
-    residual, out = common.empty_like(x), common.empty_like(x)
+    residual = common.empty_like(x)
+    out = common.empty_like(x)
     settings = FORWARD_LAUNCH.find(width, x.device)
     launch(
         gated_residual_adaln_forward_kernel,
         (cdiv(tokens, settings.rows), batch),
-        *(x, y, gate, scale, shift, residual, out, tokens),
-        *(
-            *x.stride()[:2],
-            *y.stride()[:2],
-            gate.stride(0),
-            scale.stride(0),
-            shift.stride(0),
-            eps,
-        ),
+        x,
+        y,
+        gate,
+        scale,
+        shift,
+        residual,
+        out,
+        tokens,
+        *x.stride()[:2],
+        *y.stride()[:2],
+        gate.stride(0),
+        scale.stride(0),
+        shift.stride(0),
+        eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         ROWS=settings.rows,
@@ -230,7 +210,8 @@ def launch_backward(
     )
     residual = residual.contiguous()
     batch, tokens, width = residual.shape
-    dx, dy = common.empty_like(residual), common.empty_like(residual, y_dtype)
+    dx = common.empty_like(residual)
+    dy = common.empty_like(residual, y_dtype)
     settings = (FROZEN_LAUNCH if y is None else BACKWARD_LAUNCH).find(
         width, residual.device
     )
@@ -244,13 +225,23 @@ def launch_backward(
     launch(
         gated_residual_adaln_backward_kernel,
         (programs, batch),
-        *(grad_residual, grad, residual, y, gate, scale, dx, dy, sums, tokens, each),
-        *(
-            *grad_residual.stride()[:2],
-            *grad.stride()[:2],
-            *((0, 0) if y is None else y.stride()[:2]),
-        ),
-        *(gate.stride(0), scale.stride(0), eps),
+        grad_residual,
+        grad,
+        residual,
+        y,
+        gate,
+        scale,
+        dx,
+        dy,
+        sums,
+        tokens,
+        each,
+        *grad_residual.stride()[:2],
+        *grad.stride()[:2],
+        *((0, 0) if y is None else y.stride()[:2]),
+        gate.stride(0),
+        scale.stride(0),
+        eps,
         WIDTH=width,
         BLOCK=next_power_of_2(width),
         settings=settings,

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, store
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.registry import Case, Device, Inputs, OpSpec, nbytes, random_tensor
@@ -39,7 +39,8 @@ LINEAR = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2))
 CUBIC = tl.constexpr(-2 * math.sqrt(2 / math.pi) / math.log(2) * 0.044715)
 LN_2 = tl.constexpr(math.log(2))
 
-FORWARD_BLOCK, BACKWARD_BLOCK = 4096, 2048
+FORWARD_BLOCK = 4096
+BACKWARD_BLOCK = 2048
 """Elements of a program."""
 LAUNCH = Launch(num_warps=4)
 """32 and 16 elements a thread share the instructions that do not depend on their
@@ -52,9 +53,9 @@ def gelu_tanh_forward_kernel(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     """Program i handles elements i * BLOCK ... of contiguous tensors."""
     o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_e = o_e < size
-    x = tl.load(x_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
+    x = load(x_ptr + o_e, m_e)
     out = x / (1.0 + tl.exp2(x * (LINEAR + CUBIC * (x * x))))
-    tl.store(out_ptr + o_e, narrow(out, out_ptr.dtype.element_ty), mask=m_e)
+    store(out_ptr + o_e, out, m_e)
 
 
 @triton.jit
@@ -66,15 +67,15 @@ def gelu_tanh_backward_kernel(
     """
     o_e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     m_e = o_e < size
-    grad = tl.load(grad_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + o_e, mask=m_e, other=0.0).to(tl.float32)
+    grad = load(grad_ptr + o_e, m_e)
+    x = load(x_ptr + o_e, m_e)
     square = x * x
     inverse = 1.0 + tl.exp2(x * (LINEAR + CUBIC * square))
     s = 1.0 / inverse
     dx = grad * s * (1.0 - (LN_2 * x) * (1.0 - s) * (LINEAR + 3.0 * CUBIC * square))
-    tl.store(dx_ptr + o_e, narrow(dx, dx_ptr.dtype.element_ty), mask=m_e)
+    store(dx_ptr + o_e, dx, m_e)
     if out_ptr is not None:
-        tl.store(out_ptr + o_e, narrow(x / inverse, out_ptr.dtype.element_ty), mask=m_e)
+        store(out_ptr + o_e, x / inverse, m_e)
 
 
 def launch_forward(x: Tensor) -> Tensor:
@@ -100,7 +101,8 @@ def launch_backward(
     """Run the backward kernel; grad and x of one shape. Returns dx, and y where
     `output` asks for it (else empty).
     """
-    grad, x = grad.contiguous(), x.contiguous()
+    grad = grad.contiguous()
+    x = x.contiguous()
     dx = common.empty_like(x)
     out = common.empty_like(x) if output else None
     grid = (cdiv(x.numel(), BACKWARD_BLOCK),)

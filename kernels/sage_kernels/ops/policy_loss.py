@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Generator, Tensor
 
 from sage_kernels import common, reference, registry
-from sage_kernels.common import narrow, sum_in_order
+from sage_kernels.common import load, store, sum_in_order
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.philox import row_noise
@@ -73,17 +73,18 @@ def policy_loss_partial_kernel(
 ):
     """Sums of one tile of one row."""
     pid = tl.program_id(0).to(tl.int64)
-    i_row, i_tile = pid // num_tiles, pid % num_tiles
+    i_row = pid // num_tiles
+    i_tile = pid % num_tiles
     o = i_tile * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
     o_row = i_row * numel + o
 
     gain = tl.load(p_gain + i_row)
-    b_v = tl.load(p_v + o_row, mask=m, other=0.0).to(tl.float32)
-    b_old = tl.load(p_old + o_row, mask=m, other=0.0).to(tl.float32)
+    b_v = load(p_v + o_row, m)
+    b_old = load(p_old + o_row, m)
     if p_anchor is not None:
         # Before the noise and the sums, behind whose barriers it would wait once more.
-        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
+        b_anchor = load(p_anchor + o_row, m)
     b_noise = row_noise(p_noise_ids, i_row, i_tile, BLOCK)
     # Outside the mask all velocities are 0, so that s and t are 0 there, whatever was
     # drawn.
@@ -196,22 +197,23 @@ def policy_loss_backward_kernel(
 ):
     """The gradient of one tile of one row."""
     pid = tl.program_id(0).to(tl.int64)
-    i_row, i_tile = pid // num_tiles, pid % num_tiles
+    i_row = pid // num_tiles
+    i_tile = pid % num_tiles
     o = i_tile * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
     o_row = i_row * numel + o
 
     grad_loss = tl.load(p_grad_loss + i_row * grad_loss_stride)
     p_row = p_coefficients + i_row * 3
-    b_v = tl.load(p_v + o_row, mask=m, other=0.0).to(tl.float32)
-    b_old = tl.load(p_old + o_row, mask=m, other=0.0).to(tl.float32)
+    b_v = load(p_v + o_row, m)
+    b_old = load(p_old + o_row, m)
     if p_anchor is not None:
-        b_anchor = tl.load(p_anchor + o_row, mask=m, other=0.0).to(tl.float32)
+        b_anchor = load(p_anchor + o_row, m)
     b_grad = grad_loss * tl.load(p_row) * row_noise(p_noise_ids, i_row, i_tile, BLOCK)
     b_grad += grad_loss * tl.load(p_row + 1) * (b_v - b_old)
     if p_anchor is not None:
         b_grad += grad_loss * tl.load(p_row + 2) * (b_v - b_anchor)
-    tl.store(p_grad + o_row, narrow(b_grad, p_grad.dtype.element_ty), mask=m)
+    store(p_grad + o_row, b_grad, m)
 
 
 def launch_forward(
@@ -221,7 +223,8 @@ def launch_forward(
     coefficients of the gradient (B, 3).
     """
     clip_range, position_weight, velocity_weight, ratio_norm = settings
-    rows, numel = v.shape[0], v.shape[1:].numel()
+    rows = v.shape[0]
+    numel = v.shape[1:].numel()
     tiles = cdiv(numel, BLOCK)
     partial, loss, parts, coefficients = (
         common.empty((rows, *shape), dtype=torch.float32, device=v.device)
@@ -234,21 +237,34 @@ def launch_forward(
     _start(
         policy_loss_partial_kernel,
         (rows * tiles,),
-        *(v, v_old, v_anchor, noise_ids, gain, partial, numel, tiles),
+        v,
+        v_old,
+        v_anchor,
+        noise_ids,
+        gain,
+        partial,
+        numel,
+        tiles,
         BLOCK=BLOCK,
     )
     _start(
         policy_loss_finish_kernel,
         (rows,),
-        *(partial, gain, std, scale, advantage, loss, parts, clipped, coefficients),
-        *(
-            1 - clip_range,
-            1 + clip_range,
-            position_weight,
-            velocity_weight,
-            numel,
-            tiles,
-        ),
+        partial,
+        gain,
+        std,
+        scale,
+        advantage,
+        loss,
+        parts,
+        clipped,
+        coefficients,
+        1 - clip_range,
+        1 + clip_range,
+        position_weight,
+        velocity_weight,
+        numel,
+        tiles,
         RATIO_NORM=ratio_norm,
         CHUNKS=cdiv(tiles, SUM_BLOCK),
         BLOCK=SUM_BLOCK,
@@ -265,18 +281,16 @@ def launch_backward(grad_loss, v, v_old, v_anchor, noise_ids, coefficients) -> T
     _start(
         policy_loss_backward_kernel,
         (grad.shape[0] * tiles,),
-        *(
-            grad_loss,
-            v,
-            v_old,
-            v_anchor,
-            noise_ids,
-            coefficients,
-            grad,
-            grad_loss.stride(0),
-            numel,
-            tiles,
-        ),
+        grad_loss,
+        v,
+        v_old,
+        v_anchor,
+        noise_ids,
+        coefficients,
+        grad,
+        grad_loss.stride(0),
+        numel,
+        tiles,
         BLOCK=BLOCK,
     )
     return grad
@@ -306,9 +320,8 @@ def _backward(
     # Read once: under selective checkpointing a saved tensor can be unpacked one time
     # only.
     saved = ctx.saved_tensors
-    return None if grad_loss is None else _policy_loss_backward(grad_loss, *saved), *[
-        None
-    ] * 11
+    grad = None if grad_loss is None else _policy_loss_backward(grad_loss, *saved)
+    return grad, *[None] * 11
 
 
 _policy_loss_backward = operator(
@@ -465,11 +478,9 @@ def _least_scale(inputs: Inputs) -> dict[str, float]:
     log-ratio without its drift.
     """
     shift = inputs["gain"].view(-1, 1) * (inputs["v"] - inputs["v_old"]).flatten(1)
-    factor = (
-        2 * inputs["std"].square()
-        if inputs.get("unnormalized")
-        else torch.ones_like(inputs["std"])
-    )
+    factor = torch.ones_like(inputs["std"])
+    if inputs.get("unnormalized"):
+        factor = 2 * inputs["std"].square()
     error = factor * shift.square().mean(1).sqrt() / shift.shape[1] ** 0.5
     return {"out 1": float(error.square().mean().sqrt())}
 
@@ -522,12 +533,11 @@ SPEC = OpSpec(
     # Per row: noise ids, three columns and 4 + 4 * 4 + 1 + 3 * 4 bytes of results; loss
     # gradient, ids, coefficients.
     letters=lambda i: {
-        **{
-            "S": nbytes(i["v"]),
-            "S_old": nbytes(i["v_old"]),
-            "S_anchor": nbytes(i["v_anchor"]),
-        },
-        **{"B": len(i["v"]) * (24 + 12 + 33), "C": len(i["v"]) * (4 + 24 + 12)},
+        "S": nbytes(i["v"]),
+        "S_old": nbytes(i["v_old"]),
+        "S_anchor": nbytes(i["v_anchor"]),
+        "B": len(i["v"]) * (24 + 12 + 33),
+        "C": len(i["v"]) * (4 + 24 + 12),
     },
     bytes_formula=("S + S_old + S_anchor + B", "2 S + S_old + S_anchor + C"),
     atol_fp32=5e-6,

@@ -31,7 +31,7 @@ import triton.language as tl
 from torch import Generator, Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, store
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import LaunchTable, cdiv, launch, split_tokens
 from sage_kernels.ops.qk_norm_rope import (
@@ -105,25 +105,17 @@ def qk_norm_across_heads_forward_kernel(
     m_d = o_d < HEAD_DIM
     m_hd = (o_h < HEADS) & m_d
     o_hd = o_h * HEAD_DIM + o_d
-    q_weight = tl.load(q_weight_ptr + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-    k_weight = tl.load(k_weight_ptr + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+    q_weight = load(q_weight_ptr + o_hd, m_hd)
+    k_weight = load(k_weight_ptr + o_hd, m_hd)
     for i in range(0, tl.minimum(ROWS, tl.maximum(num_q, num_k) - i_first)):
         i_n = i_first + i
         m_q = (o_h < tl.where(i_n < num_q, HEADS, 0)) & m_d
         m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
-        q = tl.load(
-            q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0
-        ).to(tl.float32)
-        k = tl.load(
-            k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0
-        ).to(tl.float32)
+        q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_q)
+        k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_k)
         if cos_ptr is not None:
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
+            cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
+            sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
         q = q * token_rstd(q, eps, HEADS * HEAD_DIM) * q_weight
         k = k * token_rstd(k, eps, HEADS * HEAD_DIM) * k_weight
         if cos_ptr is not None:
@@ -131,8 +123,8 @@ def qk_norm_across_heads_forward_kernel(
             k = k * cos + quarter_turn(k, BLOCK_H, BLOCK_D) * sin
         o_q = (i_b * num_q + i_n) * HEADS * HEAD_DIM + o_hd
         o_k = (i_b * num_k + i_n) * HEADS * HEAD_DIM + o_hd
-        tl.store(q_out_ptr + o_q, narrow(q, q_out_ptr.dtype.element_ty), mask=m_q)
-        tl.store(k_out_ptr + o_k, narrow(k, k_out_ptr.dtype.element_ty), mask=m_k)
+        store(q_out_ptr + o_q, q, m_q)
+        store(k_out_ptr + o_k, k, m_k)
 
 
 @triton.jit
@@ -188,39 +180,31 @@ def qk_norm_across_heads_backward_kernel(
         m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
         p_grad_q = grad_q_ptr + i_b * grad_q_stride_b + i_n * grad_q_stride_n
         p_grad_k = grad_k_ptr + i_b * grad_k_stride_b + i_n * grad_k_stride_n
-        grad_q = tl.load(p_grad_q + o_hd, mask=m_q, other=0.0).to(tl.float32)
-        grad_k = tl.load(p_grad_k + o_hd, mask=m_k, other=0.0).to(tl.float32)
-        q = tl.load(
-            q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_q, other=0.0
-        ).to(tl.float32)
-        k = tl.load(
-            k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_k, other=0.0
-        ).to(tl.float32)
+        grad_q = load(p_grad_q + o_hd, m_q)
+        grad_k = load(p_grad_k + o_hd, m_k)
+        q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_q)
+        k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_k)
         if cos_ptr is not None:
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
+            cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
+            sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
             # The transpose of a quarter turn is the turn backwards.
             grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
         # Queries before keys, and weights from the first-level cache every time: all at
         # once take more registers than there are for two programs.
-        q_weight = tl.load(q_weight_ptr + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+        q_weight = load(q_weight_ptr + o_hd, m_hd)
         dq, part = token_norm_backward(grad_q, q, q_weight, eps, HEADS * HEAD_DIM)
         if sums_ptr is not None:
             dq_weight += part
         o_q = (i_b * num_q + i_n) * HEADS * HEAD_DIM + o_hd
-        tl.store(dq_ptr + o_q, narrow(dq, dq_ptr.dtype.element_ty), mask=m_q)
+        store(dq_ptr + o_q, dq, m_q)
         if cos_ptr is not None:
             grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
-        k_weight = tl.load(k_weight_ptr + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+        k_weight = load(k_weight_ptr + o_hd, m_hd)
         dk, part = token_norm_backward(grad_k, k, k_weight, eps, HEADS * HEAD_DIM)
         if sums_ptr is not None:
             dk_weight += part
         o_k = (i_b * num_k + i_n) * HEADS * HEAD_DIM + o_hd
-        tl.store(dk_ptr + o_k, narrow(dk, dk_ptr.dtype.element_ty), mask=m_k)
+        store(dk_ptr + o_k, dk, m_k)
     if sums_ptr is not None:
         p_sums = (
             sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEADS * HEAD_DIM + o_hd
@@ -234,15 +218,26 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward kernel; arguments as `qk_norm_across_heads`."""
     cos, sin, eps = rest
-    q, k = dense_tokens(q), dense_tokens(k)
-    q_out, k_out = common.empty_like(q), common.empty_like(k)
-    (batch, num_q, heads, head_dim), num_k = q.shape, k.shape[1]
+    q = dense_tokens(q)
+    k = dense_tokens(k)
+    q_out = common.empty_like(q)
+    k_out = common.empty_like(k)
+    batch, num_q, heads, head_dim = q.shape
+    num_k = k.shape[1]
     settings = FORWARD_LAUNCH.find(heads * head_dim, q.device)
     launch(
         qk_norm_across_heads_forward_kernel,
         (cdiv(max(num_q, num_k), settings.rows), batch),
-        *(q, k, *common.contiguous(q_weight, k_weight, cos, sin), q_out, k_out),
-        *(num_q, num_k, *q.stride()[:2], *k.stride()[:2], eps),
+        q,
+        k,
+        *common.contiguous(q_weight, k_weight, cos, sin),
+        q_out,
+        k_out,
+        num_q,
+        num_k,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        eps,
         **blocks_of(q),
         ROWS=settings.rows,
         settings=settings,
@@ -258,8 +253,10 @@ def launch_backward(
     """
     cos, sin, eps, weight_gradients = rest
     tokens = [dense_tokens(tensor) for tensor in (grad_q, grad_k, q, k)]
-    (batch, num_q, heads, head_dim), num_k = q.shape, k.shape[1]
-    dq, dk = common.empty_like(q), common.empty_like(k)
+    batch, num_q, heads, head_dim = q.shape
+    num_k = k.shape[1]
+    dq = common.empty_like(q)
+    dk = common.empty_like(k)
     settings = (BACKWARD_LAUNCH if weight_gradients else FROZEN_LAUNCH).find(
         heads * head_dim, q.device
     )
@@ -272,8 +269,16 @@ def launch_backward(
     launch(
         qk_norm_across_heads_backward_kernel,
         (programs, batch),
-        *(*tokens, *common.contiguous(q_weight, k_weight, cos, sin), dq, dk, sums),
-        *(num_q, num_k, each, *strides(tokens), eps),
+        *tokens,
+        *common.contiguous(q_weight, k_weight, cos, sin),
+        dq,
+        dk,
+        sums,
+        num_q,
+        num_k,
+        each,
+        *strides(tokens),
+        eps,
         **blocks_of(q),
         settings=settings,
     )

@@ -35,7 +35,7 @@ import triton.language as tl
 from torch import Generator, Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import narrow
+from sage_kernels.common import load, store
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import (
     Launch,
@@ -132,53 +132,37 @@ def qk_norm_rope_forward_kernel(
     video_programs = tl.cdiv(num_video, ROWS)
     o_sample = i_b * (num_video + num_text)
     if i_p < video_programs:
-        q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        q_weight = load(q_weight_ptr + o_d, m_d)
+        k_weight = load(k_weight_ptr + o_d, m_d)
         i_first = i_p * ROWS
         for i in range(0, tl.minimum(ROWS, num_video - i_first)):
             i_n = i_first + i
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
+            cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
+            sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
             o_out = (o_sample + i_n) * HEADS * HEAD_DIM + o_hd
-            q = tl.load(
-                q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
-            k = tl.load(
-                k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
+            q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_hd)
+            k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_hd)
             q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
             k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
             q = q * cos + quarter_turn(q, BLOCK_H, BLOCK_D) * sin
             k = k * cos + quarter_turn(k, BLOCK_H, BLOCK_D) * sin
-            tl.store(
-                q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd
-            )
-            tl.store(
-                k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd
-            )
+            store(q_out_ptr + o_out, q, m_hd)
+            store(k_out_ptr + o_out, k, m_hd)
     else:
-        q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        q_weight = load(q_text_weight_ptr + o_d, m_d)
+        k_weight = load(k_text_weight_ptr + o_d, m_d)
         i_first = (i_p - video_programs) * ROWS
         for i in range(0, tl.minimum(ROWS, num_text - i_first)):
             i_l = i_first + i
             o_out = (o_sample + num_video + i_l) * HEADS * HEAD_DIM + o_hd
             p_q = q_text_ptr + i_b * q_text_stride_b + i_l * q_text_stride_n
             p_k = k_text_ptr + i_b * k_text_stride_b + i_l * k_text_stride_n
-            q = tl.load(p_q + o_hd, mask=m_hd, other=0.0).to(tl.float32)
-            k = tl.load(p_k + o_hd, mask=m_hd, other=0.0).to(tl.float32)
+            q = load(p_q + o_hd, m_hd)
+            k = load(p_k + o_hd, m_hd)
             q = q * rms_rstd(q, eps, HEAD_DIM) * q_weight
             k = k * rms_rstd(k, eps, HEAD_DIM) * k_weight
-            tl.store(
-                q_out_ptr + o_out, narrow(q, q_out_ptr.dtype.element_ty), mask=m_hd
-            )
-            tl.store(
-                k_out_ptr + o_out, narrow(k, k_out_ptr.dtype.element_ty), mask=m_hd
-            )
+            store(q_out_ptr + o_out, q, m_hd)
+            store(k_out_ptr + o_out, k, m_hd)
 
 
 @triton.jit
@@ -239,30 +223,18 @@ def qk_norm_rope_backward_kernel(
     dq_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     dk_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     if i_p < video_programs:
-        q_weight = tl.load(q_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        q_weight = load(q_weight_ptr + o_d, m_d)
+        k_weight = load(k_weight_ptr + o_d, m_d)
         i_first = i_p * tokens_per_program
         for i in range(0, tl.minimum(tokens_per_program, num_video - i_first)):
             i_n = i_first + i
-            cos = tl.load(cos_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
-            sin = tl.load(sin_ptr + i_n * HEAD_DIM + o_d, mask=m_d, other=0.0).to(
-                tl.float32
-            )
+            cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
+            sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
             o_out = (i_b * num_video + i_n) * HEADS * HEAD_DIM + o_hd
-            grad_q = tl.load(
-                p_grad_q + i_n * grad_q_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
-            grad_k = tl.load(
-                p_grad_k + i_n * grad_k_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
-            q = tl.load(
-                q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
-            k = tl.load(
-                k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, mask=m_hd, other=0.0
-            ).to(tl.float32)
+            grad_q = load(p_grad_q + i_n * grad_q_stride_n + o_hd, m_hd)
+            grad_k = load(p_grad_k + i_n * grad_k_stride_n + o_hd, m_hd)
+            q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_hd)
+            k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_hd)
             # The transpose of a quarter turn is the turn backwards.
             grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
             grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
@@ -271,11 +243,11 @@ def qk_norm_rope_backward_kernel(
             if sums_ptr is not None:
                 dq_weight += dq_weight_part
                 dk_weight += dk_weight_part
-            tl.store(dq_ptr + o_out, narrow(dq, dq_ptr.dtype.element_ty), mask=m_hd)
-            tl.store(dk_ptr + o_out, narrow(dk, dk_ptr.dtype.element_ty), mask=m_hd)
+            store(dq_ptr + o_out, dq, m_hd)
+            store(dk_ptr + o_out, dk, m_hd)
     else:
-        q_weight = tl.load(q_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
-        k_weight = tl.load(k_text_weight_ptr + o_d, mask=m_d, other=0.0).to(tl.float32)
+        q_weight = load(q_text_weight_ptr + o_d, m_d)
+        k_weight = load(k_text_weight_ptr + o_d, m_d)
         p_q = q_text_ptr + i_b * q_text_stride_b
         p_k = k_text_ptr + i_b * k_text_stride_b
         i_first = (i_p - video_programs) * tokens_per_program
@@ -284,25 +256,17 @@ def qk_norm_rope_backward_kernel(
             o_out = (i_b * num_text + i_l) * HEADS * HEAD_DIM + o_hd
             o_grad_q = (num_video + i_l) * grad_q_stride_n + o_hd
             o_grad_k = (num_video + i_l) * grad_k_stride_n + o_hd
-            grad_q = tl.load(p_grad_q + o_grad_q, mask=m_hd, other=0.0).to(tl.float32)
-            grad_k = tl.load(p_grad_k + o_grad_k, mask=m_hd, other=0.0).to(tl.float32)
-            q = tl.load(p_q + i_l * q_text_stride_n + o_hd, mask=m_hd, other=0.0).to(
-                tl.float32
-            )
-            k = tl.load(p_k + i_l * k_text_stride_n + o_hd, mask=m_hd, other=0.0).to(
-                tl.float32
-            )
+            grad_q = load(p_grad_q + o_grad_q, m_hd)
+            grad_k = load(p_grad_k + o_grad_k, m_hd)
+            q = load(p_q + i_l * q_text_stride_n + o_hd, m_hd)
+            k = load(p_k + i_l * k_text_stride_n + o_hd, m_hd)
             dq, dq_weight_part = rms_norm_backward(grad_q, q, q_weight, eps, HEAD_DIM)
             dk, dk_weight_part = rms_norm_backward(grad_k, k, k_weight, eps, HEAD_DIM)
             if sums_ptr is not None:
                 dq_weight += dq_weight_part
                 dk_weight += dk_weight_part
-            tl.store(
-                dq_text_ptr + o_out, narrow(dq, dq_text_ptr.dtype.element_ty), mask=m_hd
-            )
-            tl.store(
-                dk_text_ptr + o_out, narrow(dk, dk_text_ptr.dtype.element_ty), mask=m_hd
-            )
+            store(dq_text_ptr + o_out, dq, m_hd)
+            store(dk_text_ptr + o_out, dk, m_hd)
     if sums_ptr is not None:
         p_sums = sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEAD_DIM
         o_sum = tl.arange(0, BLOCK_D)
@@ -315,11 +279,9 @@ def dense_tokens(tensor: Tensor) -> Tensor:
     """A (B, N, H, D) tensor as it is where the H * D elements of a token lie next to
     each other, else a copy.
     """
-    return (
-        tensor
-        if tensor.numel() == 0 or tensor[0, 0].is_contiguous()
-        else tensor.contiguous()
-    )
+    if tensor.numel() == 0 or tensor[0, 0].is_contiguous():
+        return tensor
+    return tensor.contiguous()
 
 
 def strides(tensors: Iterable[Tensor]) -> list[int]:
@@ -350,8 +312,14 @@ def launch_forward(
     launch(
         qk_norm_rope_forward_kernel,
         (cdiv(num_video, settings.rows) + cdiv(num_text, settings.rows), batch),
-        *(*tokens, *(tensor.contiguous() for tensor in small), q_out, k_out),
-        *(num_video, num_text, *strides(tokens), eps),
+        *tokens,
+        *(tensor.contiguous() for tensor in small),
+        q_out,
+        k_out,
+        num_video,
+        num_text,
+        *strides(tokens),
+        eps,
         **blocks_of(q),
         ROWS=settings.rows,
         settings=settings,
@@ -380,13 +348,16 @@ def launch_backward(grad_q, grad_k, q, k, q_text, k_text, *rest) -> tuple[Tensor
     launch(
         qk_norm_rope_backward_kernel,
         (programs, batch),
-        *(
-            *tokens,
-            *(tensor.contiguous() for tensor in (*weights, cos, sin)),
-            *gradients,
-            sums,
-        ),
-        *(num_video, num_text, video_programs, each, *strides(tokens), eps),
+        *tokens,
+        *(tensor.contiguous() for tensor in (*weights, cos, sin)),
+        *gradients,
+        sums,
+        num_video,
+        num_text,
+        video_programs,
+        each,
+        *strides(tokens),
+        eps,
         **blocks_of(q),
         settings=settings,
     )
@@ -537,7 +508,9 @@ def draw_heads(
         case.shape[name] for name in ("batch", "heads", "head_dim")
     )
     flat = random_tensor(
-        *(batch, tokens, heads * head_dim),
+        batch,
+        tokens,
+        heads * head_dim,
         dtype=dtype,
         device=device,
         generator=generator,
@@ -552,21 +525,30 @@ def _make_inputs(
     video, text, head_dim = (case.shape[name] for name in ("video", "text", "head_dim"))
     small = torch.float32 if case.mixed else dtype
     draw = partial(random_tensor, device=device, generator=generator)
-    counts = zip(TOKENS, (video, video, text, text), strict=True)
     angles = draw(video, head_dim // 2, dtype=torch.float32).repeat_interleave(
         2, dim=-1
     )
+    inputs: Inputs = {}
+    for name, count in zip(TOKENS, (video, video, text, text), strict=True):
+        inputs[name] = draw_heads(case, count, dtype, device, generator)
+    for name in WEIGHTS:
+        inputs[name] = draw(head_dim, dtype=small, strided=case.strided)
+    return inputs | {"cos": angles.cos(), "sin": angles.sin()}
+
+
+def _shape(
+    batch: int, video: int, text: int, heads: int, head_dim: int
+) -> dict[str, int]:
     return {
-        **{
-            name: draw_heads(case, count, dtype, device, generator)
-            for name, count in counts
-        },
-        **{name: draw(head_dim, dtype=small, strided=case.strided) for name in WEIGHTS},
-        **{"cos": angles.cos(), "sin": angles.sin()},
+        "batch": batch,
+        "video": video,
+        "text": text,
+        "heads": heads,
+        "head_dim": head_dim,
     }
 
 
-_SHAPE = {"batch": 1, "video": 32760, "text": 250, "heads": 16, "head_dim": 128}
+_SHAPE = _shape(1, 32760, 250, 16, 128)
 
 SPEC = OpSpec(
     name="qk_norm_rope",
@@ -580,32 +562,12 @@ SPEC = OpSpec(
     make_inputs=_make_inputs,
     differentiable=(*TOKENS, *WEIGHTS),
     test_cases=(
-        Case(
-            id="one-pair",
-            shape={"batch": 1, "video": 1, "text": 1, "heads": 1, "head_dim": 2},
-        ),
-        Case(
-            id="no-text",
-            shape={"batch": 2, "video": 5, "text": 0, "heads": 2, "head_dim": 8},
-        ),
-        Case(
-            id="odd",
-            shape={"batch": 2, "video": 13, "text": 7, "heads": 3, "head_dim": 12},
-        ),
-        Case(
-            id="strided",
-            shape={"batch": 2, "video": 9, "text": 5, "heads": 2, "head_dim": 16},
-            strided=True,
-        ),
-        Case(
-            id="mixed",
-            shape={"batch": 2, "video": 5, "text": 3, "heads": 2, "head_dim": 16},
-            mixed=True,
-        ),
-        Case(
-            id="model-width",
-            shape={"batch": 1, "video": 3, "text": 2, "heads": 16, "head_dim": 128},
-        ),
+        Case(id="one-pair", shape=_shape(1, 1, 1, 1, 2)),
+        Case(id="no-text", shape=_shape(2, 5, 0, 2, 8)),
+        Case(id="odd", shape=_shape(2, 13, 7, 3, 12)),
+        Case(id="strided", shape=_shape(2, 9, 5, 2, 16), strided=True),
+        Case(id="mixed", shape=_shape(2, 5, 3, 2, 16), mixed=True),
+        Case(id="model-width", shape=_shape(1, 3, 2, 16, 128)),
     ),
     bench_cases=(
         Case(id="A", shape=_SHAPE | {"video": 18018}, frozen=WEIGHTS),

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Generator, Tensor
 
 from sage_kernels import common, reference
-from sage_kernels.common import sum_in_order
+from sage_kernels.common import load, sum_in_order
 from sage_kernels.custom_op import operator
 from sage_kernels.launch import Launch, cdiv, launch
 from sage_kernels.philox import row_noise
@@ -71,13 +71,14 @@ def sde_step_kernel(
 ):
     """One tile of one row."""
     pid = tl.program_id(0).to(tl.int64)
-    i_row, i_tile = pid // num_tiles, pid % num_tiles
+    i_row = pid // num_tiles
+    i_tile = pid % num_tiles
     o = i_tile * BLOCK + tl.arange(0, BLOCK)
     m = o < numel
     o_row = i_row * numel + o
 
-    b_x = tl.load(p_x + o_row, mask=m, other=0.0)
-    b_v = tl.load(p_v + o_row, mask=m, other=0.0).to(tl.float32)
+    b_x = load(p_x + o_row, m)
+    b_v = load(p_v + o_row, m)
     b_next = a * b_x + b * b_v
     if p_noise_ids is not None:
         b_noise = row_noise(p_noise_ids, i_row, i_tile, BLOCK)
@@ -107,21 +108,30 @@ def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
     """Run the kernel, and the second stage if `log_prob`; else the second result is
     empty.
     """
-    x, v = x.contiguous(), v.contiguous()
-    rows, numel = x.shape[0], x.shape[1:].numel()
+    x = x.contiguous()
+    v = v.contiguous()
+    rows = x.shape[0]
+    numel = x.shape[1:].numel()
     block = INTERPRETED_BLOCK if x.device.type == "cpu" else BLOCK
     tiles = cdiv(numel, block)
     x_next = common.empty_like(x)
-    partial = (
-        common.empty((rows, tiles), dtype=torch.float32, device=x.device)
-        if log_prob
-        else None
-    )
+    partial = None
+    if log_prob:
+        partial = common.empty((rows, tiles), dtype=torch.float32, device=x.device)
     ids = None if noise_ids is None else noise_ids.contiguous()
     _start(
         sde_step_kernel,
         (rows * tiles,),
-        *(x, v, ids, x_next, partial, a, b, std, numel, tiles),
+        x,
+        v,
+        ids,
+        x_next,
+        partial,
+        a,
+        b,
+        std,
+        numel,
+        tiles,
         BLOCK=block,
     )
     result = common.empty(
@@ -131,7 +141,11 @@ def launch_step(x, v, noise_ids, a, b, std, log_prob) -> tuple[Tensor, Tensor]:
         _start(
             sde_log_prob_kernel,
             (rows,),
-            *(partial, result, math.log(std) + math.log(2 * math.pi) / 2, numel, tiles),
+            partial,
+            result,
+            math.log(std) + math.log(2 * math.pi) / 2,
+            numel,
+            tiles,
             CHUNKS=cdiv(tiles, SUM_BLOCK),
             BLOCK=SUM_BLOCK,
         )

@@ -49,36 +49,33 @@ from sage_kernels.reference.sde_step import (
 )
 
 __all__ = [
-    "adaln",
-    "adaln_backward",
-    "adaln_eager",
-    "qk_norm_rope",
-    "qk_norm_rope_backward",
-    "qk_norm_rope_eager",
-]
-__all__ += [
-    "qk_norm_across_heads",
-    "qk_norm_across_heads_backward",
-    "qk_norm_across_heads_eager",
-]
-__all__ += ["gated_residual", "gated_residual_backward", "gated_residual_eager"]
-__all__ += [
-    "gated_residual_adaln",
-    "gated_residual_adaln_backward",
-    "gated_residual_adaln_eager",
-]
-__all__ += ["gelu_tanh", "gelu_tanh_backward", "gelu_tanh_eager", "linear_gelu_tanh"]
-__all__ += [
     "LossSettings",
     "PolicyTerms",
     "StepColumns",
+    "adaln",
+    "adaln_backward",
+    "adaln_eager",
+    "gated_residual",
+    "gated_residual_adaln",
+    "gated_residual_adaln_backward",
+    "gated_residual_adaln_eager",
+    "gated_residual_backward",
+    "gated_residual_eager",
     "gaussian_log_prob",
+    "gelu_tanh",
+    "gelu_tanh_backward",
+    "gelu_tanh_eager",
+    "linear_gelu_tanh",
     "philox_normal",
     "policy_loss",
-]
-__all__ += [
     "policy_loss_backward",
     "policy_loss_forward",
+    "qk_norm_across_heads",
+    "qk_norm_across_heads_backward",
+    "qk_norm_across_heads_eager",
+    "qk_norm_rope",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_eager",
     "sde_step",
     "sde_step_log_prob",
 ]

@@ -23,9 +23,9 @@ def gated_residual_backward(
     dtype = compute_dtype(grad.dtype)
     grad = grad.to(dtype)
     dy = (grad * gate.to(dtype)[:, None]).to(y_dtype)
-    return dy, gate.new_empty(0) if y is None else (grad * y.to(dtype)).sum(1).to(
-        gate.dtype
-    )
+    if y is None:
+        return dy, gate.new_empty(0)
+    return dy, (grad * y.to(dtype)).sum(1).to(gate.dtype)
 
 
 def gated_residual_eager(x: Tensor, y: Tensor, gate: Tensor) -> Tensor:

@@ -23,8 +23,10 @@ from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 10
-MULTIPLIER_0, MULTIPLIER_1 = 0xD2511F53, 0xCD9E8D57
-WEYL_0, WEYL_1 = 0x9E3779B9, 0xBB67AE85
+MULTIPLIER_0 = 0xD2511F53
+MULTIPLIER_1 = 0xCD9E8D57
+WEYL_0 = 0x9E3779B9
+WEYL_1 = 0xBB67AE85
 
 
 def philox(
@@ -46,11 +48,14 @@ def philox(
     for round_index in range(ROUNDS):
         # A product of two 32-bit words wraps in int64 but keeps its bit pattern, so the
         # masked arithmetic shift is the unsigned high word.
-        product_0, product_1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        round_key_0, round_key_1 = k0 + round_index * WEYL_0, k1 + round_index * WEYL_1
+        product_0 = c0 * MULTIPLIER_0
+        product_1 = c2 * MULTIPLIER_1
+        round_key_0 = k0 + round_index * WEYL_0
+        round_key_1 = k1 + round_index * WEYL_1
         c0 = ((product_1 >> 32) ^ c1 ^ round_key_0) & MASK32
         c2 = ((product_0 >> 32) ^ c3 ^ round_key_1) & MASK32
-        c1, c3 = product_1 & MASK32, product_0 & MASK32
+        c1 = product_1 & MASK32
+        c3 = product_0 & MASK32
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, c3)
     return c0, c1, c2, c3
 

@@ -132,7 +132,8 @@ def policy_loss_of_noise(
     """
     _check_same_shape(velocity_new=v, velocity_old=v_old, noise=noise)
     dtype = compute_dtype(v.dtype, v_old.dtype, noise.dtype)
-    v, noise = v.to(dtype), noise.to(dtype)
+    v = v.to(dtype)
+    noise = noise.to(dtype)
     delta = v - v_old.detach().to(dtype)
     gain, std, scale, advantage = (
         _column(values, delta, name)
@@ -140,11 +141,9 @@ def policy_loss_of_noise(
     )
 
     gaussian_log_ratio = log_ratio(gain, noise, delta)
-    used = (
-        ratio_norm_log_ratio(gain, noise, delta)
-        if settings.ratio_norm
-        else gaussian_log_ratio
-    )
+    used = gaussian_log_ratio
+    if settings.ratio_norm:
+        used = ratio_norm_log_ratio(gain, noise, delta)
     if settings.unnormalized:
         used = used * (2 * std.square())
     surrogate = clipped_surrogate(used, advantage, settings.clip_range)
@@ -165,7 +164,8 @@ def policy_loss_of_noise(
         loss = loss + settings.velocity_weight * kl_velocity
     with torch.no_grad():
         ratio = used.exp()
-        high, low = ratio > 1 + settings.clip_range, ratio < 1 - settings.clip_range
+        high = ratio > 1 + settings.clip_range
+        low = ratio < 1 - settings.clip_range
         clipped = ((advantage > 0) & high) | ((advantage < 0) & low)
     parts = (used, ratio, kl_position, kl_velocity, clipped)
     return PolicyTerms(loss, *(part.detach() for part in parts))
@@ -250,7 +250,8 @@ def policy_loss_forward(
         slope = slope * (2 * std.square())
     if settings.equalizer:
         slope = slope * scale
-    of_noise, of_old = slope, torch.zeros_like(slope) if settings.ratio_norm else -slope
+    of_noise = slope
+    of_old = torch.zeros_like(slope) if settings.ratio_norm else -slope
     if settings.velocity_weight is not None:
         of_noise = of_noise - settings.velocity_weight
         of_old = of_old + settings.velocity_weight

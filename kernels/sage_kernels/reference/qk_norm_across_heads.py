@@ -55,7 +55,8 @@ def qk_norm_across_heads_backward(
     dtype = compute_dtype(q.dtype)
 
     def backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        grad, wide = grad.to(dtype), x.to(dtype)
+        grad = grad.to(dtype)
+        wide = x.to(dtype)
         if cos is not None and sin is not None:
             # The transpose of a quarter turn is the turn backwards.
             grad = grad * cos.to(dtype)[:, None] - quarter_turn(
@@ -65,11 +66,9 @@ def qk_norm_across_heads_backward(
         normed = wide * rstd
         inner = grad * weight.to(dtype).view(x.shape[2:])
         dx = rstd * (inner - normed * (inner * normed).mean((2, 3), keepdim=True))
-        dweight = (
-            (grad * normed).sum((0, 1)).flatten().to(weight.dtype)
-            if weight_gradients
-            else weight.new_empty(0)
-        )
+        dweight = weight.new_empty(0)
+        if weight_gradients:
+            dweight = (grad * normed).sum((0, 1)).flatten().to(weight.dtype)
         return dx.to(x.dtype), dweight
 
     dq, dq_weight = backward(grad_q, q, q_weight)
@@ -97,7 +96,8 @@ def qk_norm_across_heads_eager(
         if cos is None or sin is None:
             return normed
         even, odd = normed.unflatten(-1, (-1, 2)).unbind(-1)
-        cosine, sine = cos[None, :, None, 0::2], sin[None, :, None, 1::2]
+        cosine = cos[None, :, None, 0::2]
+        sine = sin[None, :, None, 1::2]
         out = torch.empty_like(normed)
         out[..., 0::2] = even * cosine - odd * sine
         out[..., 1::2] = even * sine + odd * cosine

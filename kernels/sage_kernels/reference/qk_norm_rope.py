@@ -88,11 +88,9 @@ def qk_norm_rope_backward(
         normed = wide * rstd
         inner = grad * weight.to(dtype)
         dx = rstd * (inner - normed * (inner * normed).mean(-1, keepdim=True))
-        dweight = (
-            (grad * normed).sum((0, 1, 2)).to(weight.dtype)
-            if weight_gradients
-            else weight.new_empty(0)
-        )
+        dweight = weight.new_empty(0)
+        if weight_gradients:
+            dweight = (grad * normed).sum((0, 1, 2)).to(weight.dtype)
         return dx.to(x.dtype), dweight
 
     def unrotate(grad: Tensor) -> Tensor:

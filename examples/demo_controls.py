@@ -32,19 +32,13 @@ class Shuffled:
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         scores = ToyReward().score(videos, prompts)
-        reward = torch.stack(
-            [weight * scores[name] for name, weight in WEIGHTS.items()]
-        ).sum(0)
+        weighted = [weight * scores[name] for name, weight in WEIGHTS.items()]
+        reward = torch.stack(weighted).sum(0)
         # The videos are the seed, so that a run which goes on after an interruption
         # shuffles as it would have.
-        return {
-            "shuffled": reward[
-                torch.randperm(
-                    len(reward),
-                    generator=torch.Generator().manual_seed(int(videos.sum())),
-                )
-            ]
-        }
+        generator = torch.Generator().manual_seed(int(videos.sum()))
+        order = torch.randperm(len(reward), generator=generator)
+        return {"shuffled": reward[order]}
 
 
 class Stop(Callback):
@@ -59,14 +53,12 @@ def evaluation(run: TrainedRun, update: int) -> Evaluation:
     on.
     """
     found = Evaluation.load(run.output_dir / f"evaluation/update-{update:06d}.json")
-    columns = zip(*(found.scores[name] for name in WEIGHTS), strict=True)
-    return replace(
-        found,
-        reward=[
-            sum(w * s for w, s in zip(WEIGHTS.values(), row, strict=True))
-            for row in columns
-        ],
-    )
+    columns = [found.scores[name] for name in WEIGHTS]
+    rewards = [
+        sum(weight * score for weight, score in zip(WEIGHTS.values(), row, strict=True))
+        for row in zip(*columns, strict=True)
+    ]
+    return replace(found, reward=rewards)
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -89,16 +81,11 @@ def main(words: Sequence[str] | None = None) -> None:
         rollout={"guidance_scale": 2.0},
     )
     base = evaluation(shuffled, 0)
-    print(
-        "trained by shuffled rewards",
-        format_comparison(paired_tests(base, evaluation(shuffled, 20))),
-        sep="\n",
-    )
-    print(
-        "not trained, guidance 2",
-        format_comparison(paired_tests(base, evaluation(guided, 0))),
-        sep="\n",
-    )
+    for what, found in (
+        ("trained by shuffled rewards", evaluation(shuffled, 20)),
+        ("not trained, guidance 2", evaluation(guided, 0)),
+    ):
+        print(what, format_comparison(paired_tests(base, found)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -65,17 +65,13 @@ class VLMJudge:
         pause: float = 1.0,
         parallel: int = 8,
     ) -> None:
-        self.url, self.model, self.num_frames = (
-            url.rstrip("/") + "/chat/completions",
-            model,
-            num_frames,
-        )
-        self.timeout, self.attempts, self.pause, self.parallel = (
-            timeout,
-            attempts,
-            pause,
-            parallel,
-        )
+        self.url = url.rstrip("/") + "/chat/completions"
+        self.model = model
+        self.num_frames = num_frames
+        self.timeout = timeout
+        self.attempts = attempts
+        self.pause = pause
+        self.parallel = parallel
 
     def score(self, videos: Any, prompts: Sequence[str]) -> dict[str, list[float]]:
         """{"judge": B numbers from 0 to 1} of videos (B, F, 3, H, W) uint8.
@@ -86,21 +82,19 @@ class VLMJudge:
 
     def _judge(self, video: Any, prompt: str) -> float:
         frames = min(self.num_frames, len(video))
-        shown = [video[(2 * i + 1) * len(video) // (2 * frames)] for i in range(frames)]
-        content: list[Any] = [
-            {"type": "text", "text": QUESTION.format(frames=frames, prompt=prompt)}
-        ]
-        content += [
-            {"type": "image_url", "image_url": {"url": data_url(frame)}}
-            for frame in shown
-        ]
+        text = QUESTION.format(frames=frames, prompt=prompt)
+        content: list[Any] = [{"type": "text", "text": text}]
+        for i in range(frames):
+            picture = data_url(video[(2 * i + 1) * len(video) // (2 * frames)])
+            content.append({"type": "image_url", "image_url": {"url": picture}})
         question = {
             "model": self.model,
             "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "seed": 0,
+            "max_tokens": 64,
         }
-        body = json.dumps(
-            question | {"temperature": 0, "seed": 0, "max_tokens": 64}
-        ).encode()
+        body = json.dumps(question).encode()
         problem = ""
         for attempt in range(self.attempts):
             try:
@@ -112,7 +106,8 @@ class VLMJudge:
                     break
             except (OSError, HTTPException, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            time.sleep(self.pause * 2**attempt if attempt + 1 < self.attempts else 0)
+            if attempt + 1 < self.attempts:
+                time.sleep(self.pause * 2**attempt)
         raise RuntimeError(f"{self.url} gives no score for {prompt!r}: {problem}")
 
     def _ask(self, body: bytes) -> str:
@@ -120,9 +115,8 @@ class VLMJudge:
             "Content-Type": "application/json",
             "Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY', '')}",
         }
-        with urllib.request.urlopen(
-            urllib.request.Request(self.url, body, headers), timeout=self.timeout
-        ) as reply:
+        request = urllib.request.Request(self.url, body, headers)
+        with urllib.request.urlopen(request, timeout=self.timeout) as reply:
             answer = json.load(reply)
         try:
             return str(answer["choices"][0]["message"]["content"])
@@ -135,12 +129,9 @@ def read_score(text: str) -> float:
     unless it is from 0 to 10.
     """
     found = json.loads(text[text.find("{") : text.rfind("}") + 1] or text)
-    score = found.get("score") if isinstance(found, dict) else None
-    if (
-        isinstance(score, bool)
-        or not isinstance(score, (int, float))
-        or not 0 <= score <= BEST
-    ):
+    score: Any = found.get("score") if isinstance(found, dict) else None
+    # True is an int of Python's.
+    if type(score) not in (int, float) or not 0 <= score <= BEST:
         raise ValueError(f"not a score from 0 to {BEST:g}: {text:.200}")
     return float(score)
 
@@ -148,7 +139,6 @@ def read_score(text: str) -> float:
 def data_url(frame: Any) -> str:
     """A frame (3, H, W) uint8 as a JPEG in an address."""
     file = io.BytesIO()
-    Image.fromarray(np.ascontiguousarray(frame.transpose(1, 2, 0))).save(
-        file, "JPEG", quality=95
-    )
+    pixels = np.ascontiguousarray(frame.transpose(1, 2, 0))
+    Image.fromarray(pixels).save(file, "JPEG", quality=95)
     return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

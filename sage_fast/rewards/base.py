@@ -124,22 +124,19 @@ def scored_elsewhere(config: RewardConfig) -> list[str]:
 
 
 def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCosts]:
-    """Declared costs of the rewards of a config; zeros for one that declares none.
-    ConfigError as above.
-
-    Those of rewards that are scored elsewhere are not known here.
+    """Declared costs of the rewards of a config; zeros for one that declares none or is
+    scored elsewhere. ConfigError as above.
     """
     found = {}
     elsewhere = scored_elsewhere(config)
     for name in config.rewards:
+        found[name] = RewardCosts()
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
-        with Guard(name)("while it was asked for its costs"):
-            # Copies of the options, which code of others may change.
-            found[name] = (
-                costs(copy.deepcopy(config.options.get(name, {})), video)
-                if costs
-                else RewardCosts()
-            )
+        if costs is not None:
+            # A copy, which code of others may change.
+            options = copy.deepcopy(config.options.get(name, {}))
+            with Guard(name)("while it was asked for its costs"):
+                found[name] = costs(options, video)
     return found
 
 
@@ -148,8 +145,10 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
     ConfigError as above.
     """
     requirements = getattr(find_reward(name), "requirements", None)
+    if requirements is None:
+        return []
     with Guard(name)("while it was asked for its requirements"):
-        return list(requirements(copy.deepcopy(options))) if requirements else []
+        return list(requirements(copy.deepcopy(options)))
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:
@@ -157,15 +156,12 @@ def describe_batch(samples: Sequence[Sample]) -> str:
     many more share the batch.
     """
     first = samples[0]
-    others = len(samples) - 1
     text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
-    if others:
-        text += (
-            f" or one of the {others} videos scored with it"
-            if others > 1
-            else " or the video scored with it"
-        )
-    return text
+    if len(samples) == 1:
+        return text
+    if len(samples) == 2:
+        return f"{text} or the video scored with it"
+    return f"{text} or one of the {len(samples) - 1} videos scored with it"
 
 
 def resolve_device(name: str) -> torch.device:
@@ -183,6 +179,21 @@ def resolve_device(name: str) -> torch.device:
             "cpu."
         ) from error
     return torch.device(name)
+
+
+def resolve_dtype(name: str, *allowed: str) -> torch.dtype:
+    """The data type of that name. ValueError unless it is one of those allowed."""
+    if name not in allowed:
+        raise ValueError(f"dtype is {name!r}, but it must be {' or '.join(allowed)}.")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def check_counts(**counts: int | None) -> None:
+    """ValueError, naming the option, for a count below 1; None counts everything."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name} is {count}, but it must be at least 1.")
 
 
 def check_videos(videos: Tensor, prompts: Sequence[str]) -> None:

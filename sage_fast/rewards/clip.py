@@ -17,7 +17,14 @@ from torch.nn import functional
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, checkpoint_folder, require
 from sage_fast.models.stored import load_pretrained
-from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
+from sage_fast.rewards.base import (
+    RewardCosts,
+    Scale,
+    check_counts,
+    check_videos,
+    resolve_device,
+    resolve_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,39 +79,21 @@ class _ClipSimilarity:
         except ImportError:
             from transformers import CLIPImageProcessor
 
-        if num_frames is not None and num_frames < 1:
-            raise ValueError(
-                f"num_frames is {num_frames}, but it must be at least 1, or null for "
-                "every frame."
-            )
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
-        if dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(
-                f"dtype is {dtype!r}, but it must be float32, bfloat16 or float16."
-            )
+        check_counts(num_frames=num_frames, batch_size=batch_size)
         self.reward = reward
         self.num_frames = num_frames
         self.batch_size = batch_size
         self.device = resolve_device(device)
-        self.dtype = getattr(torch, dtype)
+        self.dtype = resolve_dtype(dtype, "float32", "bfloat16", "float16")
 
-        weights = folder = checkpoint_folder(
-            path, f"reward.options.{reward}.path", *MODEL_FILES
-        )
+        key = f"reward.options.{reward}"
+        weights = checkpoint_folder(path, f"{key}.path", *MODEL_FILES)
+        folder = weights
         if processor != path:  # its weights are not needed
-            folder = checkpoint_folder(
-                processor, f"reward.options.{reward}.processor", *PROCESSOR_FILES
-            )
+            folder = checkpoint_folder(processor, f"{key}.processor", *PROCESSOR_FILES)
         self.preprocess = CLIPImageProcessor.from_pretrained(folder)
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        try:
-            model = load_pretrained(CLIPModel, weights, dtype=self.dtype)
-        except ValueError as error:
-            raise ValueError(
-                f"{error} Or set reward.options.{reward}.path to a checkpoint of "
-                "CLIPModel."
-            ) from error
+        model = load_pretrained(CLIPModel, weights, dtype=self.dtype)
         self.model = model.to(self.device).requires_grad_(False)
         self.max_tokens = int(model.config.text_config.max_position_embeddings)
 
@@ -145,12 +134,11 @@ class _ClipSimilarity:
             max_length=self.max_tokens,
             return_tensors="pt",
         )
-        tokens = {
-            key: tokens[key].to(self.device) for key in ("input_ids", "attention_mask")
-        }
-        embeds = functional.normalize(
-            _pooled(self.model.get_text_features(**tokens)).float(), dim=-1
+        features = self.model.get_text_features(
+            input_ids=tokens["input_ids"].to(self.device),
+            attention_mask=tokens["attention_mask"].to(self.device),
         )
+        embeds = functional.normalize(_pooled(features).float(), dim=-1)
         texts = embeds[[distinct.index(prompt) for prompt in prompts]]
         return (images * texts[:, None]).sum(-1).mean(1).cpu()
 
@@ -220,28 +208,17 @@ class CLIPScore(_ClipSimilarity):
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        """See `Reward`."""
-        patterns = ["config.json", WEIGHTS, PREPROCESSING, TOKENIZER]
+        path = str(options.get("path", CLIP_L14))
+        files = ["config.json", WEIGHTS, PREPROCESSING, TOKENIZER]
         return [
-            require(
-                "CLIPScore",
-                str(options.get("path", CLIP_L14)),
-                patterns,
-                CLIP_L14,
-                *MODEL_FILES,
-                gigabytes=1.7,
-            )
+            require("CLIPScore", path, files, CLIP_L14, *MODEL_FILES, gigabytes=1.7)
         ]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
-        """See `Reward`. Weights in float32; activations and seconds are assumed."""
-        return RewardCosts(
-            weights=1.7e9,
-            folder=str(options.get("path", CLIP_L14)),
-            working=0.5e9,
-            seconds=0.2,
-        )
+        """Weights in float32; activations and seconds are assumed."""
+        folder = str(options.get("path", CLIP_L14))
+        return RewardCosts(weights=1.7e9, folder=folder, working=0.5e9, seconds=0.2)
 
     def __init__(
         self,
@@ -298,36 +275,23 @@ class PickScore(_ClipSimilarity):
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        """See `Reward`."""
         path = str(options.get("path", PICK_SCORE))
-        model = require(
-            "PickScore",
-            path,
-            ["config.json", WEIGHTS],
-            PICK_SCORE,
-            *MODEL_FILES,
-            gigabytes=3.9,
-        )
-        processor = str(options.get("processor") or _processor_of(path))
-        if processor == path:
-            return [model]
-        files = [PREPROCESSING, TOKENIZER]
-        return [
-            model,
-            require(
-                "PickScore's processor", processor, files, PROCESSOR, *PROCESSOR_FILES
-            ),
+        files = ["config.json", WEIGHTS]
+        found = [
+            require("PickScore", path, files, PICK_SCORE, *MODEL_FILES, gigabytes=3.9)
         ]
+        processor = str(options.get("processor") or _processor_of(path))
+        if processor != path:
+            what = "PickScore's processor"
+            files = [PREPROCESSING, TOKENIZER]
+            found.append(require(what, processor, files, PROCESSOR, *PROCESSOR_FILES))
+        return found
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
-        """See `Reward`. Weights in float32; activations and seconds are assumed."""
-        return RewardCosts(
-            weights=4.0e9,
-            folder=str(options.get("path", PICK_SCORE)),
-            working=0.5e9,
-            seconds=0.3,
-        )
+        """Weights in float32; activations and seconds are assumed."""
+        folder = str(options.get("path", PICK_SCORE))
+        return RewardCosts(weights=4.0e9, folder=folder, working=0.5e9, seconds=0.3)
 
     def __init__(
         self,
@@ -338,14 +302,14 @@ class PickScore(_ClipSimilarity):
         dtype: Precision = "float32",
         batch_size: int = 32,
     ) -> None:
-        options: dict[str, Any] = {
-            "num_frames": num_frames,
-            "device": device,
-            "dtype": dtype,
-            "batch_size": batch_size,
-        }
         super().__init__(
-            "pick_score", path, processor or _processor_of(path), **options
+            "pick_score",
+            path,
+            processor or _processor_of(path),
+            num_frames=num_frames,
+            device=device,
+            dtype=dtype,
+            batch_size=batch_size,
         )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:

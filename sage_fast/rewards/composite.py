@@ -5,9 +5,9 @@ checked, none is made up.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,10 @@ from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import (
     TAKEN,
-    FunctionReward,
     SetupError,
     build_reward,
     fill_options,
-    parameters,
+    lower_is_better,
 )
 
 LARGEST = 1e30
@@ -48,15 +47,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def _reward_code(
-    name: str,
-    guard: Guard | None,
-    when: str,
-    refusals: tuple[type[BaseException], ...] = (),
-    *,
-    keeps: bool = False,
+    name: str, guard: Guard | None, when: str, *, keeps: bool = False
 ) -> Iterator[None]:
     """Turn whatever code of reward `name` raises into a RewardError that says so and
-    `when`; `refusals` pass.
+    `when`.
 
     guard: keeps what it does to this process from the run; None where it runs in
     another one. keeps: see `Guard`.
@@ -64,10 +58,8 @@ def _reward_code(
     try:
         with guard(when, keeps=keeps) if guard else nullcontext():
             yield
-    # The user interrupts the run, so the reward has not failed.
-    except KeyboardInterrupt:
-        raise
-    except refusals:
+    # The user interrupts the run, or no reward has failed.
+    except (KeyboardInterrupt, ConfigError, RewardServerError):
         raise
     except SystemExit as call:
         # It would end the run as if it had succeeded.
@@ -115,9 +107,9 @@ class CompositeReward:
         guards: Mapping[str, Guard] | None = None,
     ) -> None:
         self.rewards = dict(rewards)
-        self._guards = (
-            {name: Guard(name) for name in rewards} if guards is None else guards
-        )
+        if guards is None:
+            guards = {name: Guard(name) for name in rewards}
+        self._guards = guards
         remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
         """Waits for the scores while the next videos are sampled, where this process
@@ -135,30 +127,16 @@ class CompositeReward:
             name = taken.pop()
             raise ConfigError(
                 f"reward.weights.{name} stands for a sum of scores. The numbers of a "
-                "function of that name are called "
-                f"{name}_score."
+                f"function of that name are called {name}_score."
             )
-        for name, reward in rewards.items():
-            source = reward.function if isinstance(reward, FunctionReward) else reward
-            declared = getattr(source, "LOWER_IS_BETTER", ())
-            # A lone name instead of a tuple would count as its letters.
-            declared = (declared,) if isinstance(declared, str) else declared
-            if not isinstance(declared, Iterable) or not all(
-                isinstance(score, str) for score in declared
-            ):
-                raise ConfigError(
-                    f"LOWER_IS_BETTER of reward {name!r} is {declared!r}, but it must "
-                    "be a tuple of names of scores, "
-                    'such as ("distance",).'
-                )
-            lower.update(declared)
+        for reward in rewards.values():
+            lower.update(lower_is_better(reward))
         for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(
                     f"reward.weights.{name} is {self.weights[name]:g}, but its reward "
-                    "says that lower is better, so "
-                    "that training would make it worse. Give it a negative weight, "
-                    f"such as {-self.weights[name]:g}."
+                    "says that lower is better, so that training would make it worse. "
+                    f"Give it a negative weight, such as {-self.weights[name]:g}."
                 )
         self.lower_is_better = frozenset(lower)
 
@@ -192,16 +170,13 @@ class CompositeReward:
             found = find_reward(name, guard)
             given = config.options.get(name, {})
             options = fill_options(found, given, device=device, fps=fps)
-            if "fps" in parameters(found) and fps is not None and options["fps"] != fps:
+            if fps is not None and options.get("fps", fps) != fps:
                 logger.warning(
                     "reward.options.%s.fps is %s, but the videos have video.fps = %s. "
-                    "The reward samples frames at its "
-                    "own rate.",
+                    "The reward samples frames at its own rate.",
                     *(name, options["fps"], fps),
                 )
-            with _reward_code(
-                name, guard, "while it was set up", (ConfigError,), keeps=True
-            ):
+            with _reward_code(name, guard, "while it was set up", keeps=True):
                 try:
                     rewards[name] = build_reward(name, found, options)
                 except SetupError as error:
@@ -209,16 +184,12 @@ class CompositeReward:
         if remote := connect(config, device, fps):
             rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
         for name, reward in rewards.items():
-            with _reward_code(
-                name,
-                guards.get(name),
-                "while it was set up",
-                (ConfigError, RewardServerError),
-            ):
+            check = getattr(reward, "check_prompts", None)
+            if check is None:
+                continue
+            with _reward_code(name, guards.get(name), "while it was set up"):
                 try:
-                    getattr(reward, "check_prompts", lambda prompts: None)(
-                        list(prompts)
-                    )
+                    check(list(prompts))
                 except RewardError as error:
                     raise ConfigError(
                         f"data.prompts or evaluation.prompts: {error}"
@@ -236,8 +207,8 @@ class CompositeReward:
         for thread, name in running_threads().items():
             logger.warning(
                 "Reward %r has started the thread %r, which is still running. A "
-                "command ends without it; in Python it "
-                "goes on. Have the reward end it, or start it with daemon=True.",
+                "command ends without it; in Python it goes on. Have the reward end "
+                "it, or start it with daemon=True.",
                 *(name, thread),
             )
 
@@ -262,25 +233,21 @@ class CompositeReward:
                 taken name or a score that is not finite.
         """
         scores: dict[str, Tensor] = {}
+        prompts = [sample.prompt.text for sample in samples]
+        when = f"on {describe_batch(samples)}"
         for name in self.rewards:
-            result = self.call(
-                name,
-                videos,
-                [s.prompt.text for s in samples],
-                f"on {describe_batch(samples)}",
-            )
+            result = self.call(name, videos, prompts, when)
             if not isinstance(result, Mapping):
                 raise RewardError(
                     f"Reward {name!r} returned a {type(result).__name__}, but it must "
-                    f"be {{name: scores}} with "
-                    f"{len(samples)} numbers a name."
+                    f"be {{name: scores}} with {len(samples)} numbers a name."
                 )
             for key, returned in result.items():
-                if not isinstance(key, str) or key in TAKEN:
+                if key in TAKEN:
                     raise RewardError(
-                        f"Reward {name!r} returned a score named {key!r}. A name is a "
-                        f"text, and {', '.join(TAKEN)} "
-                        "stand for sums of scores: return it by another name."
+                        f"Reward {name!r} returned a score named {key!r}, but "
+                        f"{', '.join(TAKEN)} stand for sums of scores: return it by "
+                        "another name."
                     )
                 if key in scores:
                     raise RewardError(
@@ -316,13 +283,8 @@ class CompositeReward:
         """
         if self._again is not None:
             video, sample, before = self._again
-            self._tell_difference(
-                before,
-                self._score_again(video, sample),
-                {},
-                "when the run began",
-                "now",
-            )
+            after = self._score_again(video, sample)
+            self._tell_difference(before, "when the run began", after, "now")
 
     def _compare_alone(
         self, videos: Tensor, samples: Sequence[Sample], batch: Mapping[str, Tensor]
@@ -332,17 +294,8 @@ class CompositeReward:
         one = slice(row, row + 1)
         video = videos[one].clone()
         alone = self._score_again(video, samples[one])
-        self._again = video, samples[one], alone
-        spread = {
-            name: values.std(correction=0).item() for name, values in batch.items()
-        }
-        self._tell_difference(
-            {name: values[one] for name, values in batch.items()},
-            alone,
-            spread,
-            "in its batch",
-            "alone",
-        )
+        self._again = (video, samples[one], alone)
+        self._tell_difference(batch, "in its batch", alone, "alone", row)
 
     def _score_again(
         self, video: Tensor, sample: Sequence[Sample]
@@ -364,22 +317,24 @@ class CompositeReward:
     def _tell_difference(
         self,
         first: Mapping[str, Tensor],
-        second: Mapping[str, Tensor],
-        spread: Mapping[str, float],
         when_first: str,
+        second: Mapping[str, Tensor],
         when_second: str,
+        row: int = 0,
     ) -> None:
+        """Warn of scores of the only video of `second` that are not those of `row` of
+        `first`.
+        """
         for name in first.keys() & second.keys():
-            one = first[name][0].item()
-            other = second[name][0].item()
+            one = first[name][row].item()
+            other = second[name].item()
             # A model may round otherwise in another batch, in bfloat16 by some percent.
-            rounding = 0.02 * abs(one) + 0.1 * spread.get(name, 0.0)
+            rounding = 0.02 * abs(one) + 0.1 * first[name].std(correction=0).item()
             if abs(one - other) > rounding + 1e-6:
                 logger.warning(
                     "The same video has %s %.4g %s and %.4g %s. A score must depend "
-                    "on its video and prompt alone: "
-                    "else the gain of a run is not that of its videos "
-                    "(docs/rewards.md).",
+                    "on its video and prompt alone: else the gain of a run is not that "
+                    "of its videos (docs/rewards.md).",
                     *(name, one, when_first, other, when_second),
                 )
 
@@ -398,10 +353,7 @@ class CompositeReward:
         # A clone, which is compared afterwards; what goes to a server is a copy
         # already.
         given = videos.clone() if guard else videos
-        with (
-            self._watched(name, when),
-            _reward_code(name, guard, when, (RewardServerError,)),
-        ):
+        with self._watched(name, when), _reward_code(name, guard, when):
             result = self.rewards[name].score(given, list(prompts))
         if guard and not (given.dtype == videos.dtype and torch.equal(given, videos)):
             guard.tell("the videos that it was given", when)
@@ -456,21 +408,23 @@ class CompositeReward:
                 "again is dropped.",
                 error,
             )
-        singles: dict[int, dict[str, Tensor]] = {}
+        singles: list[dict[str, Tensor]] = []
         for row, sample in enumerate(samples):
-            with suppress(RewardError):
-                singles[row] = self.score(videos[row : row + 1], [sample])
-        names = dict.fromkeys(name for single in singles.values() for name in single)
+            try:
+                singles.append(self.score(videos[row : row + 1], [sample]))
+            except RewardError:
+                singles.append({})
+        names = dict.fromkeys(name for single in singles for name in single)
         scores = {
             name: torch.zeros(len(samples), dtype=torch.float64) for name in names
         }
         failed = torch.ones(len(samples), dtype=torch.bool)
-        for row, single in singles.items():
+        for row, single in enumerate(singles):
             # One that lacks a score of the others has failed too.
-            if single.keys() == names.keys():
+            if single and single.keys() == names.keys():
                 failed[row] = False
                 for name, value in single.items():
-                    scores[name][row] = value[0]
+                    scores[name][row] = value.item()
         return scores, failed
 
 
@@ -479,10 +433,8 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
     try:
         # Python's numbers keep all their digits, as they do on the way from a server.
         dtype = None if isinstance(returned, Tensor) else torch.float64
-        # A copy: the reward may use its tensor again.
         given = torch.as_tensor(returned, dtype=dtype).detach()
-        if given.is_complex() or given.layout != torch.strided:
-            raise TypeError(f"it is {given.dtype} of layout {given.layout}")
+        # A copy: the reward may use its tensor again.
         value = given.to("cpu", torch.float64, copy=True)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise RewardError(
@@ -536,8 +488,7 @@ def gather_scores(
         if batch.scores and sorted(batch.scores) != names:
             raise RewardError(
                 f"The rewards returned the scores {sorted(batch.scores)} for some "
-                f"videos and {names} in all; every "
-                "video needs the same ones."
+                f"videos and {names} in all; every video needs the same ones."
             )
         for name, values in batch.scores.items():
             columns[name][numbers] = values

@@ -21,7 +21,7 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, missing_files
-from sage_fast.rewards.base import RewardCosts, check_videos
+from sage_fast.rewards.base import RewardCosts, check_counts, check_videos
 from sage_fast.rewards.clip import middle_frames
 
 DETECTOR = "PP-OCRv6_det_small.onnx"
@@ -66,7 +66,6 @@ class OcrReward:
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        """See `Reward`."""
         folder = _models()
         where = "rapidocr with onnxruntime" if folder is None else str(folder)
         missing = missing_files(folder, [DETECTOR, RECOGNISER])
@@ -76,15 +75,14 @@ class OcrReward:
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
-        """See `Reward`. Nothing on a GPU; one core takes a microsecond for a pixel to
+        """Nothing on a GPU; one core takes a microsecond for a pixel to
         find text, 0.04 s to read it.
         """
         frames = len(middle_frames(video.num_frames, options.get("num_frames", 4)))
         if not options.get("search", True):
             return RewardCosts(seconds=0.04 * frames)
-        enlarged = max(
-            1.0, options.get("min_side", MIN_SIDE) / min(video.height, video.width)
-        )
+        side = min(video.height, video.width)
+        enlarged = max(1.0, options.get("min_side", MIN_SIDE) / side)
         pixels = frames * video.height * video.width * enlarged**2
         return RewardCosts(seconds=1e-6 * pixels / options.get("threads", 4))
 
@@ -96,18 +94,7 @@ class OcrReward:
         min_side: int = MIN_SIDE,
         threads: int = 4,
     ) -> None:
-        for name, value in (
-            ("num_frames", num_frames),
-            ("min_side", min_side),
-            ("threads", threads),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, but it must be at least 1.")
-        if not search and min_side != MIN_SIDE:
-            raise ValueError(
-                f"min_side is {min_side}, but only a search for text enlarges frames: "
-                "leave it out, or search: true."
-            )
+        check_counts(num_frames=num_frames, min_side=min_side, threads=threads)
         if over_frames not in get_args(OverFrames):
             raise ValueError(
                 f"over_frames is {over_frames!r}, but it must be mean or best."
@@ -121,9 +108,8 @@ class OcrReward:
         if without := [prompt for prompt in prompts if not quoted_text(prompt)]:
             raise RewardError(
                 f"{len(without)} of {len(prompts)} prompts have no text in quotation "
-                "marks, which the video should "
-                f'show, such as {without[0]!r}. Write the text as "TEXT", or remove '
-                "the prompt."
+                f"marks, which the video should show, such as {without[0]!r}. Write "
+                'the text as "TEXT", or remove the prompt.'
             )
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
@@ -143,12 +129,10 @@ class OcrReward:
         pictures = chosen.flip(2).permute(0, 1, 3, 4, 2).contiguous().cpu().numpy()
         scores = []
         for video, prompt in zip(pictures, prompts, strict=True):
-            frames = [
-                similarity(self.read(picture), quoted_text(prompt)) for picture in video
-            ]
-            scores.append(
-                max(frames) if self.over_frames == "best" else sum(frames) / len(frames)
-            )
+            wanted = quoted_text(prompt)
+            frames = [similarity(self.read(picture), wanted) for picture in video]
+            best = self.over_frames == "best"
+            scores.append(max(frames) if best else sum(frames) / len(frames))
         return {
             "OCR": torch.tensor(scores),
             "OCR_right": torch.tensor(scores).eq(1).float(),
@@ -180,13 +164,8 @@ def similarity(shown: str, wanted: str) -> float:
         before = row
         row = [count]
         for column, other in enumerate(wanted, start=1):
-            row.append(
-                min(
-                    before[column] + 1,
-                    row[-1] + 1,
-                    before[column - 1] + (character != other),
-                )
-            )
+            change = before[column - 1] + (character != other)
+            row.append(min(before[column] + 1, row[-1] + 1, change))
     return 1 - min(row[-1], len(wanted)) / len(wanted)
 
 
@@ -199,12 +178,9 @@ def _models() -> Path | None:
     missing.
     """
     reader = find_spec("rapidocr")
-    runtime = find_spec("onnxruntime")
-    return (
-        None
-        if reader is None or reader.origin is None or runtime is None
-        else Path(reader.origin).parent / "models"
-    )
+    if reader is None or reader.origin is None or find_spec("onnxruntime") is None:
+        return None
+    return Path(reader.origin).parent / "models"
 
 
 def load_reader(min_side: int, threads: int, search: bool = True) -> Reader:
@@ -233,10 +209,10 @@ def load_reader(min_side: int, threads: int, search: bool = True) -> Reader:
         "EngineConfig.onnxruntime.intra_op_num_threads": threads,
         "EngineConfig.onnxruntime.inter_op_num_threads": 1,
     }
-    name = "LD_LIBRARY_PATH"
-    kept = {name: os.environ[name]} if name in os.environ else {}
+    path = os.environ.get("LD_LIBRARY_PATH")
     engine = importlib.import_module("rapidocr").RapidOCR(params=options)
     # OpenCV adds a folder to it, for windows, which nobody opens here.
-    os.environ.pop(name, None)
-    os.environ.update(kept)
+    os.environ.pop("LD_LIBRARY_PATH", None)
+    if path is not None:
+        os.environ["LD_LIBRARY_PATH"] = path
     return lambda picture: "".join(engine(picture).txts or ())

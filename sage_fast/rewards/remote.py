@@ -9,7 +9,6 @@ import signal
 import subprocess
 import time
 import urllib.request
-import uuid
 import weakref
 from collections.abc import Mapping, Sequence
 from http.client import HTTPException, HTTPResponse
@@ -27,22 +26,19 @@ from sage_fast.rewards.base import scored_elsewhere
 from sage_fast.rewards.server import TOKEN
 
 PATIENCE = 120.0
-"""Seconds for which a server that does not answer is asked again; it may have been
-started again meanwhile.
+"""Seconds for which a server is asked again after it has failed to answer; it may have
+been started again meanwhile.
 """
 FIRST_PATIENCE = 10.0
 """The same for a server that has never answered: it may still be starting, but more
 likely it is not there.
 """
 TIMEOUT = 60.0
-"""Seconds without a byte after which a request is repeated; a server that scores for
-longer says so before.
+"""Seconds without a byte after which a request is repeated. A server that scores for
+longer sends spaces meanwhile.
 """
-
 MAX_ANSWER_BYTES = 2**24
 """Scores of a batch take some hundreds."""
-MOST_LOST = 10
-"""Times that a server may have lost one batch, because it was started again."""
 
 SERVER = Path(__file__).with_name("server.py")
 
@@ -63,29 +59,20 @@ class RemoteReward:
         self.url = url.rstrip("/")
         self.child = child
         self._closed = False
-        self._servers: list[str] = []
         # Without the handlers of proxies, which are for the internet, and of statuses:
         # every answer is read.
         self._opener = urllib.request.OpenerDirector()
         self._opener.add_handler(urllib.request.HTTPHandler())
         self._opener.add_handler(urllib.request.HTTPSHandler())
-        self._opener.addheaders = (
-            [("Authorization", f"Bearer {token}")] if token else []
-        )
+        if token:
+            self._opener.addheaders = [("Authorization", f"Bearer {token}")]
         health = self._ask("/health", patience=min(FIRST_PATIENCE, PATIENCE))
-        try:
-            self.serves: str = health["serves"]
-            self.served: dict[str, Any] = dict(health["rewards"])
-            self.LOWER_IS_BETTER = tuple(
-                name
-                for reward in self.served.values()
-                for name in reward["lower_is_better"]
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            answered = f"/health answers {health!s:.200}"
-            raise RewardServerError(
-                f"{self.url} is not a reward server: {answered}."
-            ) from error
+        self.served: dict[str, Any] = health["rewards"]
+        self.LOWER_IS_BETTER = [
+            name
+            for reward in self.served.values()
+            for name in reward["lower_is_better"]
+        ]
 
     def close(self) -> None:
         """End the child, and whatever it has started; nothing is waited for any more."""
@@ -94,11 +81,10 @@ class RemoteReward:
             _end(self.child)
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
-        """See `Reward`."""
         self._ask("/prompts", json.dumps(list(prompts)).encode())
 
-    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
-        """See `Reward.score`. Asks until there is a result, and never makes one up.
+    def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Any]:
+        """Scores as the lists of numbers that the server sent. Asks until it answers.
 
         Raises:
             RewardError: the reward failed. RewardServerError: the server is gone, or is
@@ -107,92 +93,70 @@ class RemoteReward:
         body = save(
             {"videos": videos.contiguous()}, {"prompts": json.dumps(list(prompts))}
         )
-        # The server scores an ID once: a repeated request gets the result of the first.
-        path = f"/score/{uuid.uuid4().hex}"
-        answer = self._ask(path, body)
-        lost = 0
-        while answer.get("state") in ("scoring", "unknown"):
-            time.sleep(0.1)
-            lost += answer["state"] == "unknown"  # it was started again
-            if self._closed:
-                raise RewardServerError(
-                    f"The run ended while the server at {self.url} scored a batch."
-                )
-            if lost > MOST_LOST:
-                raise RewardServerError(
-                    f"The server at {self.url} has lost a batch {lost} times: it is "
-                    "started again and again. Its own "
-                    "log says why."
-                )
-            answer = self._ask(path, body if answer["state"] == "unknown" else None)
-        if answer.get("serves") != self.serves:
+        answer = self._ask("/score", body)
+        if answer["rewards"] != self.served:
             raise RewardServerError(
                 f"The server at {self.url} has other rewards or options now. Start it "
                 "as it was."
             )
-        try:
-            return {
-                name: torch.tensor(numbers, dtype=torch.float64)
-                for name, numbers in answer["scores"].items()
-            }
-        except (KeyError, AttributeError, TypeError, ValueError) as error:
-            answered = f"a batch is answered by {answer!s:.200}"
-            raise RewardServerError(
-                f"{self.url} is not a reward server: {answered}."
-            ) from error
+        return dict(answer["scores"])
 
     def _ask(
         self, path: str, body: bytes | None = None, patience: float | None = None
     ) -> dict[str, Any]:
-        """One exchange, repeated while the server cannot be reached. RewardError where
-        it answers by an error.
+        """One exchange, repeated while no whole answer comes. RewardError where the
+        answer is an error.
         """
-        begin = time.monotonic()
-        patience = PATIENCE if patience is None else patience
+        if patience is None:
+            patience = PATIENCE
+        request = urllib.request.Request(self.url + path, body)
         # of a host that does not even refuse
         timeout = min(TIMEOUT, max(1.0, patience))
+        give_up = None
         while True:
             try:
-                with self._opener.open(
-                    urllib.request.Request(self.url + path, body), timeout=timeout
-                ) as reply:
-                    answer = dict(loads(_read(reply, timeout)))
-                if "error" in answer:
-                    kind = RewardError if reply.status == 200 else RewardServerError
-                    raise kind(f"{answer['error']} (the reward server at {self.url})")
-                self._note_server(answer)
-                return answer
-            # No connection, or an answer that is not whole: asked again. The errors
-            # that a server tells pass.
-            except (OSError, HTTPException, ValueError, TypeError) as error:
+                with self._opener.open(request, timeout=timeout) as reply:
+                    answer = loads(self._read(reply))
+                break
+            except (OSError, HTTPException, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
+            if self._closed:
+                raise RewardServerError(
+                    f"The run ended while the server at {self.url} scored a batch."
+                )
             if self.child is not None and (status := self.child.poll()) is not None:
                 raise RewardServerError(
                     f"The process of reward.python (pid {self.child.pid}) ended, "
                     f"status {status}."
                 )
-            if time.monotonic() - begin >= patience:
+            now = time.monotonic()
+            if give_up is None:
+                give_up = now + patience
+            if now >= give_up:
                 raise RewardServerError(
                     f"The reward server at {self.url} has not answered for "
                     f"{patience:g} s ({problem}). Start it: "
                     "python -m sage_fast.rewards.server CONFIG."
                 )
             time.sleep(min(1.0, patience / 10))
-
-    def _note_server(self, answer: Mapping[str, Any]) -> None:
-        """RewardServerError where an earlier server answers again: one that was started
-        again has another id.
-        """
-        server = answer.get("server")
-        if not isinstance(server, str) or server in self._servers[-1:]:
-            return
-        if server in self._servers:
+        if isinstance(answer, dict) and "error" in answer:
+            kind = RewardError if reply.status == 200 else RewardServerError
+            raise kind(f"{answer['error']} (the reward server at {self.url})")
+        if not isinstance(answer, dict) or not isinstance(answer.get("rewards"), dict):
             raise RewardServerError(
-                f"Several servers answer at {self.url} in turn, and each keeps its "
-                "own batches. Give every one its "
-                "own address, and each trainer one of them."
+                f"{self.url} is not a reward server: {path} answers {answer!s:.200}."
             )
-        self._servers.append(server)
+        return answer
+
+    def _read(self, reply: HTTPResponse) -> bytes:
+        """The body of an answer, cut off where it is endless or the run has ended."""
+        data = bytearray()
+        while not self._closed and len(data) <= MAX_ANSWER_BYTES:
+            part = reply.read1(2**16)
+            if not part:
+                break
+            data += part
+        return bytes(data)
 
 
 def connect(
@@ -213,8 +177,8 @@ def connect(
         if not rewards:
             raise ConfigError(
                 f"reward.python is {config.python!r}, but {config.rewards} are scored "
-                "in this process: it is for "
-                "package.module:attribute. Set reward.python to null."
+                "in this process: it is for package.module:attribute. Set "
+                "reward.python to null."
             )
         return _start(config.python, {"rewards": rewards, "device": device, "fps": fps})
     if config.url is None:
@@ -222,33 +186,18 @@ def connect(
     remote = RemoteReward(config.url, os.environ.get(TOKEN))
     for name, options in rewards.items():
         theirs = remote.served.get(name, {}).get("options")
-        # The rate is compared too, because it decides which frames are scored; the
-        # device is the server's own affair.
-        wanted = {"fps": fps, **options} if "fps" in (theirs or {}) and fps else options
-        if theirs is None or any(
-            theirs.get(key) != wanted[key] for key in wanted.keys() - {"device"}
-        ):
+        wanted = dict(options)
+        # The device is the server's own affair.
+        wanted.pop("device", None)
+        if fps is not None and theirs is not None and "fps" in theirs:
+            # It decides which frames are scored.
+            wanted.setdefault("fps", fps)
+        if theirs is None or not wanted.items() <= theirs.items():
             raise ConfigError(
                 f"reward.url is {config.url!r}, which has {name!r} with the options "
-                f"{theirs}, not {wanted}. Start it "
-                "with the same configuration."
+                f"{theirs}, not {wanted}. Start it with the same configuration."
             )
     return remote
-
-
-def _read(reply: HTTPResponse, seconds: float) -> bytes:
-    """The body of an answer. TimeoutError for one that trickles in, ValueError for one
-    of gigabytes.
-    """
-    end = time.monotonic() + seconds
-    data = bytearray()
-    while part := reply.read1(2**16):
-        data += part
-        if len(data) > MAX_ANSWER_BYTES:
-            raise ValueError(f"the answer is larger than {MAX_ANSWER_BYTES:,} bytes")
-        if time.monotonic() > end:
-            raise TimeoutError(f"the answer was not complete within {seconds:g} s")
-    return bytes(data)
 
 
 def _start(python: str, spec: Mapping[str, Any]) -> RemoteReward:

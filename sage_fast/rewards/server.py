@@ -7,15 +7,15 @@ else numpy for the videos, and runs on Python 3.8. In such an environment it als
 by itself: `PYTHON server.py FILE.json`, which holds {"rewards": {"module:name":
 options}}.
 
-    GET  /health       {"server": its own id, "serves": digest of the rewards, "rewards": {name: {"options": ...,
-                       "lower_is_better": ...}}}
-    POST /prompts      JSON list of texts; {"error": message} where a reward refuses one
-    POST /score/ID     safetensors: `videos` (B, F, 3, H, W) uint8, and in its metadata the JSON list `prompts`
-    GET  /score/ID     the same answer for a batch that was sent before
+    GET  /health    nothing
+    POST /prompts   JSON list of texts, which a reward may refuse
+    POST /score     safetensors: `videos` (B, F, 3, H, W) uint8, and in its metadata the
+                    JSON list `prompts`
 
-The answer to a batch has `scores` {name: B numbers}, an `error`, or a `state`:
-"scoring" (ask again) or "unknown" (send again). An ID is scored once, so that a
-repeated request gets the same result.
+Each connection carries one request and one answer, a JSON object: `rewards` {name:
+{"options": ..., "lower_is_better": ...}}, `error` where a reward failed, and `scores`
+{name: B numbers} of a batch. Spaces come before it while a batch is scored. A client
+whose connection breaks sends the batch again.
 """
 
 from __future__ import annotations
@@ -23,14 +23,12 @@ from __future__ import annotations
 import argparse
 import copy
 import errno
-import hashlib
 import hmac
 import importlib
 import inspect
 import io
 import json
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -46,14 +44,10 @@ TOKEN = "SAGE_FAST_REWARD_TOKEN"
 request must carry.
 """
 LOOPBACK = "127.0.0.1"
-ANSWER_AFTER = 10.0
-"""Seconds until a batch that is not done is answered by "scoring": a slow server
-differs from a dead one.
-"""
+BEAT = 1.0
+"""Seconds between the spaces that tell a slow server from a dead one."""
 TAKEN = ("reward", "overall", "Reward")
 """Names that no score can have: in metrics and tables they are sums of scores."""
-MOST_KEPT = 4096
-"""Results that are kept for repeated requests. A batch that waits has no result yet."""
 
 
 # ------------------------------------------------------------------------------------------
@@ -96,16 +90,13 @@ def lasting_streams() -> Iterator[None]:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
-            raw = StandardStream(stream.fileno())
-            text = io.BufferedWriter(raw)
+            raw = io.BufferedWriter(StandardStream(stream.fileno()))
             # A letter that the encoding lacks must not end anything either.
-            setattr(
-                sys,
-                name,
-                io.TextIOWrapper(
-                    text, stream.encoding, "backslashreplace", line_buffering=True
-                ),
+            errors = "backslashreplace"
+            lasting = io.TextIOWrapper(
+                raw, stream.encoding, errors, line_buffering=True
             )
+            setattr(sys, name, lasting)
     try:
         yield
     finally:
@@ -131,7 +122,6 @@ class FunctionReward:
     options: Mapping[str, Any]
 
     def score(self, videos: Any, prompts: Any) -> Mapping[str, Any]:
-        """See `Reward.score`."""
         result = self.function(videos, prompts, **self.options)
         return result if isinstance(result, Mapping) else {self.name: result}
 
@@ -148,8 +138,7 @@ def function_score(name: str) -> str:
 
 WANTED = (
     "Name a class with score(videos, prompts), a function f(videos, prompts), or a "
-    "function that returns an object "
-    "with such a method."
+    "function that returns an object with such a method."
 )
 
 
@@ -177,33 +166,25 @@ def check_reward(
         raise SetupError(
             f"reward.rewards: {name!r} is of type {type(found).__name__}. {WANTED}"
         )
-    takes = parameters(found)
-    first = list(takes.values())[:2]
     # Two parameters at the front that nothing else fills are the videos and the
     # prompts.
     needed = [
-        p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        p.name
+        for p in list(parameters(found).values())[:2]
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         and p.default is p.empty
         and p.name not in options
-        for p in first
     ]
-    scores_videos = not inspect.isclass(found) and needed == [True, True]
-    if not inspect.isclass(found) and not scores_videos and needed[:1] == [True]:
-        way = (
-            "If it makes a reward, set its option: "
-            f"--reward.options.{name}.{first[0].name}=VALUE."
-        )
-        raise SetupError(f"{_wrong_order(name, takes)} {way}")
+    scores_videos = not inspect.isclass(found) and len(needed) == 2
+    given = [None, None] if scores_videos else []
     try:
         with suppress(ValueError):  # some built-in functions have no signature
-            inspect.signature(found).bind(
-                *([None, None] if scores_videos else []), **options
-            )
+            inspect.signature(found).bind(*given, **options)
     except TypeError as error:
         raise SetupError(
-            f"reward.options.{name} = {options} does not fit {name}: {error}. Options "
-            "are written as "
-            f"--reward.options.{name}.OPTION=VALUE, or the same in the YAML."
+            f"reward.options.{name} = {options} does not fit {name}: {error}. A "
+            "function that scores is called as f(videos, prompts). Options are written "
+            f"as --reward.options.{name}.OPTION=VALUE, or the same in the YAML."
         ) from error
     if scores_videos:
         _check_order(name, found)
@@ -248,28 +229,21 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
     return reward
 
 
+FIRST_OF_OTHERS = ("prompts", "prompt", "completions", "captions", "texts")
+"""First parameters of functions that would take the videos for something else."""
+
+
 def _check_order(name: str, function: Callable[..., Any]) -> None:
     """SetupError for a function that would take the videos for the prompts, as TRL's
     f(prompts, completions) does.
     """
-    takes = parameters(function)
-    if next(iter(takes), "") in (
-        "prompts",
-        "prompt",
-        "completions",
-        "captions",
-        "texts",
-    ):
-        raise SetupError(_wrong_order(name, takes))
-
-
-def _wrong_order(name: str, takes: Mapping[str, Any]) -> str:
-    return (
-        f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is called "
-        "as f(videos, prompts), with "
-        "videos (B, F, 3, H, W) uint8 and B texts. Give it these two parameters "
-        "first, in this order."
-    )
+    takes = list(parameters(function))
+    if takes[:1] and takes[0] in FIRST_OF_OTHERS:
+        raise SetupError(
+            f"reward.rewards: {name!r} takes ({', '.join(takes)}), but a reward is "
+            "called as f(videos, prompts), with videos (B, F, 3, H, W) uint8 and B "
+            "texts. Give it these two parameters first, in this order."
+        )
 
 
 def parameters(found: Any) -> Mapping[str, inspect.Parameter]:
@@ -286,12 +260,18 @@ def fill_options(
     found: Any, options: Mapping[str, Any], **defaults: Any
 ) -> dict[str, Any]:
     """The options of a reward, with those of a run that it takes and was not given."""
-    taken = {
-        key: value
-        for key, value in defaults.items()
-        if value is not None and key in parameters(found)
-    }
-    return {**taken, **options}
+    filled = dict(options)
+    for key, value in defaults.items():
+        if value is not None and key in parameters(found):
+            filled.setdefault(key, value)
+    return filled
+
+
+def lower_is_better(reward: Any) -> list[str]:
+    """Names of its scores that fall as videos get better."""
+    declared = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
+    # A lone name instead of a tuple would count as its letters.
+    return [declared] if isinstance(declared, str) else list(declared)
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -322,16 +302,12 @@ class RewardServer(ThreadingHTTPServer):
                 "for the trainers."
             )
         self.token = token
-        self.id = secrets.token_hex(8)  # a client tells servers apart by it
         self.rewards: dict[str, Any] = {}
         self.served: dict[str, dict[str, Any]] = {}
-        self._results: dict[str, Future[dict[str, Any]]] = {}
-        self._lock = threading.Lock()
         # One thread builds and scores: it is the queue, and libraries tie state to the
         # thread that loads them.
-        self._thread = ThreadPoolExecutor(1)
-        self._thread.submit(self._build, spec).result()
-        self.serves = hashlib.sha256(to_json(self.served)).hexdigest()
+        self.thread = ThreadPoolExecutor(1)
+        self.thread.submit(self._build, spec).result()
         super().__init__((host, port), _Handler)
 
     def _build(self, spec: Mapping[str, Any]) -> None:
@@ -341,56 +317,33 @@ class RewardServer(ThreadingHTTPServer):
             try:
                 found = getattr(importlib.import_module(module), attribute)
             except (Exception, SystemExit) as error:
-                reason = f"{type(error).__name__}: {error}"
                 raise SetupError(
-                    f"reward.rewards: {target!r} is not in {sys.executable}: {reason}."
+                    f"reward.rewards: {target!r} is not in {sys.executable}: "
+                    f"{type(error).__name__}: {error}."
                 ) from error
             options = fill_options(
                 found, given, device=spec.get("device"), fps=spec.get("fps")
             )
-            reward = self.rewards[name] = build_reward(name, found, options)
+            self.rewards[name] = build_reward(name, found, options)
             takes = parameters(found)
             if "fps" in takes:  # a trainer compares it with the rate of its videos
                 options = {"fps": takes["fps"].default, **options}
-            lower = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
             self.served[name] = {
                 "options": options,
-                "lower_is_better": [lower] if isinstance(lower, str) else lower,
+                "lower_is_better": lower_is_better(self.rewards[name]),
             }
 
-    def answer(self, path: str, body: bytearray | None) -> dict[str, Any]:
-        """The answer to a request; `body` is None for a GET."""
-        kind, _, key = path[1:].partition("/")
-        if kind == "score":
-            # Two requests of one ID may come at once, and it is scored for the first
-            # alone.
-            with self._lock:
-                if body is not None and key not in self._results:
-                    self._results[key] = self._thread.submit(self._score, body)
-                    # In the order of entry, so the oldest results go; one that is not
-                    # done somebody waits for.
-                    done = [
-                        old for old, result in self._results.items() if result.done()
-                    ]
-                    for old in done[:-MOST_KEPT]:
-                        del self._results[old]
-                future = self._results.get(key)
-            try:
-                result = future.result(ANSWER_AFTER) if future else {"state": "unknown"}
-            except NotYet:
-                result = {"state": "scoring"}
-            return {"server": self.id, "serves": self.serves, **result}
-        if kind == "prompts" and body is not None:
-            for reward in self.rewards.values():
-                getattr(reward, "check_prompts", lambda prompts: None)(json.loads(body))
-        return {"server": self.id, "serves": self.serves, "rewards": self.served}
-
-    def _score(self, body: bytearray) -> dict[str, Any]:
+    def work(self, path: str, body: bytearray) -> dict[str, Any]:
+        """The scores of a batch, the refusal of a prompt, or an error."""
         scores: dict[str, Any] = {}
-        scoring = "the batch"
+        scoring = "the request"
         try:
             for name, reward in self.rewards.items():
                 scoring = name
+                if path == "/prompts":
+                    if hasattr(reward, "check_prompts"):
+                        reward.check_prompts(json.loads(body))
+                    continue
                 # a copy, which the reward may change
                 videos, prompts = read_batch(bytearray(body))
                 # As a trainer will read it: what JSON cannot hold is an error of this
@@ -431,42 +384,47 @@ def to_json(value: Any) -> bytes:
     return json.dumps(
         value,
         default=lambda v: v.tolist() if hasattr(v, "tolist") else list(v),
-        sort_keys=True,
     ).encode()
 
 
 class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
     timeout = 60  # a client that is gone keeps no thread
     server: RewardServer
 
     def do_GET(self) -> None:
-        sent = self.headers.get("Authorization", "").encode()
-        if self.server.token and not hmac.compare_digest(
-            sent, f"Bearer {self.server.token}".encode()
-        ):
-            self.close_connection = True  # its body is not read
-            return self._reply(
-                401, {"error": f"the token in {TOKEN} is not that of the server"}
-            )
-        length = self.headers.get("Content-Length")
-        body = None if length is None else bytearray(int(length))
         with suppress(OSError):  # a client that has gone asks again
-            # Half a batch must not be scored: its ID would keep that result.
-            if body is not None and self.rfile.readinto(body) != len(body):  # type: ignore[attr-defined]
-                raise ConnectionError
-            try:
-                answer = self.server.answer(self.path, body)
-            except Exception as error:  # noqa: BLE001  a reward refuses prompts by any
-                answer = {"error": f"{type(error).__name__}: {error}"}
-            self._reply(200, answer)
+            self._answer()
 
     do_POST = do_GET
 
-    def _reply(self, status: int, answer: Mapping[str, Any]) -> None:
-        body = to_json(answer)
+    def _answer(self) -> None:
+        server = self.server
+        sent = self.headers.get("Authorization", "").encode()
+        if server.token and not hmac.compare_digest(
+            sent, f"Bearer {server.token}".encode()
+        ):
+            error = f"the token in {TOKEN} is not that of the server"
+            self._send(401, to_json({"error": error}))
+            return
+        body = bytearray(int(self.headers.get("Content-Length", 0)))
+        self.rfile.readinto(body)  # type: ignore[attr-defined]
+        self._send(200, b"")
+        result = {}
+        if self.path in ("/score", "/prompts"):
+            result = self._wait(server.thread.submit(server.work, self.path, body))
+        self.wfile.write(to_json({"rewards": server.served, **result}))
+
+    def _wait(self, work: Future[dict[str, Any]]) -> dict[str, Any]:
+        try:
+            while True:
+                with suppress(NotYet):
+                    return work.result(BEAT)
+                self.wfile.write(b" ")
+        finally:
+            work.cancel()  # nobody waits for a batch whose client has gone
+
+    def _send(self, status: int, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -478,7 +436,10 @@ class _Handler(BaseHTTPRequestHandler):
 # program
 
 
-def _read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
+def read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
+    """What to serve, see `RewardServer`: from stdin (`-`), a JSON file, or the files of
+    a configuration.
+    """
     if files == ["-"]:
         spec: dict[str, Any] = json.loads(sys.stdin.readline())
         # The trainer keeps its end open until it closes it or dies.
@@ -537,7 +498,7 @@ def main() -> int:
     os.dup2(2, 1)
     with lasting_streams():
         try:
-            spec = _read_spec(options.config, overrides)
+            spec = read_spec(options.config, overrides)
             server = RewardServer(
                 spec,
                 options.host,

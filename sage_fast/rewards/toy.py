@@ -109,15 +109,11 @@ def _tables(num_frames: int, height: int, width: int) -> tuple[Tensor, Tensor, T
     norms; features of every legal video (M, F*7).
     """
     manifold = manifold_for(num_frames, height, width)
-    distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0).view(
-        -1, 3, height, width
-    )
-    frames = (distinct.float() / 255 - manifold.background).flatten(1)
-    return (
-        frames,
-        frames.square().sum(1),
-        _track_features(manifold.table, num_frames, height, width).flatten(1),
-    )
+    distinct = torch.unique(manifold.videos.flatten(0, 1).flatten(1), dim=0)
+    pixels = distinct.view(-1, 3, height, width).float() / 255
+    frames = (pixels - manifold.background).flatten(1)
+    features = _track_features(manifold.table, num_frames, height, width).flatten(1)
+    return frames, frames.square().sum(1), features
 
 
 class ToyReward:
@@ -162,17 +158,13 @@ class ToyReward:
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
-        """See `Reward`.
-
-        The legal videos are kept as float32 and as bytes, with the distinct frames
+        """The legal videos are kept as float32 and as bytes, with the distinct frames
         among them; three float32 copies of the videos are alive while they are drawn,
         in the first call.
         """
         numbers = len(all_scenes()) * video.num_frames * 3 * video.height * video.width
-        return RewardCosts(
-            tables=4.0 * numbers + 1.0 * numbers + 4.0 * numbers / 2,
-            working=3 * 4.0 * numbers,
-        )
+        # 4 bytes as float32, 1 as uint8, 2 for the frames, of which half are distinct.
+        return RewardCosts(tables=7.0 * numbers, working=12.0 * numbers)
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> dict[str, Tensor]:
         """Score videos uint8 (B, F, 3, H, W) of B prompts: name -> float32 (B,) on the
@@ -188,18 +180,17 @@ class ToyReward:
         flat = manifold.flatten(videos)
         distances = manifold.squared_distances(flat)
         nearest = distances.argmin(1)
-        shown = [caption_of(manifold.scenes[row]) for row in nearest.tolist()]
+        aligned = [
+            float(caption_of(manifold.scenes[row]) == caption)
+            for row, caption in zip(nearest.tolist(), captions, strict=True)
+        ]
+        differences = flat - manifold.table[nearest]
         scores = {
             "VQ": _visual_quality(flat, num_frames, height, width),
             "MQ": _motion_quality(flat, num_frames, height, width),
             "TA": _text_alignment(distances, captions, manifold),
-            "aligned": torch.tensor(
-                [float(a == b) for a, b in zip(shown, captions, strict=True)]
-            ),
-            "manifold_distance": (flat - manifold.table[nearest])
-            .square()
-            .mean(1)
-            .sqrt(),
+            "aligned": torch.tensor(aligned),
+            "manifold_distance": differences.square().mean(1).sqrt(),
         }
         return {name: value.to(videos.device) for name, value in scores.items()}
 
@@ -226,12 +217,8 @@ def _motion_quality(flat: Tensor, num_frames: int, height: int, width: int) -> T
     table = _tables(num_frames, height, width)[2]
     features = _track_features(flat, num_frames, height, width).flatten(1)
     nearest = table[torch.cdist(features, table).argmin(1)]
-    squared = (
-        (features - nearest)
-        .view(-1, num_frames, features.shape[1] // num_frames)
-        .square()
-        .sum(2)
-    )
+    differences = (features - nearest).view(len(features), num_frames, -1)
+    squared = differences.square().sum(2)
     # x / (1 + x / L^2) is about x for small errors and tends to L^2, which bounds a
     # frame's cost.
     return 1 - (squared / (1 + squared / FRAME_ERROR_LIMIT**2)).mean(1).sqrt()
@@ -243,10 +230,7 @@ def _text_alignment(
     sizes = (len(COLOURS), len(SHAPES), len(MOTIONS))
     # Scenes are ordered by colour, shape, motion and start: the number of a row has
     # these four places.
-    grid = distances.view(
-        -1, *sizes, len(manifold.scenes) // (sizes[0] * sizes[1] * sizes[2])
-    )
-    rows = torch.arange(len(manifold.scenes)).view(grid.shape[1:])
+    rows = torch.arange(len(manifold.scenes)).view(*sizes, -1)
     scores = torch.empty(len(captions))
     for sample, caption in enumerate(captions):
         wanted = (
@@ -269,21 +253,15 @@ def _text_alignment(
                 [index for index in range(sizes[axis]) if index != value]
             )
             alternatives = rows[tuple(others)].flatten()
-            between = (
-                (manifold.table[alternatives] - manifold.table[best]).square().sum(1)
-            )
+            differences = manifold.table[alternatives] - manifold.table[best]
+            between = differences.square().sum(1)
+            own = distances[sample]
             # Place on the line between two videos a and b: (|s - a|^2 - |s - b|^2) / |a
             # - b|^2, 1 at b and -1 at a.
-            margin = (
-                ((distances[sample, alternatives] - distances[sample, best]) / between)
-                .min()
-                .clamp(-1, 1)
-            )
+            margin = ((own[alternatives] - own[best]) / between).min().clamp(-1, 1)
             # From 0 where the object's energy is not explained at all to 1 from a half
             # of it on.
-            presence = (
-                2 * (1 - distances[sample, best] / manifold.energy[best])
-            ).clamp(0, 1)
+            presence = (2 * (1 - own[best] / manifold.energy[best])).clamp(0, 1)
             total += ((1 + margin) / 2 * presence).item()
         scores[sample] = 2 * total / 3 - 1
     return scores

@@ -14,13 +14,8 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
-VIDEOS = torch.randint(
-    0,
-    256,
-    (3, 4, 3, 8, 8),
-    generator=torch.Generator().manual_seed(0),
-    dtype=torch.uint8,
-)
+GENERATOR = torch.Generator().manual_seed(0)
+VIDEOS = torch.randint(0, 256, (3, 4, 3, 8, 8), generator=GENERATOR, dtype=torch.uint8)
 
 
 def samples(*texts: str) -> list[Sample]:
@@ -43,9 +38,8 @@ def brightness(videos: Tensor, prompts: Sequence[str]) -> Tensor:
     """A function as a reward; its sum over many pixels would show another order of
     summation.
     """
-    return videos.float().mean((1, 2, 3, 4)) / 255 + torch.tensor(
-        [0.01 * len(p) for p in prompts]
-    )
+    lengths = torch.tensor([0.01 * len(prompt) for prompt in prompts])
+    return videos.float().mean((1, 2, 3, 4)) / 255 + lengths
 
 
 def darkens(videos: Tensor, prompts: list[str]) -> Tensor:
@@ -95,7 +89,8 @@ class Bright:
     """A class as a reward, with an option."""
 
     def __init__(self, scale: float = 1.0, device: str = "cpu") -> None:
-        self.scale, self.device = scale, device
+        self.scale = scale
+        self.device = device
 
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Tensor]:
         return {"bright": self.scale * brightness(videos, prompts)}
@@ -134,7 +129,8 @@ class Faulty:
     def __init__(
         self, fault: str = "crash", when: str = "score", word: str = "bad"
     ) -> None:
-        self.fault, self.word = fault, word
+        self.fault = fault
+        self.word = word
         if when == "build":
             self._fail()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sage_fast.rewards.clip import CLIPScore, PickScore
@@ -50,16 +51,12 @@ def by_hand(checkpoint: Path, video: Tensor, prompt: str, rows: list[int]) -> fl
     for row in rows:
         image = Image.fromarray(video[row].permute(1, 2, 0).numpy())
         scale = 24 / min(image.size)
-        image = image.resize(
-            (int(image.width * scale), int(image.height * scale)),
-            Image.Resampling.BICUBIC,
-        )
-        left, top = (image.width - 24) // 2, (image.height - 24) // 2
-        pixels = (
-            np.asarray(image.crop((left, top, left + 24, top + 24)), dtype=np.float64)
-            / 255
-        )
-        images.append(((pixels - MEAN) / STD).transpose(2, 0, 1))
+        size = (int(image.width * scale), int(image.height * scale))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left = (image.width - 24) // 2
+        top = (image.height - 24) // 2
+        crop = np.asarray(image.crop((left, top, left + 24, top + 24)), np.float64)
+        images.append(((crop / 255 - MEAN) / STD).transpose(2, 0, 1))
     with torch.no_grad():
         output = model(
             input_ids=torch.tensor([[vocabulary[word] for word in words]]),
@@ -91,63 +88,51 @@ def test_a_long_prompt_is_truncated_and_that_is_said_at_the_start(
     videos = soft_videos(1, 2, 24, 24)
     reward = CLIPScore(str(checkpoint), device="cpu")
     exact = "x " * 75  # with start and end, 77 tokens
-    short, long = (
-        reward.score(videos, [text])["CLIPScore"] for text in (exact, exact + "y y")
-    )
-    assert torch.equal(short, long)
+    longer = exact + "y y"
+    score = reward.score(videos, [exact])["CLIPScore"]
+    assert torch.equal(score, reward.score(videos, [longer])["CLIPScore"])
     with caplog.at_level(logging.WARNING, logger="sage_fast"):
         reward.check_prompts([exact, "dog"])
         assert not caplog.records
-        reward.check_prompts([exact, exact + "y y", exact + "z"])
-    assert (
-        "reads the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
-    )
+        reward.check_prompts([exact, longer, exact + "z"])
+    assert "the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
 
 
-def test_weights_that_are_missing_are_not_made_up(
-    checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (None, r"1 missing keys, among them visual_projection\.weight"),
+        (
+            torch.float8_e5m2,
+            r"quantised: visual_projection\.weight is stored as F8_E5M2",
+        ),
+    ],
+    ids=["missing", "of 8 bits"],
+)
+def test_weights_that_are_not_there_are_not_made_up(
+    dtype: torch.dtype | None, message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
-    from safetensors.torch import load_file, save_file
-
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
-    weights = load_file(folder / "model.safetensors")
-    del weights["visual_projection.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError,
-        match=r"1 missing keys.*visual_projection.*reward.options.clip_score.path",
-    ):
-        CLIPScore(str(folder), device="cpu")
-    # Published files hold whole numbers beside the weights; weights of 8 bits are
-    # another model's.
-    weights = load_file(checkpoint / "model.safetensors") | {
-        "text_model.embeddings.position_ids": torch.arange(77)
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    # Published files hold whole numbers beside the weights.
+    weights = load_file(file) | {"text_model.embeddings.position_ids": torch.arange(77)}
+    save_file(weights, file, metadata={"format": "pt"})
     CLIPScore(str(folder), device="cpu")
-    weights["visual_projection.weight"] = weights["visual_projection.weight"].to(
-        torch.float8_e5m2
-    )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ValueError, match=r"is quantised: visual_projection.weight is stored as F8_E5M2"
-    ):
+    projection = weights.pop("visual_projection.weight")
+    if dtype is not None:
+        weights["visual_projection.weight"] = projection.to(dtype)
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
         CLIPScore(str(folder), device="cpu")
 
 
-def test_refusals(checkpoint: Path) -> None:
-    for option, value in (
-        ("num_frames", 0),
-        ("batch_size", 0),
-        ("dtype", "int8"),
-        ("device", "nowhere"),
-    ):
-        with pytest.raises(ValueError, match=f"{option} is {value!r}"):
-            CLIPScore(str(checkpoint), **{option: value})
-
-
-# ------------------------------------------------------------------------------------------------------------
-# PickScore
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("num_frames", 0), ("batch_size", 0), ("dtype", "int8"), ("device", "nowhere")],
+)
+def test_options_out_of_range(option: str, value: object, checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=f"{option} is {value!r}"):
+        CLIPScore(str(checkpoint), **{option: value})  # type: ignore[arg-type]
 
 
 def test_pick_score_is_the_formula_of_the_model_card(
@@ -162,10 +147,10 @@ def test_pick_score_is_the_formula_of_the_model_card(
     with torch.no_grad():
         model.logit_scale.fill_(3.0)
     model.save_pretrained(tmp_path)
-    videos, prompts = soft_videos(2, 3, 30, 40), ["a red dog", "dog"]
-    score = PickScore(
-        str(tmp_path), str(checkpoint), device="cpu", num_frames=None
-    ).score(videos, prompts)
+    videos = soft_videos(2, 3, 30, 40)
+    prompts = ["a red dog", "dog"]
+    reward = PickScore(str(tmp_path), str(checkpoint), device="cpu", num_frames=None)
+    score = reward.score(videos, prompts)
     expected = [
         math.exp(3.0) * by_hand(checkpoint, v, p, [0, 1, 2])
         for v, p in zip(videos, prompts, strict=True)

@@ -47,11 +47,10 @@ def test_whatever_scores_or_returns_what_scores_is_a_reward() -> None:
     ):
         scores = composite(name, {"bright": 1.0}, **options).score(VIDEOS, SAMPLES)
         torch.testing.assert_close(scores["bright"], scale * EXPECTED)
-    function = composite("both", {"first": 1.0, "length": 10.0}, scale=3.0)
-    scores = function.score(VIDEOS, SAMPLES)
-    torch.testing.assert_close(
-        function.overall(scores), 3 * EXPECTED + 10 * scores["length"]
-    )
+    both = composite("both", {"first": 1.0, "length": 10.0}, scale=3.0)
+    scores = both.score(VIDEOS, SAMPLES)
+    expected = 3 * EXPECTED + 10 * scores["length"]
+    torch.testing.assert_close(both.overall(scores), expected)
 
 
 @pytest.mark.parametrize(
@@ -73,12 +72,7 @@ def test_whatever_scores_or_returns_what_scores_is_a_reward() -> None:
         (
             "alone",
             {},
-            r"takes \(videos, scale\), but .* this order. If it makes a reward, .*alone\.videos=VALUE",
-        ),
-        (
-            "alone",
-            {"scale": 2.0},
-            r"takes \(videos, scale\), but a reward is called as f\(videos, prompts\)",
+            r"missing a required argument: 'videos'\. A function that scores .* f\(videos, prompts\)",
         ),
         (
             "Swapped",
@@ -122,10 +116,6 @@ class Returns:
             r"Reward 'r' returned s = 1e\+300 for prompt 7 \('bb'\), sample 1\.",
         ),
         (
-            {"s": torch.tensor([1.0, 1.0, -3e38])},
-            r"Reward 'r' returned s = -3\S+e\+38 for prompt 7 \('c'\)",
-        ),
-        (
             {"taken": [1.0, 2.0, 3.0]},
             "Two rewards return a score named 'taken'; the second is 'r'",
         ),
@@ -134,20 +124,8 @@ class Returns:
             "returned s, which is not a tensor of numbers: int too large",
         ),
         (
-            {"s": torch.ones(3, dtype=torch.complex64)},
-            "not a tensor of numbers: it is torch.complex64",
-        ),
-        (
-            {"s": torch.ones(3).to_sparse()},
-            "returned s, which is not a tensor of numbers: .*torch.sparse_coo",
-        ),
-        ({0: torch.ones(3)}, "returned a score named 0. A name is a text"),
-        (
             {"reward": torch.ones(3)},
-            (
-                "returned a score named 'reward'. .* reward, overall, Reward stand "
-                "for sums"
-            ),
+            "returned a score named 'reward', but reward, overall, Reward stand for",
         ),
     ],
 )
@@ -159,36 +137,24 @@ def test_what_a_reward_may_not_return(result: Any, message: str) -> None:
 
 def test_a_reward_declares_of_which_scores_less_is_better() -> None:
     falling = Returns({"distance": [1.0, 2.0, 3.0]})
-    falling.LOWER_IS_BETTER = ("distance", "never returned")
     rewards = {"a": falling, "b": Returns({"s": [1.0, 2.0, 3.0]})}
-    declared = {"distance", "never returned"}
-    assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == declared
-    assert CompositeReward(
-        rewards, {"s": -1.0, "distance": -2.0}
-    ).lower_is_better == declared | {"s"}
-    with pytest.raises(
-        ConfigError, match=r"reward\.weights\.distance is 0\.5, .* such as -0\.5"
-    ):
-        CompositeReward(rewards, {"distance": 0.5})
     falling.LOWER_IS_BETTER = "distance"
     assert CompositeReward(rewards, {"s": 1.0}).lower_is_better == {"distance"}
-    falling.LOWER_IS_BETTER = 1
-    with pytest.raises(
-        ConfigError, match=r"LOWER_IS_BETTER of reward 'a' is .* a tuple of names"
-    ):
-        CompositeReward(rewards, {"s": 1.0})
+    falling.LOWER_IS_BETTER = ("distance", "never returned")
+    weighted = CompositeReward(rewards, {"s": -1.0, "distance": -2.0})
+    assert weighted.lower_is_better == {"distance", "never returned", "s"}
+    message = r"reward\.weights\.distance is 0\.5, .* such as -0\.5"
+    with pytest.raises(ConfigError, match=message):
+        CompositeReward(rewards, {"distance": 0.5})
 
 
 def test_the_device_goes_to_rewards_that_take_one() -> None:
     names = [here("Bright"), here("brightness")]
-    for options, expected in (
-        ({}, "cuda:7"),
-        ({here("Bright"): {"device": "cpu"}}, "cpu"),
-    ):
-        config = RewardConfig(rewards=names, weights={"bright": 1.0}, options=options)
-        bright = CompositeReward.from_config(config, device="cuda:7").rewards[
-            here("Bright")
-        ]
+    for options, expected in (({}, "cuda:7"), ({"device": "cpu"}, "cpu")):
+        config = RewardConfig(
+            rewards=names, weights={"bright": 1.0}, options={names[0]: options}
+        )
+        bright = CompositeReward.from_config(config, device="cuda:7").rewards[names[0]]
         assert isinstance(bright, support.Bright) and bright.device == expected
 
 
@@ -221,18 +187,16 @@ def test_no_number_replaces_a_score_that_one_video_lacks() -> None:
 
     reward = CompositeReward({"r": FunctionReward(named, "named", {})}, {"s": 1.0})
     scores, failed = reward.score_or_mark(VIDEOS, SAMPLES)
-    assert failed.tolist() == [False, True, False] and scores["extra"].tolist() == [
-        2.0,
-        0.0,
-        2.0,
-    ]
+    assert failed.tolist() == [False, True, False]
+    assert scores["extra"].tolist() == [2.0, 0.0, 2.0]
 
 
 def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> None:
     """A batch that failed whole names no score; one that lacks a score of the others is
     refused.
     """
-    none, some = torch.zeros(2, dtype=torch.bool), torch.tensor([True, False])
+    none = torch.zeros(2, dtype=torch.bool)
+    some = torch.tensor([True, False])
     lost = ScoredBatch(numbers=[4, 1], scores={}, failed=~none)
     half = ScoredBatch(
         numbers=[0, 5], scores={"s": torch.tensor([0.0, 6.0]).double()}, failed=some
@@ -242,14 +206,8 @@ def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> No
     )
     for batches in ([lost, half, whole], [whole, half, lost]):
         columns, failed = gather_scores(batches, None, 6, SINGLE_PROCESS)
-        assert columns["s"].tolist() == [0, 0, 3, 4, 0, 6] and failed.tolist() == [
-            True,
-            True,
-            False,
-            False,
-            True,
-            False,
-        ]
+        assert columns["s"].tolist() == [0, 0, 3, 4, 0, 6]
+        assert failed.nonzero().flatten().tolist() == [0, 1, 4]
     other = replace(whole, scores={"t": whole.scores["s"]})
     with pytest.raises(RewardError, match="every video needs the same ones"):
         gather_scores([half, other], None, 6, SINGLE_PROCESS)
@@ -258,22 +216,18 @@ def test_batches_without_any_score_are_failures_among_those_of_all_ranks() -> No
 
 
 def test_a_function_called_reward_has_a_score_beside_the_reward() -> None:
-    assert [
-        function_score(f"m:{name}") for name in ("reward", "f.reward", "bright")
-    ] == ["reward_score"] * 2 + ["bright"]
+    assert function_score("m:f.reward") == "reward_score"
+    assert function_score("m:bright") == "bright"
     assert {REWARD, "reward", "overall"} == {*TAKEN}
-    with pytest.raises(
-        ConfigError,
-        match=r"reward\.weights\.reward stands for a sum .* are called reward_score",
-    ):
+    message = r"reward\.weights\.reward stands for a sum .* are called reward_score"
+    with pytest.raises(ConfigError, match=message):
         CompositeReward({"r": Returns({})}, {"reward": 1.0})
 
 
 def test_an_interrupt_in_a_reward_stays_one() -> None:
+    reward = composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb")
     with pytest.raises(KeyboardInterrupt):
-        composite("Faulty", {"score": 1.0}, fault="interrupt", word="bb").score_or_mark(
-            VIDEOS, SAMPLES
-        )
+        reward.score_or_mark(VIDEOS, SAMPLES)
 
 
 # ------------------------------------------------------------------------------------------
@@ -297,49 +251,48 @@ class Drifting:
         return values * (1 + 0.1 * self.calls)
 
 
-@pytest.mark.parametrize(
-    "score",
-    [
-        lambda values: values - values.mean(),
-        lambda values: values.argsort().argsort().double(),
-        lambda values: values / values.sum(),
-        lambda values: values + 10 * torch.rand(len(values)),
-    ],
-    ids=["centred", "ranked", "shares", "drawn"],
-)
-def test_a_score_that_depends_on_the_others_is_told_with_two_numbers(
-    score: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def compared(score: Callable[[Tensor], Tensor]) -> CompositeReward:
+    """That reward after a first batch, of which a video was scored again."""
     reward = of_videos(score)
     reward.compare_next()
     torch.manual_seed(0)
-    reward.score(VIDEOS, SAMPLES)
-    assert re.search(
-        r"The same video has bright \S+ in its batch and \S+ alone\.", caplog.text
-    )
-    caplog.clear()
-    reward.score(VIDEOS, SAMPLES)
-    assert not caplog.text, "once"
-
-
-def test_a_score_that_cannot_be_had_alone_is_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    reward = of_videos(lambda values: (values - values.mean()) / values.std())
-    reward.compare_next()
     assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
-    assert (
-        "cannot be scored again, alone: Reward 'of' returned bright = nan"
-        in caplog.text
-    )
+    return reward
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (
+            lambda values: values - values.mean(),
+            r"bright \S+ in its batch and \S+ alone",
+        ),
+        (
+            lambda values: values.argsort().argsort() * 1.0,
+            r" in its batch and \S+ alone",
+        ),
+        (lambda values: values + 10 * torch.rand(len(values)), r"batch and \S+ alone"),
+        (
+            lambda values: values / (len(values) - 1),
+            "scored again, alone: .* bright = inf",
+        ),
+    ],
+    ids=["centred", "ranked", "drawn", "not alone"],
+)
+def test_a_score_that_depends_on_the_others_is_told_once(
+    score: Callable[[Tensor], Tensor], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = compared(score)
+    (told,) = caplog.messages
+    assert re.search(message, told)
+    reward.score(VIDEOS, SAMPLES)
+    assert caplog.messages == [told]
 
 
 def test_a_server_that_is_gone_at_the_end_fails_no_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reward = of_videos(lambda values: values)
-    reward.compare_next()
-    reward.score(VIDEOS, SAMPLES)
+    reward = compared(lambda values: values)
     reward.rewards["of"].score = Mock(side_effect=RewardServerError("it is gone"))  # type: ignore[method-assign]
     reward.compare_last()
     assert "cannot be scored again, alone: it is gone" in caplog.text
@@ -348,16 +301,12 @@ def test_a_server_that_is_gone_at_the_end_fails_no_run(
 def test_a_reward_that_drifts_is_told_at_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reward = of_videos(Drifting())
-    reward.compare_next()
-    reward.score(VIDEOS, SAMPLES)
+    reward = compared(Drifting())
     caplog.clear()
     for _ in range(5):
         reward.score(VIDEOS, SAMPLES)
     reward.compare_last()
-    assert re.search(
-        r"The same video has bright \S+ when the run began and \S+ now\.", caplog.text
-    )
+    assert re.search(r"bright \S+ when the run began and \S+ now\.", caplog.text)
 
 
 @pytest.mark.parametrize("rounding", [0.0, 0.01], ids=["exact", "rounds"])
@@ -366,12 +315,8 @@ def test_a_score_of_the_video_alone_is_passed_in_silence(
 ) -> None:
     reward = of_videos(lambda values: values * (1 + rounding * (len(values) == 1)))
     reward.compare_next()
-    for videos, samples in (
-        (VIDEOS[:1], SAMPLES[:1]),
-        (VIDEOS, SAMPLES),
-        (VIDEOS, SAMPLES),
-    ):
-        reward.score(videos, samples)
+    reward.score(VIDEOS[:1], SAMPLES[:1])
+    reward.score(VIDEOS, SAMPLES)
     reward.compare_last()
     assert not caplog.text
 
@@ -405,15 +350,10 @@ def test_a_call_that_does_not_end_is_told_by_name(
     reward = of_videos(slow)
     reward.on_hang = told.append
     reward.score(VIDEOS, SAMPLES)
-    assert (
-        "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or "
-        "one of the 2 videos"
-    ) in caplog.text
-    assert (
-        len(told) > 2
-        and told[-1] is None
-        and all(text and "Reward 'of'" in text for text in told[:-1])
+    message = (
+        "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or one"
     )
-    caplog.clear()
-    of_videos(lambda values: values).score(VIDEOS, SAMPLES)
-    assert not caplog.text
+    assert caplog.messages[0].startswith(message)
+    *words, end = told
+    assert len(words) > 1 and end is None
+    assert all(text and "Reward 'of'" in text for text in words)

@@ -25,7 +25,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import RewardConfig
 from sage_fast.rewards.base import find_reward
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rewards.guard import WATCHED, running_threads
+from sage_fast.rewards.guard import process_state, running_threads
 from sage_fast.rewards.server import FunctionReward, build_reward
 from sage_fast.run.run import build_trainer
 from tests.rewards.support import VIDEOS, samples
@@ -92,7 +92,8 @@ class Leaves:
     """
 
     def __init__(self, what: Sequence[str] = (), when: str = "score") -> None:
-        self.what, self.seen = list(what), list[str]()
+        self.what = list(what)
+        self.seen: list[Any] = []
         if when == "build":
             self._change()
 
@@ -109,10 +110,6 @@ class Leaves:
         return {"bright": scores}
 
 
-def state() -> dict[str, Any]:
-    return {what: read() for what, (read, _) in WATCHED.items()}
-
-
 def composite(*what: str, when: str = "score") -> CompositeReward:
     section = RewardConfig(
         rewards=[NAME],
@@ -126,20 +123,19 @@ def composite(*what: str, when: str = "score") -> CompositeReward:
 def test_what_a_call_changes_is_put_back_and_told_once(
     what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before, reward, videos = state(), composite(what), VIDEOS.clone()
+    before = process_state()
+    reward = composite(what)
+    videos = VIDEOS.clone()
+    (leaves,) = reward.rewards.values()
+    assert isinstance(leaves, Leaves)
     for _ in range(2):
-        scores = reward.score(videos, RECORDS)
-        torch.testing.assert_close(scores["bright"], EXPECTED, rtol=0, atol=0)
-        assert state() == before and torch.equal(videos, VIDEOS)
-        (leaves,) = reward.rewards.values()
-        # each call begins alike
-        assert isinstance(leaves, Leaves) and leaves.seen[0] == os.getcwd()
+        assert torch.equal(reward.score(videos, RECORDS)["bright"], EXPECTED)
+        assert process_state() == before and torch.equal(videos, VIDEOS)
+        assert leaves.seen[0] == os.getcwd()  # each call begins alike
         leaves.what = [what]
     (told,) = caplog.messages
-    assert (
-        told.startswith(f"Reward '{NAME}' changed {what.strip()}")
-        and "on prompt 7 ('a'), sample 0" in told
-    )
+    assert told.startswith(f"Reward '{NAME}' changed {what.strip()}")
+    assert "on prompt 7 ('a'), sample 0" in told
 
 
 def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(
@@ -149,31 +145,28 @@ def test_a_run_has_the_numbers_of_one_whose_reward_changes_nothing(
     in its first call.
     """
 
-    def numbers(**options: Any) -> tuple[dict[str, float], list[Tensor]]:
-        words = [
+    def train(**options: Any) -> tuple[dict[str, float], list[Tensor]]:
+        config = tiny_run(
             f"--reward.rewards=[{NAME}]",
             "--reward.weights={bright: 1.0}",
             f"--reward.options={{{NAME}: {options}}}",
-        ]
-        trainer = build_trainer(tiny_run(*words))
+        )
+        trainer = build_trainer(config)
         record = trainer.iterate()
-        return {
-            key: value for key, value in record.items() if "time/" not in key
-        }, list(trainer.parameters.values())
+        metrics = {key: value for key, value in record.items() if "time/" not in key}
+        return metrics, list(trainer.parameters.values())
 
-    clean, clean_weights = numbers()
-    for when in ("build", "score"):
-        harmless = [
-            what
-            for what in CHANGES | SEEDS
-            if when == "score" or what != "the videos that it was given"
-        ]
-        record, weights = numbers(what=harmless, when=when)
-        assert record == clean and all(map(torch.equal, weights, clean_weights))
+    clean, clean_weights = train()
+    everything = [*CHANGES, *SEEDS]
+    at_set_up = [what for what in everything if what != "the videos that it was given"]
+    for when, what in (("build", at_set_up), ("score", everything)):
+        metrics, weights = train(what=what, when=when)
+        assert metrics == clean and all(map(torch.equal, weights, clean_weights))
 
 
 def test_what_is_changed_at_set_up_is_there_in_every_call_but_for_signals() -> None:
-    here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
+    here = os.getcwd()
+    handler = signal.getsignal(signal.SIGTERM)
     found = composite("the working directory", "the handlers of signals", when="build")
     for _ in range(2):
         assert os.getcwd() == here
@@ -183,7 +176,7 @@ def test_what_is_changed_at_set_up_is_there_in_every_call_but_for_signals() -> N
 
 
 def test_a_reward_that_raises_changes_nothing_either() -> None:
-    before = state()
+    before = process_state()
 
     def fails(videos: Tensor, prompts: Sequence[str]) -> Tensor:
         os.chdir("/")
@@ -193,7 +186,7 @@ def test_a_reward_that_raises_changes_nothing_either() -> None:
     reward = CompositeReward({"mine": FunctionReward(fails, "s", {})}, {"s": 1.0})
     with pytest.raises(RewardError, match="'mine' raised RuntimeError: no on prompt 7"):
         reward.score(VIDEOS, RECORDS)
-    assert state() == before
+    assert process_state() == before
 
 
 def test_a_module_is_guarded_as_it_is_imported(
@@ -202,9 +195,9 @@ def test_a_module_is_guarded_as_it_is_imported(
     """By whatever asks for it: doctor and plan build no reward."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "moves.py").write_text("import os\nos.chdir('/')\nnear = 1\n")
-    before = state()
+    before = process_state()
     find_reward("moves:near")
-    assert state() == before
+    assert process_state() == before
     (told,) = caplog.messages
     assert (
         told.startswith("Reward 'moves:near' changed the working directory (")
@@ -220,15 +213,12 @@ def test_options_and_results_are_copies() -> None:
         return kept.add_(len(table))
 
     options = {"table": [0]}
-    found = CompositeReward(
-        {"mine": build_reward("mine", grows, options)}, {"<locals>.grows": 0.0}
-    )
-    first, second = (found.score(VIDEOS, RECORDS) for _ in range(2))
+    reward = build_reward("grows", grows, options)
+    found = CompositeReward({"mine": reward}, {"grows": 1.0})
+    first = found.score(VIDEOS, RECORDS)["grows"]
+    second = found.score(VIDEOS, RECORDS)["grows"]
     assert options == {"table": [0]}
-    assert [scores.popitem()[1].tolist() for scores in (first, second)] == [
-        [2.0] * 3,
-        [5.0] * 3,
-    ]
+    assert first.tolist() == [2.0] * 3 and second.tolist() == [5.0] * 3
 
 
 def test_shipped_rewards_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,22 +232,29 @@ def test_shipped_rewards_change_nothing(caplog: pytest.LogCaptureFixture) -> Non
 # processes, threads
 
 
+def scores_by(function: Callable[[Tensor, Sequence[str]], Tensor]) -> CompositeReward:
+    """A run's reward of this function, called once."""
+    reward = CompositeReward({"mine": FunctionReward(function, "s", {})}, {"s": 1.0})
+    reward.score(VIDEOS, RECORDS)
+    return reward
+
+
 def test_processes_end_with_the_run(tmp_path: Path) -> None:
     """Also those that a shell leaves behind; others go on."""
     command = f"sleep 60 & echo $! > {tmp_path}/left"
     other = subprocess.Popen(["sleep", "60"])
+    own: list[int] = []
 
     def starts(videos: Tensor, prompts: Sequence[str]) -> Tensor:
         subprocess.run(command, shell=True, check=True)
-        GIVEN.append((subprocess.Popen(["sleep", "60"]), []))  # type: ignore[arg-type]
+        own.append(subprocess.Popen(["sleep", "60"]).pid)
         return torch.zeros(3)
 
-    reward = CompositeReward({"mine": FunctionReward(starts, "s", {})}, {"s": 1.0})
-    reward.score(VIDEOS, RECORDS)
-    own, left = GIVEN.pop()[0].pid, int((tmp_path / "left").read_text())  # type: ignore[attr-defined]
+    reward = scores_by(starts)
+    left = int((tmp_path / "left").read_text())
     os.kill(left, 0)
     reward.close()
-    for pid in (own, left):
+    for pid in (*own, left):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
     assert other.poll() is None
@@ -285,22 +282,19 @@ def test_a_command_ends_without_the_threads_of_a_reward(
     )
     (tmp_path / "own.yaml").write_text(dump_config(config))
     command = [sys.executable, "-m", "sage_fast", "train", str(tmp_path / "own.yaml")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])
-    }
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = os.environ | {"PYTHONPATH": path}
     ended = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 0 and "Done: look at" in ended.stdout
-    assert (
-        "Reward 'own:stays' has started the thread 'poll', which is still running."
-        in ended.stderr
-    )
+    assert "Reward 'own:stays' has started the thread 'poll', which" in ended.stderr
 
 
 def test_a_thread_that_stays_is_named(caplog: pytest.LogCaptureFixture) -> None:
     """One that nothing waits for is not, nor an executor's."""
-    end, executor = threading.Event(), ThreadPoolExecutor(1)
+    end = threading.Event()
+    executor = ThreadPoolExecutor(1)
 
     def starts(videos: Tensor, prompts: Sequence[str]) -> Tensor:
         threading.Thread(target=end.wait, name="poll").start()
@@ -308,11 +302,11 @@ def test_a_thread_that_stays_is_named(caplog: pytest.LogCaptureFixture) -> None:
         executor.submit(int).result()
         return torch.zeros(3)
 
-    reward = CompositeReward({"mine": FunctionReward(starts, "s", {})}, {"s": 1.0})
-    reward.score(VIDEOS, RECORDS)
+    reward = scores_by(starts)
     assert running_threads() == {"poll": "mine"}
     reward.close()
     end.set()
-    assert caplog.messages[0].startswith(
-        "Reward 'mine' has started the thread 'poll', which is still running."
+    (told,) = caplog.messages
+    assert told.startswith(
+        "Reward 'mine' has started the thread 'poll', which is still"
     )

@@ -33,13 +33,10 @@ Answer = Callable[[dict[str, Any], int], Any]
 
 def brightness(question: dict[str, Any]) -> float:
     """Mean brightness of the frames in a question, from 0 to 10."""
-    images = [
-        part["image_url"]["url"] for part in question["messages"][0]["content"][1:]
-    ]
-    pixels = [
-        np.asarray(Image.open(io.BytesIO(base64.b64decode(image.partition(",")[2]))))
-        for image in images
-    ]
+    pixels = []
+    for part in question["messages"][0]["content"][1:]:
+        jpeg = base64.b64decode(part["image_url"]["url"].partition(",")[2])
+        pixels.append(np.asarray(Image.open(io.BytesIO(jpeg))))
     return round(float(np.mean(pixels)) / 25.5, 3)
 
 
@@ -64,20 +61,18 @@ def stub() -> Iterator[Callable[[Answer], str]]:
         class Chat(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 assert self.path == "/v1/chat/completions"
-                question = json.loads(
-                    self.rfile.read(int(self.headers["Content-Length"]))
-                )
-                found = answer(question, next(calls))
-                time.sleep(1.5 if found == "silence" else 0.0)
-                body = found if isinstance(found, bytes) else json.dumps(found).encode()
-                self.send_response(
-                    found["status"]
-                    if isinstance(found, dict) and "status" in found
-                    else 200
-                )
-                self.send_header("Content-Length", str(len(body)))
+                length = int(self.headers["Content-Length"])
+                found = answer(json.loads(self.rfile.read(length)), next(calls))
+                if found == "silence":
+                    time.sleep(0.8)
+                status = 200
+                if isinstance(found, dict):
+                    status = found.get("status", 200)
+                self.send_response(status)
                 self.end_headers()
-                self.wfile.write(body)
+                self.wfile.write(
+                    found if isinstance(found, bytes) else json.dumps(found).encode()
+                )
 
             def log_message(self, *args: Any) -> None: ...
 
@@ -94,7 +89,7 @@ def stub() -> Iterator[Callable[[Answer], str]]:
 
 
 def judge(url: str, **options: Any) -> VLMJudge:
-    return VLMJudge(url, "stub", **{"pause": 0.01, "timeout": 1.0, **options})
+    return VLMJudge(url, "stub", **{"pause": 0.01, "timeout": 0.5, **options})
 
 
 EXPECTED = pytest.approx([grey / 255 for grey in GREYS], abs=1e-3)
@@ -107,31 +102,15 @@ def test_an_honest_model_is_believed(stub: Callable[[Answer], str]) -> None:
         asked.append(question["messages"][0]["content"])
         return honest(question, call)
 
-    assert (
-        judge(stub(answer), num_frames=2).score(VIDEOS.numpy(), PROMPTS)["judge"]
-        == EXPECTED
-    )
+    reward = judge(stub(answer), num_frames=2)
+    assert reward.score(VIDEOS.numpy(), PROMPTS)["judge"] == EXPECTED
     assert sorted(text["text"].split("\n")[2] for text, *_ in asked) == PROMPTS
     assert [len(frames) for _, *frames in asked] == [2] * 3
 
 
-LIES: list[Any] = [
-    b"<html>gateway</html>",
-    {"choices": []},
-    "silence",
-    {"status": 500},
-    {"status": 429},
-    *map(
-        says,
-        (
-            "I would say nine.",
-            '{"score": "9"}',
-            '{"score": true}',
-            '{"score": 11}',
-            '{"score": NaN}',
-        ),
-    ),
-]
+WORDS = ("I would say nine.", '{"score": "9"}', '{"score": true}', '{"score": 11}')
+LIES: list[Any] = [b"<html>", {"choices": []}, "silence", {"status": 500}]
+LIES += [{"status": 429}, *map(says, (*WORDS, '{"score": NaN}'))]
 
 
 @pytest.mark.parametrize("lie", LIES, ids=str)
@@ -146,11 +125,12 @@ def test_a_lie_is_asked_again_and_never_believed(
 
 def test_a_wrong_key_is_asked_once(stub: Callable[[Answer], str]) -> None:
     calls = []
-    url = stub(
-        lambda question, call: (
-            calls.append(call) or {"status": 401, "error": "no such key"}
-        )
-    )
+
+    def answer(question: dict[str, Any], call: int) -> Any:
+        calls.append(call)
+        return {"status": 401, "error": "no such key"}
+
+    url = stub(answer)
     with pytest.raises(RuntimeError, match="401.*no such key"):
         judge(url).score(VIDEOS[:1], PROMPTS[:1])
     assert calls == [0]
@@ -169,9 +149,6 @@ def test_the_toy_model_trains_on_it(
         f"--reward.options={options}",
         "--reward.weights={judge: 1.0}",
     ]
-    records = [
-        build_trainer(tiny_run(*words, *more)).iterate()
-        for more in ([f"--reward.python={sys.executable}"], [])
-    ]
-    assert 0 < records[0]["reward/judge_mean"] < 1
-    assert records[0]["reward/judge_mean"] == records[1]["reward/judge_mean"]
+    words.append(f"--reward.python={sys.executable}")
+    record = build_trainer(tiny_run(*words)).iterate()
+    assert 0 < record["reward/judge_mean"] < 1

@@ -38,14 +38,8 @@ class Judge:
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        return [
-            require(
-                "the judge",
-                options.get("path", "judges/strict"),
-                ["judge.safetensors"],
-                "judges/strict",
-            )
-        ]
+        path = options.get("path", "judges/strict")
+        return [require("the judge", path, ["judge.safetensors"], "judges/strict")]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
@@ -78,14 +72,12 @@ def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(
         return to_json(make_plan(config(tmp_path, **options), DEVICES["h100"]), [])
 
     def file(**options: object) -> Check:
-        (found,) = [
-            check
-            for check in examine(config(tmp_path, **options))
-            if check.name == "the judge"
-        ]
+        checks = examine(config(tmp_path, **options))
+        (found,) = [check for check in checks if check.name == "the judge"]
         return found
 
-    plan, folder = planned(), str(tmp_path)
+    folder = str(tmp_path)
+    plan = planned()
     assert plan["memory"]["rollout"]["reward models"] == 3e9
     assert plan["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
     assert plan["memory"]["reward"]["scoring"] == 2e9

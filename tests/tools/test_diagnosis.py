@@ -192,7 +192,7 @@ constant = 3
             "takes (prompts, videos), but a reward is called as f(videos, prompts)",
         ),
         ("plain", {"raduis": 2}, "got an unexpected keyword argument 'raduis'"),
-        ("maker", {}, "radius=VALUE"),
+        ("maker", {}, "missing a required argument: 'radius'"),
         ("Standing", {"radius": 2}, "got an unexpected keyword argument 'radius'"),
         ("standing", {"radius": 2}, "is an object and takes no options"),
         ("constant", {}, "is of type int"),

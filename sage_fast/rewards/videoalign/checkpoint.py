@@ -10,10 +10,9 @@ are added to the weights they adapt, in float32 before the one rounding to the r
 data type: the model is frozen, and this way it costs nothing.
 """
 
-import math
 import pickle
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +39,7 @@ _REQUIRED: tuple[tuple[str, str, object], ...] = (
     ("data_config", "num_frames", None),
     ("model_config", "use_special_tokens", True),
     ("peft_lora_config", "vision_lora", False),
+    ("peft_lora_config", "use_rslora", False),
 )
 
 
@@ -75,8 +75,7 @@ class VideoAlignSettings:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing. The path of VideoAlign is the folder that holds "
-                "model_config.json and "
-                f"checkpoint-*/. {_fetch_checkpoint(folder)}."
+                f"model_config.json and checkpoint-*/. {_fetch_checkpoint(folder)}."
             )
         try:
             tree = loads(path.read_text(encoding="utf-8"))
@@ -93,28 +92,18 @@ class VideoAlignSettings:
                 name: (float(given[f"{name}_mean"]), float(given[f"{name}_std"]))
                 for name in SCORES
             }
-            for name, (_, std) in statistics.items():
-                if not std > 0:
-                    raise ValueError(
-                        f"inference_config.{name}_std is {std}, and a std must be "
-                        "positive"
-                    )
             return cls(
                 sample_fps=float(tree["data_config"]["fps"]),
                 max_frame_pixels=int(tree["data_config"]["max_frame_pixels"]),
                 lora_rank=rank,
-                lora_scale=lora["lora_alpha"]
-                / (math.sqrt(rank) if lora.get("use_rslora") else rank)
-                if rank
-                else 0.0,
+                lora_scale=lora["lora_alpha"] / rank if rank else 0.0,
                 statistics=statistics,
             )
-        except KeyError as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path} has no {error}; it is not VideoAlign's model_config.json."
+                f"{path} cannot be used as VideoAlign's model_config.json: "
+                f"{type(error).__name__}: {error}."
             ) from error
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} cannot be used: {error}.") from error
 
 
 def load_videoalign(
@@ -144,17 +133,17 @@ def load_videoalign(
     from transformers import AutoConfig, AutoTokenizer
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-    steps = [
-        path
-        for path in folder.glob("checkpoint-*")
-        if path.name.removeprefix("checkpoint-").isdecimal()
-    ]
+    steps = {}
+    for path in folder.glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        if number.isdecimal():
+            steps[int(number)] = path
     if not steps:
         raise FileNotFoundError(
             f"{folder} holds no checkpoint-* folder with weights. "
             f"{_fetch_checkpoint(folder)}."
         )
-    step = max(steps, key=lambda path: int(path.name.removeprefix("checkpoint-")))
+    step = steps[max(steps)]
     base = checkpoint_folder(
         base_model, "reward.options.videoalign.base_model", "*.json", "*.txt"
     )
@@ -166,36 +155,19 @@ def load_videoalign(
     # No text is generated.
     state.pop("lm_head.weight", None)
 
-    embedding = state.get(
-        "language_model.embed_tokens.weight", torch.empty(len(tokenizer))
-    )
-    if embedding.shape[0] != len(tokenizer):
-        raise ValueError(
-            f"{step} was trained with {embedding.shape[0]} tokens, and the tokenizer "
-            f"of base_model {base_model!r} "
-            f"has {len(tokenizer)} with the reward tokens "
-            f"{', '.join(SPECIAL_TOKENS)}. VideoAlign is built on "
-            f"{DEFAULT_BASE_MODEL}."
-        )
-    config.text_config.vocab_size = embedding.shape[0]
+    config.text_config.vocab_size = len(tokenizer)
     # The parameters have no memory yet; the buffers, which no file holds, have.
     with init_empty_weights(include_buffers=False):
         model: Any = Qwen2VLModel(config)
     if settings.lora_rank:
-        linears = [
-            name
-            for name, module in model.language_model.named_modules()
-            if isinstance(module, nn.Linear)
-        ]
-        _fold_lora(
-            state, [f"language_model.{name}" for name in linears], settings, step
-        )
+        for name, module in model.named_modules():
+            if name.startswith("language_model.") and isinstance(module, nn.Linear):
+                _fold_lora(state, name, settings, step)
     hidden = config.text_config.hidden_size
     if head.shape not in ((1, hidden), (len(SCORES), hidden)):
         raise ValueError(
             f"{step}: rm_head.weight has shape {tuple(head.shape)}; it must be (3, "
-            f"{hidden}), or (1, {hidden}) for a "
-            "head that the three tokens share."
+            f"{hidden}), or (1, {hidden}) for a head that the three tokens share."
         )
     try:
         # Assigned and not copied, since the parameters have no memory to copy into.
@@ -205,9 +177,8 @@ def load_videoalign(
     except RuntimeError as error:
         raise ValueError(
             f"The weights of {step} do not fit Qwen2-VL: "
-            f"{' '.join(str(error).split()):.500}. Is it a checkpoint of "
-            "VideoAlign, and base_model the model it was trained from, "
-            f"{DEFAULT_BASE_MODEL}?"
+            f"{' '.join(str(error).split()):.500}. Is it a checkpoint of VideoAlign, "
+            f"and base_model the model it was trained from, {DEFAULT_BASE_MODEL}?"
         ) from error
     return model.requires_grad_(False).eval(), head.float(), tokenizer
 
@@ -229,8 +200,8 @@ def _read_weights(path: Path, folder: Path) -> dict[str, Tensor]:
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise ValueError(
             f"{path} ({path.stat().st_size:,} bytes) cannot be read as weights. Is "
-            "the download incomplete, or the "
-            f"file a Git LFS pointer? {_fetch_checkpoint(folder)}."
+            "the download incomplete, or the file a Git LFS pointer? "
+            f"{_fetch_checkpoint(folder)}."
         ) from error
     check_types(path, {name: tensor.dtype for name, tensor in state.items()})
     return state
@@ -246,40 +217,33 @@ def _current_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     names = {}
     for key, tensor in state.items():
         name = key.removeprefix("base_model.model.")
-        name = name.replace(".base_layer.", ".").replace(".lora_A.default.", ".lora_A.")
-        name = name.replace(".lora_B.default.", ".lora_B.")
-        if name.startswith(("model.visual.", "model.language_model.")):
-            name = name.removeprefix("model.")
-        elif name.startswith("model."):
+        for wrapping in (".base_layer", ".default"):
+            name = name.replace(f"{wrapping}.", ".")
+        if name.startswith("model."):
             name = f"language_{name}"
         names[name] = tensor
     return names
 
 
 def _fold_lora(
-    state: dict[str, Tensor],
-    modules: Sequence[str],
-    settings: VideoAlignSettings,
-    step: Path,
+    state: dict[str, Tensor], module: str, settings: VideoAlignSettings, step: Path
 ) -> None:
-    """Add the product of every pair of LoRA matrices to the weight it adapts. A layer
-    without one is an error.
+    """Add the product of a layer's LoRA matrices to the weight it adapts. A layer
+    without them is an error.
     """
-    for module in modules:
-        try:
-            down, up = (
-                state.pop(f"{module}.lora_{part}.weight").float() for part in "AB"
-            )
-            weight = state[f"{module}.weight"].float()
-        except KeyError as error:
-            raise ValueError(
-                f"{step} has no {error}, though model_config.json says it was tuned "
-                "with LoRA."
-            ) from error
-        if down.shape[0] != settings.lora_rank:
-            raise ValueError(
-                f"{step}: {module}.lora_A.weight has rank {down.shape[0]}, and "
-                "model_config.json says lora_r = "
-                f"{settings.lora_rank}. The two files are not of one checkpoint."
-            )
-        state[f"{module}.weight"] = weight + settings.lora_scale * (up @ down)
+    try:
+        down = state.pop(f"{module}.lora_A.weight").float()
+        up = state.pop(f"{module}.lora_B.weight").float()
+        weight = state[f"{module}.weight"].float()
+    except KeyError as error:
+        raise ValueError(
+            f"{step} has no {error}, though model_config.json says it was tuned with "
+            "LoRA."
+        ) from error
+    if down.shape[0] != settings.lora_rank:
+        raise ValueError(
+            f"{step}: {module}.lora_A.weight has rank {down.shape[0]}, and "
+            f"model_config.json says lora_r = {settings.lora_rank}. The two files are "
+            "not of one checkpoint."
+        )
+    state[f"{module}.weight"] = weight + settings.lora_scale * (up @ down)

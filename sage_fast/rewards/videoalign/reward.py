@@ -18,7 +18,14 @@ from torch import Tensor
 from sage_fast.config.errors import RewardError
 from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, fetch_command, missing_files, require
-from sage_fast.rewards.base import RewardCosts, Scale, check_videos, resolve_device
+from sage_fast.rewards.base import (
+    RewardCosts,
+    Scale,
+    check_counts,
+    check_videos,
+    resolve_device,
+    resolve_dtype,
+)
 from sage_fast.rewards.videoalign import vision as preprocessing
 from sage_fast.rewards.videoalign.checkpoint import (
     DEFAULT_BASE_MODEL,
@@ -31,8 +38,6 @@ from sage_fast.rewards.videoalign.checkpoint import (
 
 DEFAULT_FOLDER = "models/VideoReward"
 """Folder of the checkpoint where the option `path` is not set."""
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 VIDEO_TOKEN = "<|video_pad|>"
 # The chat template of Qwen2-VL-Instruct, written out for one user message of a video
@@ -97,7 +102,6 @@ class VideoAlignReward:
 
     @staticmethod
     def requirements(options: Mapping[str, Any]) -> list[Requirement]:
-        """See `Reward`."""
         path = str(options.get("path", DEFAULT_FOLDER))
         # It is read from a folder only: the id of a repository does not work.
         missing = missing_files(
@@ -111,25 +115,21 @@ class VideoAlignReward:
             repository=REPOSITORY,
             gigabytes=5.0,
         )
-        base = str(options.get("base_model", DEFAULT_BASE_MODEL))
-        # VideoAlign's own checkpoint brings all weights.
-        patterns = ["config.json", "tokenizer_config.json"]
-        include = ["*.json", "*.txt"]
-        return [
-            own,
-            require(
-                "VideoAlign's base model",
-                base,
-                patterns,
-                DEFAULT_BASE_MODEL,
-                *include,
-                gigabytes=0.1,
-            ),
-        ]
+        base = require(
+            "VideoAlign's base model",
+            str(options.get("base_model", DEFAULT_BASE_MODEL)),
+            ["config.json", "tokenizer_config.json"],
+            DEFAULT_BASE_MODEL,
+            # VideoAlign's own checkpoint brings all weights.
+            "*.json",
+            "*.txt",
+            gigabytes=0.1,
+        )
+        return [own, base]
 
     @staticmethod
     def costs(options: Mapping[str, Any], video: VideoConfig) -> RewardCosts:
-        """See `Reward`. Weights in bfloat16; activations, and seconds with frames
+        """Weights in bfloat16; activations, and seconds with frames
         resized on the CPU, are assumed.
         """
         folder = str(options.get("path", DEFAULT_FOLDER))
@@ -145,24 +145,19 @@ class VideoAlignReward:
         batch_size: int = 8,
         normalise: bool = True,
     ) -> None:
-        if fps is None or not (math.isfinite(fps) and fps > 0):
+        if fps is None or not 0 < fps < math.inf:
             raise ValueError(
                 f"fps is {fps!r}, and it must be a positive number: the frames per "
-                "second that the videos are meant to "
-                "be played at. VideoAlign sees 2 frames a second, so its scores "
-                "depend on it; set it to video.fps."
+                "second that the videos are meant to be played at. VideoAlign sees 2 "
+                "frames a second, so its scores depend on it; set it to video.fps."
             )
-        if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
+        check_counts(batch_size=batch_size)
         self.fps = float(fps)
         self.batch_size = batch_size
         self.device = resolve_device(device)
-        if dtype != "auto" and dtype not in DTYPES:
-            raise ValueError(
-                f"dtype is {dtype!r}, but it must be auto, {' or '.join(DTYPES)}."
-            )
-        automatic = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.dtype = DTYPES.get(dtype, automatic)
+        if dtype == "auto":
+            dtype = "bfloat16" if self.device.type == "cuda" else "float32"
+        self.dtype = resolve_dtype(dtype, "bfloat16", "float32")
 
         folder = Path(path).expanduser()
         self.settings = VideoAlignSettings.read(folder)
@@ -190,16 +185,13 @@ class VideoAlignReward:
         video, `<|im_end|>` as the end of the questions.
         """
         for prompt in prompts:
-            found = [
-                token for token in self.tokenizer.get_added_vocab() if token in prompt
-            ]
-            if found:
-                raise RewardError(
-                    f"VideoAlign cannot score the prompt {prompt!r}: it holds "
-                    f"{', '.join(found)}, which the reward "
-                    "model reads as a control token and not as text. Rewrite or "
-                    "remove the prompt."
-                )
+            for token in self.tokenizer.get_added_vocab():
+                if token in prompt:
+                    raise RewardError(
+                        f"VideoAlign cannot score the prompt {prompt!r}: it holds "
+                        f"{token}, which the reward model reads as a control token and "
+                        "not as text. Rewrite or remove the prompt."
+                    )
 
     def _rotate_as_published(self) -> None:
         """Round positions as in VideoAlign's training, see `vision_angles`.
@@ -239,14 +231,12 @@ class VideoAlignReward:
         indices = preprocessing.frame_indices(
             videos.shape[1], self.fps, self.settings.sample_fps
         )
-        parts = [
-            self._logits(
-                videos[start:][: self.batch_size, indices].to(self.device),
-                prompts[start:][: self.batch_size],
-            )
-            for start in range(0, len(prompts), self.batch_size)
-        ]
-        scores = (torch.cat(parts).cpu() - self.mean) / self.std
+        logits = []
+        for start in range(0, len(prompts), self.batch_size):
+            rows = slice(start, start + self.batch_size)
+            frames = videos[rows, indices].to(self.device)
+            logits.append(self._logits(frames, prompts[rows]))
+        scores = (torch.cat(logits).cpu() - self.mean) / self.std
         return dict(zip(SCORES, scores.unbind(1), strict=True))
 
     def _logits(self, frames: Tensor, prompts: Sequence[str]) -> Tensor:
@@ -322,11 +312,9 @@ class VideoAlignReward:
         logits = at_tokens.float() @ self.head.T
         # Of the outputs (B, 3 tokens, outputs) each token has its own, or all have the
         # only one.
-        return (
-            logits.squeeze(2)
-            if logits.shape[2] == 1
-            else logits.diagonal(dim1=1, dim2=2)
-        )
+        if logits.shape[2] == 1:
+            return logits.squeeze(2)
+        return logits.diagonal(dim1=1, dim2=2)
 
 
 def conversation(prompt: str, num_video_tokens: int) -> str:
@@ -338,6 +326,5 @@ def conversation(prompt: str, num_video_tokens: int) -> str:
             placeholder each.
     """
     question = QUESTIONS.replace("{text_prompt}", prompt)
-    return CHAT.replace("{video}", VIDEO_TOKEN * num_video_tokens).replace(
-        "{question}", question
-    )
+    chat = CHAT.replace("{video}", VIDEO_TOKEN * num_video_tokens)
+    return chat.replace("{question}", question)

@@ -13,9 +13,8 @@ def blocks(batch, num_frames, height, width, seed=0):
     version of every library.
     """
     coarse = np.random.RandomState(seed).randint(0, 256, (batch, 1, 3, 4, 5))
-    picture = coarse.repeat(-(-height // 4), 3).repeat(-(-width // 5), 4)[
-        ..., :height, :width
-    ]
+    picture = coarse.repeat(-(-height // 4), 3).repeat(-(-width // 5), 4)
+    picture = picture[..., :height, :width]
     frames = [np.roll(picture, (2 * i, 3 * i), (3, 4)) for i in range(num_frames)]
     return torch.from_numpy(np.concatenate(frames, 1)).to(torch.uint8)
 
@@ -52,18 +51,12 @@ SIZES = {
 
 def make(paths, **options):
     checkpoint, base = paths
-    return VideoAlignReward(
-        str(checkpoint),
-        **{"fps": FPS, "base_model": str(base), "device": "cpu"} | options,
-    )
+    options = {"fps": FPS, "base_model": str(base), "device": "cpu"} | options
+    return VideoAlignReward(str(checkpoint), **options)
 
 
 def assert_scores(scores, expected, atol=5e-4):
     assert list(scores) == ["VQ", "MQ", "TA"]
     for name, values in expected.items():
-        torch.testing.assert_close(
-            scores[name],
-            torch.as_tensor(values, dtype=torch.float32),
-            rtol=0,
-            atol=atol,
-        )
+        values = torch.as_tensor(values, dtype=torch.float32)
+        torch.testing.assert_close(scores[name], values, rtol=0, atol=atol)

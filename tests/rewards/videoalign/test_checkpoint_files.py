@@ -17,28 +17,6 @@ def own_paths(tmp_path):
     return build_tiny_videoalign(tmp_path)
 
 
-def test_names_of_newer_transformers_are_read_too(own_paths):
-    def rename(state):
-        for name in list(state):
-            inner = name.removeprefix("base_model.model.")
-            place = {"visual": "model.visual", "model": "model.language_model"}.get(
-                inner.split(".")[0]
-            )
-            if place:
-                state[f"base_model.model.{place}.{inner.split('.', 1)[1]}"] = state.pop(
-                    name
-                )
-
-    edit_state(own_paths[0], rename)
-    assert_scores(make(own_paths).score(VIDEOS, PROMPTS), GOLDEN[3])
-
-
-def test_rank_stabilised_lora_divides_by_the_root_of_the_rank(own_paths):
-    # 4 / sqrt(4) = 8 / 4
-    edit_settings(own_paths[0], "peft_lora_config", use_rslora=True, lora_alpha=4)
-    assert_scores(make(own_paths).score(VIDEOS, PROMPTS), GOLDEN[3])
-
-
 @pytest.mark.parametrize(
     ("file", "message"),
     [
@@ -63,16 +41,10 @@ def test_a_missing_file_is_named_with_the_command_that_fetches_it(
 
 
 def test_quantised_weights_are_refused(own_paths):
-    edit_state(
-        own_paths[0],
-        lambda state: state.update(
-            {"rm_head.weight": torch.ones(3, 4, dtype=torch.int8)}
-        ),
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"model.pth is quantised: rm_head.weight is stored as torch.int8",
-    ):
+    quantised = {"rm_head.weight": torch.ones(3, 4, dtype=torch.int8)}
+    edit_state(own_paths[0], lambda state: state.update(quantised))
+    message = r"model.pth is quantised: rm_head.weight is stored as torch.int8"
+    with pytest.raises(ValueError, match=message):
         make(own_paths)
 
 
@@ -86,16 +58,12 @@ def test_a_base_model_is_a_folder_or_in_the_local_cache_of_the_hub(
         "huggingface_hub.file_download.get_hf_file_metadata",
         lambda *_, **__: pytest.fail("asked"),
     )
-    with pytest.raises(
-        OSError,
-        match="nowhere' does not exist. Set reward.options.videoalign.base_model",
+    for name, message in (
+        (tmp_path / "nowhere", "nowhere' does not exist. Set .*videoalign.base_model"),
+        ("owner/name", "owner/name.*nor in the hub's local cache.*hf download owner/n"),
     ):
-        make((checkpoint, tmp_path / "nowhere"))
-    with pytest.raises(
-        OSError,
-        match="owner/name.*nor in the hub's local cache.*hf download owner/name",
-    ):
-        make((checkpoint, "owner/name"))
+        with pytest.raises(OSError, match=message):
+            make((checkpoint, name))
     entry = tmp_path / "hub/models--owner--name"
     (entry / "refs").mkdir(parents=True)
     (entry / "refs/main").write_text("0" * 40)
@@ -136,7 +104,7 @@ LORA = f"{NAME}model.layers.1.mlp.up_proj.lora_"
         (
             None,
             {f"{NAME}model.embed_tokens.weight": (628, 64)},
-            "628 tokens.*has 610 with the reward tokens",
+            r"do not fit Qwen2-VL.*\[628, 64\].*\[610, 64\]",
         ),
     ],
     ids=["norm", "half-a-pair", "rank", "surprise", "head-shape", "vocab"],
@@ -165,7 +133,6 @@ def test_a_damaged_file_is_named(own_paths, content):
 @pytest.mark.parametrize(
     ("section", "key", "value", "message"),
     [
-        ("inference_config", "MQ_std", 0, "MQ_std"),
         (
             "data_config",
             "prompt_template_type",
@@ -173,6 +140,7 @@ def test_a_damaged_file_is_named(own_paths, content):
             "prompt_template_type is 'simple'.*'detailed_special'",
         ),
         ("data_config", "fps", None, "model_config.json cannot be used"),
+        ("peft_lora_config", "use_rslora", True, "use_rslora is True.*False"),
         (
             "peft_lora_config",
             "lora_enable",

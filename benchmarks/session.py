@@ -350,7 +350,7 @@ def ceiling_cells(session: Session) -> Iterator[Cell]:
 CEILINGS = Suite(name="ceilings", cells=ceiling_cells, limit=20.0)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the command
 
 

@@ -1,5 +1,4 @@
-"""Controls of the demo: guidance without training, and the demo's training by rewards
-that say nothing.
+"""Controls of the demo: guidance alone, and training by rewards that say nothing.
 
     python -m examples.demo_controls SEED
 

@@ -244,7 +244,7 @@ def _measure(claim: Claim, findings: Findings) -> Evidence | None:
         return None
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # evidence
 #
 # Each function takes the findings, the experiment and the arguments of the claim.

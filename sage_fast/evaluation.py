@@ -33,9 +33,9 @@ class Evaluation:
     prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum.
     noises: videos of each prompt, of which the floats are means. left_out: numbers,
     among all P + len(left_out) prompts of the evaluation, of those that no reward could
-    score; the lists are of the others. lower_is_better: names of the scores that fall as
-    videos get better; of the others more is better. shown: the scores that are 0 or 1
-    for every video, of the first one of each prompt, which is the one that is shown.
+    score; the lists are of the others. lower_is_better: names of the scores that fall
+    as videos get better; of the others more is better. shown: the scores that are 0 or
+    1 for every video, of the first one of each prompt, which is the one that is shown.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]},
     reward=[-0.2])`

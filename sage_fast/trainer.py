@@ -259,7 +259,7 @@ class Trainer:
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
             logger.info("training.guidance split does nothing: there is one branch.")
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # one iteration
 
     def iterate(self) -> dict[str, float]:
@@ -570,7 +570,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # evaluation
 
     def evaluate(
@@ -603,7 +603,7 @@ class Trainer:
         """
         return self.ema.applied() if self.ema is not None else nullcontext()
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # state
 
     def tensors(self) -> dict[str, Mapping[str, Tensor]]:

@@ -149,7 +149,7 @@ def test_the_best_and_the_worst_are_chosen_and_ties_broken_by_member() -> None:
     assert best_and_worst(many, 3).nonzero()[:, 1].tolist() == [2, 5, 8, 57, 60, 63]
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # nothing for nothing
 
 SQUARE_AND_CIRCLE = ("square", "circle")
@@ -241,7 +241,7 @@ def test_the_second_update_of_a_rollout_is_differentiated_where_the_first_has_le
     assert found[1] == pytest.approx(found[0], rel=1e-3, abs=1e-7)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # estimates of the gradient
 
 # A weight of the KL terms at which they are a good part of the gradient.
@@ -452,7 +452,7 @@ def test_the_anchor_is_measured_where_the_kl_counts(
         assert len(pulled) == 2 * (16 + 4)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # its halves
 
 HALVES = [

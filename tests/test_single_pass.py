@@ -189,7 +189,7 @@ def test_a_dropped_group_takes_no_part(
     assert_same_numbers(two_phase[0][0], single[0][0], rel=1e-6)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # the model
 
 # Adam's first updates follow the sign of a gradient; a larger epsilon lets both sides'

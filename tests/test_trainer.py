@@ -542,7 +542,7 @@ def test_gradients_are_clipped_to_the_global_norm(tiny_run: MakeRun) -> None:
     assert norms[0] == pytest.approx(1e-6, rel=1e-2)
 
 
-# -------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # updates that are not finite
 
 MODES = [
@@ -810,7 +810,7 @@ def test_ruined_weights_are_not_skipped_over(tiny_run: MakeRun) -> None:
         trainer._optimizer_update(scored, [0])
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # global generators
 
 

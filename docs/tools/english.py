@@ -1,5 +1,6 @@
-"""Check of the English in docstrings, comments and documents: `python -m
-docs.tools.english [FILE ...]`.
+"""Check of the English in docstrings, comments and documents.
+
+    python -m docs.tools.english [FILE ...]
 
 A docstring opens with a verb or a noun. Some phrases are never used, because a reader
 has to unwind them; each has its replacement below. Messages and help texts are read

@@ -1,5 +1,4 @@
-"""Builds every kernel that the benchmark cases launch, without a GPU, and reports what
-the compiler made of it.
+"""Builds every kernel that the benchmark cases launch, without a GPU.
 
 Per kernel and architecture: registers a thread, bytes of stack and local memory, spill
 instructions, bytes of shared memory, how many of its programs fit a multiprocessor,

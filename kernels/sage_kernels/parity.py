@@ -1,10 +1,9 @@
-"""Holds an op against a float64 oracle and against its reference in the same dtype;
-tests and benchmarks share it.
+"""Holds an op against a float64 oracle and against its reference in the same dtype.
 
 The oracle is the reference run on the same (rounded) inputs in float64. An op in a
-16-bit type may be k times as far
-from it as the reference in that type, an op in float32 may differ by a fixed share of the oracle's root mean square;
-both bounds hold for the outputs and for the gradient of every differentiable input.
+16-bit type may be k times as far from it as the reference in that type, an op in
+float32 may differ by a fixed share of the oracle's root mean square; both bounds hold
+for the outputs and for the gradient of every differentiable input.
 
     python -m sage_kernels.parity                     every op on the GPU
     TRITON_INTERPRET=1 python -m sage_kernels.parity    the same without a GPU, in Triton's interpreter: minutes

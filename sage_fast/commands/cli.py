@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         for name, module in COMMANDS.items():
             if module in modules:
                 summary, _, _ = (module.__doc__ or "").partition("\n\n")
-                lines.append(f"  {name:<10} {summary.rstrip('.')}")
+                lines.append(f"  {name:<10} {' '.join(summary.split()).rstrip('.')}")
         sections.append("\n".join(lines))
     parser = _Parser(
         prog="sage-fast",

@@ -1,5 +1,4 @@
-"""Compare the curves and final scores of several runs, with seed bands and a paired
-test.
+"""Compare the curves and final scores of several runs, with paired tests.
 
 examples:
   sage-fast compare runs/sage_grpo runs/sage_exact

@@ -1,5 +1,4 @@
-r"""Score a trained model against its base model, on the same prompts and noise, and
-write a report.
+r"""Score a trained model against its base model on the same prompts and noise.
 
 examples:
   sage-fast evaluate runs/mine --output_dir runs/mine/scores

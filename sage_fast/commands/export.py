@@ -1,5 +1,4 @@
-"""Export the trained weights for diffusers, ComfyUI, the official code, musubi-tuner or
-peft.
+"""Export trained weights for diffusers, ComfyUI, musubi-tuner, peft, official code.
 
 examples:
   sage-fast export runs/mine --output_dir exported                           the adapter of the newest checkpoint

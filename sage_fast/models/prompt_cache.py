@@ -217,7 +217,7 @@ class CachedPromptEncoder(ABC):
         own = identities[world.rank]
         return [rank for rank, other in enumerate(identities) if other == own]
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # cache
 
     def path_of(self, text: str | Pictured) -> Path:

@@ -190,7 +190,7 @@ class Objective(ABC):
         self.old_velocities: dict[Place, Tensor] = {}
         """Velocities of `anchor` and `old` that were measured for this rollout."""
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # a rollout
 
     def begin(self, update: int, rollouts: int) -> None:
@@ -254,7 +254,7 @@ class Objective(ABC):
         ):
             yield scored, positions
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # an update
 
     @abstractmethod
@@ -299,7 +299,7 @@ class Objective(ABC):
     def statistics(self, terms: Any) -> tuple[dict[str, float], float]:
         """Metrics of an update, and the KL that the controller of lambda watches."""
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # state
 
     def snapshots(self) -> dict[str, WeightSnapshot]:
@@ -361,7 +361,7 @@ def second_half(config: RunConfig, ranks: int) -> int | None:
     return first or None
 
 
-# ------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # losses
 
 

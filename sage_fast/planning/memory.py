@@ -319,7 +319,7 @@ class MemoryPlan:
             name: min(layout.gpus, layout.node) * size for name, size in parts.items()
         }
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # what there is
 
     @cached_property
@@ -434,7 +434,7 @@ class MemoryPlan:
         videos = min(rollout.batch_size, trained * rollout.videos_at_once)
         return 4.0 * prod(self.latent) * videos * measured
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # what comes and goes
 
     def _working(self, phase: PhaseMemory, cost: Cost) -> PhaseMemory:

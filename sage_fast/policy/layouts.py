@@ -89,7 +89,7 @@ class Pair(NamedTuple):
     scale: float
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # names
 
 
@@ -100,8 +100,8 @@ def layers_named(family: Family, name: str) -> list[str]:
     Its name comes without a prefix, and with `.` or `_` between its parts. One that no
     layout has stands for itself.
 
-    Example: `double_blocks.0.img_attn.qkv` of ComfyUI is `transformer_blocks.0.attn.to_q`,
-    `to_k` and `to_v`.
+    Example: `double_blocks.0.img_attn.qkv` of ComfyUI is
+    `transformer_blocks.0.attn.to_q`, `to_k` and `to_v`.
     """
     flat = _flat(name)
     for own, official in family.outer_names.items():
@@ -175,7 +175,7 @@ def _halves(name: str, down: Tensor, up: Tensor) -> dict[str, Tensor]:
     return {f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # write
 
 
@@ -216,7 +216,7 @@ def file_name(layout: Layout) -> str:
     return PEFT_FILE if layout == "peft" else ADAPTER_FILE
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # read
 
 

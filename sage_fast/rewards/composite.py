@@ -268,7 +268,7 @@ class CompositeReward:
             self._compare_alone(videos, samples, scores)
         return scores
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # scored again
 
     def compare_next(self) -> None:

@@ -50,7 +50,7 @@ TAKEN = ("reward", "overall", "Reward")
 """Names that no score can have: in metrics and tables they are sums of scores."""
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # words
 
 # Commands and runs use it too. It stands here because this file imports nothing of the
@@ -103,7 +103,7 @@ def lasting_streams() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # rewards
 
 
@@ -432,7 +432,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing per request."""
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # program
 
 

@@ -141,7 +141,7 @@ class RunDirectory(os.PathLike[str]):
             later.insert(0, self.checkpoints / BEST)
         return [path for path in later if path.exists()]
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # content
 
     @property

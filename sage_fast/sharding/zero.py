@@ -165,7 +165,7 @@ class DeepSpeedEngine(Engine):
         self._engine.module_forward_pre_hook.remove()
         self._engine.module_forward_post_hook.remove()
 
-    # ------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # gradient and step
 
     def vjp(self, output: Tensor, cotangents: Sequence[Tensor]) -> None:
@@ -210,7 +210,7 @@ class DeepSpeedEngine(Engine):
         """One more set of float32 partitions."""
         return ZeroSnapshot(self, self._zero.update_lp_params)
 
-    # ------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # state
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
@@ -237,7 +237,7 @@ class DeepSpeedEngine(Engine):
         # The weights of the model follow their masters.
         self._zero.update_lp_params()
 
-    # -------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # partitions
 
     @contextmanager

@@ -465,7 +465,7 @@ def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> Non
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], cwd=ROOT, check=True)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # a lease
 
 

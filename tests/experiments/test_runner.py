@@ -86,7 +86,7 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
     )
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # measurements
 
 
@@ -128,7 +128,7 @@ def test_every_measurement_takes_the_words_that_start_it_and_writes_where_the_st
     assert not study.missing_measurements(EXPERIMENTS)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # trainings
 
 SAGE, CPS = (
@@ -235,7 +235,7 @@ def test_commands_for_a_cluster(
     assert not capsys.readouterr().out, "its manifold is not known"
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # a study
 
 

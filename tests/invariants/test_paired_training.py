@@ -109,7 +109,7 @@ def test_training_is_the_same_with_the_stock_and_the_fused_forward(
     assert fused.records[0]["ratio/first_max_deviation"] == 0.0
 
 
-# ----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # Triton kernels and plain PyTorch
 
 

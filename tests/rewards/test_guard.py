@@ -228,7 +228,7 @@ def test_shipped_rewards_change_nothing(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.messages
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # processes, threads
 
 

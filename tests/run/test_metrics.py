@@ -97,7 +97,7 @@ def test_a_full_disk_leaves_no_part_of_a_record(tmp_path):
     assert [row["update"] for row in read_metrics(logger.path)] == [1, 3]
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # trackers
 
 PROMPT = "一只红色的圆圈 | left"

@@ -37,7 +37,7 @@ def preset(tmp_path: Path, *overrides: str) -> RunConfig:
     return load_config(PRESET, [f"--output_dir={tmp_path / 'run'}", *overrides])
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # machine
 
 
@@ -95,7 +95,7 @@ def test_attention_backends_and_the_one_that_is_asked_for(
     assert (automatic["flash3"].status, automatic["sdpa"].status) == ("info", "ok")
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # configuration
 
 
@@ -239,7 +239,7 @@ def test_an_output_directory_in_use_is_a_warning(finished_run: Path) -> None:
     assert by_name(checks)["output_dir"].status == "warning" and can_run(checks)
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # files
 
 
@@ -345,7 +345,7 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
     assert str(error.value) == found.detail
 
 
-# ------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # memory, disk
 
 

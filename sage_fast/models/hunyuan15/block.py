@@ -302,7 +302,7 @@ class _Block(Staged):
         self.last = not text_layers["out"]
         self.live = (self.video,) if self.last else self.streams
 
-    # ----------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # stages
 
     @Stage
@@ -389,7 +389,7 @@ class _Block(Staged):
         out = self.video.forward()
         return out, self.text.x if self.last else self.text.forward()
 
-    # --------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # backward
 
     def backward(

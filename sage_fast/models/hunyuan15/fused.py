@@ -298,7 +298,7 @@ class Acceleration(BlockwiseForward):
                 layer.to(self.transformer.device)
             self.table = None
 
-    # ---------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # forward
 
     def forward(
@@ -456,7 +456,7 @@ class Acceleration(BlockwiseForward):
         if self.table is not None:
             self.table.rows = {}
 
-    # ------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------
     # diffusers' padded conventions
 
     def unpad(

@@ -648,7 +648,7 @@ def test_generating_in_inference_mode_then_training() -> None:
     differentiate(model, lambda: packed(model, *other))
 
 
-# ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # refused
 
 

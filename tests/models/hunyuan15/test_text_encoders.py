@@ -315,7 +315,7 @@ def test_weights_of_another_model_beside_an_encoders_are_not_read(
     assert torch.equal(plain.text, found.text) and torch.equal(plain.glyph, found.glyph)
 
 
-# ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------
 # many prompts and ranks
 
 

@@ -20,7 +20,7 @@ PACKAGE_DIR: dict[str, str] = {
     "sage_kernels": "kernels/sage_kernels",
     "sage_kernels.ops": "kernels/sage_kernels/ops",
     "sage_kernels.reference": "kernels/sage_kernels/reference",
-    # Presets and prompts, no code; in the repository `sage_fast/config/presets.py`
+    # Presets and prompts, no code; in the repository `sage_fast/config/load.py`
     # finds them where they are.
     "sage_fast.configs": "configs",
 }
@@ -135,7 +135,7 @@ setup(
             "models/toy/assets/*",
             "models/toy/assets/words/*",
             "tools/*.md",
-            "rewards/videoalign/prompt.txt",
+            "rewards/videoalign.txt",
             "run/templates/*",
         ],
         "sage_fast.configs": ["*.yaml", "*/*"],

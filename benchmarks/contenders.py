@@ -30,7 +30,7 @@ from benchmarks.shapes import Shape
 from sage_fast import accelerate
 from sage_fast.models.attention.attention import attention
 from sage_fast.models.hunyuan15.backbone import velocity as policy_velocity
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.stored import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 from sage_kernels import launchers, reference

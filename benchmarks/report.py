@@ -25,11 +25,10 @@ from benchmarks import harness, predicted, results
 from benchmarks.results import Result
 from benchmarks.suites.iteration import STEP
 from benchmarks.suites.transformer import LAYERS
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import preset_names
+from sage_fast.config.load import load_config, preset_names
 from sage_fast.planning.devices import DEVICES, key_of
 from sage_fast.planning.estimate import Plan, make_plan
-from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.work import least_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (

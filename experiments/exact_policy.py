@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.config.sections import VideoConfig
-from sage_fast.models.toy.codec import PatchCodec
+from sage_fast.models.toy.components import PatchCodec
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, manifold_for
 from sage_fast.records import Trajectory
 

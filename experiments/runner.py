@@ -37,9 +37,8 @@ from sage_fast.config.files import write_text
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import settings_of, to_dict, tried_settings
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation
-from sage_fast.policy.adapters import load_model
+from sage_fast.policy.adapters import load_model, weights_digest
 from sage_fast.policy.lora import base_digest
-from sage_fast.policy.trained import weights_digest
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.provenance import describe_environment
 

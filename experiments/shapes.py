@@ -9,8 +9,7 @@ from torch import Tensor
 
 from experiments.captioned import Phase, World
 from experiments.exact_policy import ExactPolicy
-from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
+from sage_fast.models.toy.components import TRANSFORMER_CONFIG, PatchCodec, WordEncoder
 from sage_fast.models.toy.renderer import (
     COLOURS,
     HEIGHT,

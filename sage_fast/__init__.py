@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sage_fast.models.fused import accelerate
     from sage_fast.models.hunyuan15.fused import Acceleration
     from sage_fast.records import Prompt, RolloutRecord
-    from sage_fast.run.callbacks import (
+    from sage_fast.run.run_status import (
         Callback,
         EvaluationRecord,
         SaveRecord,
@@ -61,7 +61,7 @@ _HOMES = {
     "sage_fast.config.schema": ("RunConfig",),
     "sage_fast.models.fused": ("accelerate",),
     "sage_fast.records": ("Prompt", "RolloutRecord"),
-    "sage_fast.run.callbacks": (
+    "sage_fast.run.run_status": (
         "Callback",
         "EvaluationRecord",
         "SaveRecord",

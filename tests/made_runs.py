@@ -12,7 +12,7 @@ from sage_fast.config.files import replacing
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
 from sage_fast.rollout import VideoScoring
-from sage_fast.run import media, page, run
+from sage_fast.run import metrics, page, run
 from sage_fast.run.directory import read_metrics
 
 PROMPTS = [f"prompt {i}" for i in range(6)]
@@ -41,7 +41,7 @@ def draw_nothing(patch: pytest.MonkeyPatch) -> None:
         with replacing(path) as partial:
             partial.write_text(f"{len(cells)} cells")
 
-    patch.setattr(media, "contact_sheet", sheet)
+    patch.setattr(metrics, "contact_sheet", sheet)
     patch.setattr(page, "line_chart", lambda lines, **options: "")
     patch.setattr(run, "reward_figure", lambda rows: None)
     patch.setattr(run, "figure_file", lambda figure, kind: b"a picture")

@@ -21,7 +21,7 @@ from sage_fast.data import best_and_worst, kl_factors
 from sage_fast.kernels import PolicyTerms
 from sage_fast.objectives import grpo, single_pass
 from sage_fast.objectives.base import gather_terms, second_half
-from sage_fast.objectives.replay import Replay
+from sage_fast.objectives.grpo import Replay
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout
 from sage_fast.rollout import at_steps, step_columns

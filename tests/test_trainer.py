@@ -26,9 +26,9 @@ from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.kernels import PolicyTerms
 from sage_fast.models.family import WeightFacts, load_components
 from sage_fast.models.hunyuan15.backbone import dead_modules
+from sage_fast.models.stored import is_dead
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
-from sage_fast.models.transformer import is_dead
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.composite import CompositeReward

@@ -30,7 +30,7 @@ from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.fused import Rotary
 from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.stored import Checkpointing
 from sage_fast.planning import trace
 from sage_fast.planning.trace import PRODUCTS
 from sage_fast.policy.lora import add_lora

@@ -30,8 +30,7 @@ from benchmarks.shapes import Shape
 from benchmarks.steps import forward, train
 from sage_fast.kernels import REFERENCE
 from sage_fast.models.family import Components
-from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
+from sage_fast.models.toy.components import TRANSFORMER_CONFIG, PatchCodec, WordEncoder
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.trainer import Trainer

@@ -1,4 +1,4 @@
-"""Decoding a video: `sage_fast.models.hunyuan15.video_vae` against diffusers' own
+"""Decoding a video: `sage_fast.models.hunyuan15.components` against diffusers' own
 decode, random weights.
 
     python -m benchmarks decode             on a GPU: the published size in float16, 81 frames of 352x624 and 480x832
@@ -25,7 +25,7 @@ from benchmarks.session import Cell, Session, timing
 from benchmarks.shapes import SHAPES
 from benchmarks.workload import draw_weights
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.hunyuan15.components import VAEDecoder
 
 SUITE = "decode"
 TINY: dict[str, Any] = {

@@ -31,8 +31,7 @@ from benchmarks.results import Record
 from benchmarks.session import Cell, Session
 from benchmarks.suites import cpu
 from sage_fast.config.load import load_config
-from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import TRANSFORMER_CONFIG, WordEncoder
+from sage_fast.models.toy.components import TRANSFORMER_CONFIG, PatchCodec, WordEncoder
 from sage_fast.run.prompt_files import read_prompts
 
 SUITE = "peers"

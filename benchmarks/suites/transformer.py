@@ -38,7 +38,7 @@ from benchmarks.workload import Inputs
 from sage_fast.kernels import select_kernels
 from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.models.hunyuan15.backbone import velocity as diffusers_velocity
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.stored import Checkpointing
 from sage_fast.policy.lora import trainable_parameters
 from sage_fast.records import PromptEmbeds
 

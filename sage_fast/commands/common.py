@@ -89,8 +89,7 @@ def load_run_config(
         ConfigError: it cannot run, or a run directory names code that the user has
             neither named nor trusted.
     """
-    from sage_fast.config.load import check_trust, load_config, named_code
-    from sage_fast.config.presets import config_file
+    from sage_fast.config.load import check_trust, config_file, load_config, named_code
     from sage_fast.run.directory import RunDirectory
 
     if not options.config:
@@ -129,7 +128,7 @@ def add_config_argument(parser: argparse.ArgumentParser, nargs: str = "+") -> No
 
 def _presets(**_: object) -> list[str]:
     """Names that a shell completes."""
-    from sage_fast.config.presets import preset_names
+    from sage_fast.config.load import preset_names
 
     return preset_names()
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the list or the file."""
-    from sage_fast.config.presets import find_shipped, preset_names, preset_summary
+    from sage_fast.config.load import find_shipped, preset_names, preset_summary
 
     match options.config:
         case []:

@@ -48,8 +48,8 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.models.family import describe_model
     from sage_fast.planning.devices import choose_device
     from sage_fast.planning.estimate import find_options, make_plan
-    from sage_fast.planning.layout import least_gpus
     from sage_fast.planning.text import to_json, to_text
+    from sage_fast.planning.work import least_gpus
 
     if options.memory is not None and not 0 < options.memory < 1e9:
         raise ConfigError(

@@ -31,7 +31,7 @@ the default.
 """
 
 UPDATES = {
-    "two_phase": "sage_fast.objectives.two_phase:TwoPhase",
+    "two_phase": "sage_fast.objectives.grpo:TwoPhase",
     "single_pass": "sage_fast.objectives.single_pass:SinglePass",
     "forward_process": "sage_fast.objectives.forward_process:ForwardProcess",
 }
@@ -39,7 +39,7 @@ UPDATES = {
 
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
-    "videoalign": "sage_fast.rewards.videoalign.reward:VideoAlignReward",
+    "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
     "clip_score": "sage_fast.rewards.clip:CLIPScore",
     "pick_score": "sage_fast.rewards.clip:PickScore",
     "ocr": "sage_fast.rewards.ocr:OcrReward",

@@ -22,8 +22,7 @@ from sage_fast.config.registry import MODEL_FAMILIES, TRANSFORMERS, describe, re
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.hub import Requirement
-from sage_fast.models.stored import StoredWeights
-from sage_fast.models.transformer import FusedForward, in_parts
+from sage_fast.models.stored import FusedForward, StoredWeights, in_parts
 from sage_fast.records import Prompt, PromptEmbeds
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from sage_fast.models.attention.attention import (
 from sage_fast.models.attention.joint import JointAttention
 from sage_fast.models.family import family_of, transformer_blocks
 from sage_fast.models.projection import stack_weights, unstack_weights
-from sage_fast.models.transformer import Checkpointing, FusedForward
+from sage_fast.models.stored import Checkpointing, FusedForward
 
 
 @dataclass(frozen=True)

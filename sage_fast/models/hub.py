@@ -1,19 +1,33 @@
-"""Folders of weights: here, in the hub's local cache, or missing, and then the command
-that fetches them.
+"""Folders of a model in diffusers' layout: here, in the hub's local cache, or missing,
+and then the command that fetches them.
 
 A path may be a folder or the id of a repository on the Hugging Face hub, which counts
-as present when it is in the local cache. Nothing is downloaded here.
+as present when it is in the local cache. A run downloads what is missing, unless the
+hub is told to be offline; a plan downloads nothing.
 """
 
+import inspect
+import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
-from sage_fast.models.stored import read_json
+import torch
+
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.sections import ModelConfig
+from sage_fast.models.stored import (
+    STEMS,
+    load_pretrained,
+    open_weights,
+    read_json,
+    weight_files,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,4 +189,282 @@ def stored_bytes(path: str) -> int:
     files = folder.rglob("*") if folder is not None else ()
     return sum(
         file.stat().st_size for file in files if file.suffix in (".safetensors", ".pth")
+    )
+
+
+WEIGHTS = {
+    "transformer": STEMS["diffusers"],
+    "vae": STEMS["diffusers"],
+    "text_encoder": STEMS["transformers"],
+    "text_encoder_2": STEMS["transformers"],
+    "image_encoder": STEMS["transformers"],
+}
+"""Folders with weights, and the stem of their files."""
+
+_CONFIGURATION = {
+    "tokenizer": "tokenizer_config.json",
+    "feature_extractor": "preprocessor_config.json",
+}
+"""Kinds of folders -> the file that each has, where it is not config.json."""
+
+_UNREAD = {
+    ".gguf": "quantised",
+    ".bin": "pickled",
+    ".pt": "pickled",
+    ".safetensors": "of a variant or another layout",
+}
+"""Ends of files with weights -> why they are not read where others are missing."""
+
+
+def cache_folder(model: ModelConfig) -> Path:
+    """Folder of a model's encoded prompts (see `ModelConfig.cache_dir`).
+
+    ValueError when `model.cache_dir` cannot be written to.
+    """
+    if model.cache_dir is not None:
+        folder = Path(model.cache_dir).expanduser()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise ValueError(
+                f"model.cache_dir is {model.cache_dir!r}, which cannot be written to: "
+                f"{error}. Choose another folder."
+            ) from error
+        return folder
+    if model.path is not None:
+        root = Path(model.path).expanduser()
+        if root.is_dir() and os.access(root, os.W_OK):
+            return root / ".sage_fast"
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "sage_fast"
+
+
+def refuse_file(path: str, likely: str) -> None:
+    """ConfigError for a `model.path` that is one file; `likely`: a repository to take
+    instead.
+    """
+    if Path(path).expanduser().is_file():
+        raise ConfigError(
+            f"model.path is {path!r}, which is one file{_unread(Path(path))}. Weights "
+            "are read from a folder in "
+            f"diffusers' layout: set model.path to {likely}, and get it with: "
+            f"{fetch_command(likely)}"
+        )
+
+
+def find_folder(
+    path: str, parts: Sequence[str], likely: str, convert: str, *, download: bool
+) -> Path:
+    """The folder that `model.path` names.
+
+    Args:
+        parts: folders of the repository that are needed.
+        likely: the repository that the path most likely means. convert: a script of
+            diffusers. download: whether a hub repository may be downloaded; otherwise
+            it has to be in the local cache.
+
+    ValueError: there is none, or it has another layout; the message says what to do.
+    """
+    refuse_file(path, likely)
+    folder = Path(path).expanduser()
+    remedy = f"Get the weights with: {fetch_command(likely, folder=path)}"
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HFValidationError,
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+        )
+
+        if not is_repository(path):
+            raise ValueError(
+                f"model.path is {path!r}, which is no folder here and no repository "
+                f"of the form owner/name. {remedy}"
+            )
+        patterns = ["model_index.json", *(f"{part}/*" for part in parts)]
+        try:
+            found = snapshot_download(
+                path, allow_patterns=patterns, local_files_only=not download
+            )
+        except (
+            LocalEntryNotFoundError,
+            RepositoryNotFoundError,
+            HFValidationError,
+        ) as error:
+            raise ValueError(
+                f"model.path is {path!r}, which is no folder here; as a repository of "
+                "the Hugging Face hub it is "
+                "neither in the local cache nor can it be downloaded "
+                f"({type(error).__name__}). With a network, run: "
+                f"{fetch_command(path)}    Without one, set model.path to a folder "
+                "that holds the weights."
+            ) from error
+        folder = Path(found)
+        # Another repository would not go into the cache's folder of this one.
+        remedy = f"Set model.path to a repository that is, such as {likely}."
+    if not any(
+        (folder / name).is_file()
+        for name in ("model_index.json", "transformer/config.json")
+    ):
+        raise ValueError(
+            f"model.path {path!r} has neither model_index.json nor "
+            "transformer/config.json: it is not in diffusers' "
+            f"layout{_unread(*folder.iterdir())}. {remedy}    Weights in the official "
+            "layout are converted by "
+            f"diffusers' scripts/{convert}_to_diffusers.py."
+        )
+    return folder
+
+
+def configuration_file(part: str) -> str:
+    """A file that a folder of a kind has, relative to the model's."""
+    return f"{part}/{_CONFIGURATION.get(part.removesuffix('_2'), 'config.json')}"
+
+
+def _unread(*files: Path) -> str:
+    """Words for the first of some files that holds weights, none of which are read."""
+    for file in sorted(files):
+        if file.suffix in _UNREAD:
+            return f" ({file.name} is {_UNREAD[file.suffix]}, and not read)"
+    return ""
+
+
+def check_known(path: str, likely: str, published: Collection[str]) -> None:
+    """ConfigError unless a transformer can be described: its config.json is here, or
+    its repository is published.
+
+    Args:
+        likely: the repository that a folder most likely is of. published: those whose
+            transformer is known.
+    """
+    refuse_file(path, likely)
+    file = configuration_file("transformer")
+    needed = require("transformer", path, [file], likely, file)
+    if needed.missing and path not in published:
+        raise ConfigError(
+            f"model.path is {path!r}, which is not one of the published repositories, "
+            f"such as {likely}, so only {file} "
+            f"says how large the model is. Get it (2 KB) with: {needed.fetch}"
+        )
+
+
+def _weights(root: Path, part: str) -> list[Path]:
+    return weight_files(root / part, WEIGHTS[part]) if part in WEIGHTS else []
+
+
+def _missing(root: Path, part: str) -> list[str]:
+    """Files that a folder of the model lacks; beside those of weights what is there in
+    their place.
+    """
+    weights = _weights(root, part)
+    others = _unread(*{*(root / part).glob("*")} - {*weights})
+    lacking = [f"{part}/{file.name}{others}" for file in weights if not file.is_file()]
+    needed = configuration_file(part)
+    return lacking if (root / needed).is_file() else [needed, *lacking]
+
+
+def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> None:
+    """ValueError unless the folders have their configuration, and all of their
+    safetensors, none cut off or quantised.
+
+    Args:
+        path, likely: `model.path`, whose folder is `root`, and the repository that it
+            most likely means.
+    """
+    for part in parts:
+        fetch = require(part, path, [], likely, f"{part}/*").fetch
+        for missing in _missing(root, part):
+            raise ValueError(f"{root}/{missing} is missing. Get it with: {fetch}")
+        for file in _weights(root, part):
+            try:
+                # Opening compares the size of the file with the one that its header
+                # tells.
+                open_weights(file)
+            except ValueError as error:
+                raise ValueError(f"{error} Delete it and run: {fetch}") from error
+
+
+def requirement(
+    name: str,
+    path: str,
+    parts: Sequence[str],
+    repository: str,
+    *include: str,
+    gigabytes: float,
+) -> Requirement:
+    """The folders of a model as a requirement, with the shards that an index names;
+    arguments as of `hub.require`.
+    """
+    refuse_file(path, repository)
+    root = local_folder(path) or Path("/nowhere")
+    missing: list[str] = []
+    for part in parts:
+        # a damaged index is not missing: the loader's checks name it
+        with suppress(ValueError):
+            missing += _missing(root, part)
+    return replace(
+        require(name, path, [], repository, *include, gigabytes=gigabytes),
+        missing=missing,
+    )
+
+
+def stored_config(
+    folder: Path | None,
+    part: str,
+    published: Mapping[str, Any],
+    kind: type[Any] | None = None,
+) -> dict[str, Any]:
+    """The configuration of a folder of the model where it is here, over the published
+    one.
+
+    Without diffusers' own entries, such as `_class_name`.
+
+    Args:
+        kind: the class of diffusers that is built of it; what it does not take is left
+            out, as diffusers does.
+
+    ValueError where it is that of another class.
+    """
+    file = folder / part / "config.json" if folder is not None else None
+    stored = read_json(file) if file is not None and file.is_file() else {}
+    takes: Any = stored
+    if kind is not None:
+        takes = inspect.signature(kind).parameters
+        name = stored.get("_class_name", kind.__name__)
+        if name != kind.__name__:
+            raise ValueError(
+                f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set "
+                "model.family to that of the model, or model.path to another folder."
+            )
+    return dict(published) | {
+        k: value for k, value in stored.items() if k in takes and not k.startswith("_")
+    }
+
+
+def published_shift(root: Path) -> float | None:
+    """The timestep shift that the folder's scheduler has; None where nothing says."""
+    file = root / "scheduler" / "scheduler_config.json"
+    stored = read_json(file) if file.is_file() else {}
+    # UniPC's scheduler calls it flow_shift.
+    shift = stored.get("flow_shift", stored.get("shift"))
+    return None if shift is None else float(shift)
+
+
+def model_device(model: ModelConfig) -> str:
+    """`model.device`; `auto` is cuda where there is one."""
+    if model.device != "auto":
+        return model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
+    """The video autoencoder of a folder in diffusers' layout, in evaluation mode.
+
+    Args:
+        kind: diffusers' class. dtype: name of a type of torch.
+
+    ValueError as `load_pretrained`.
+    """
+    return load_pretrained(
+        kind, folder, torch_dtype=getattr(torch, dtype), use_safetensors=True
     )

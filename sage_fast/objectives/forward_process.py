@@ -49,7 +49,7 @@ from sage_fast.data import uniform
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
 from sage_fast.objective import ADVANTAGE_CLIP
 from sage_fast.objectives.base import Costs, Objective, Parts, Place, VelocityLoss
-from sage_fast.objectives.replay import Replay, wanted_passes
+from sage_fast.objectives.grpo import Replay, wanted_passes
 from sage_fast.optim import NFT_RECIPES
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import ScoredRollout, Trajectory

@@ -38,13 +38,13 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import Need, RunConfig, check_needs
 from sage_fast.config.sections import RolloutConfig, kl_uses
 from sage_fast.kernels import PolicyTerms, StepColumns
-from sage_fast.models.transformer import velocity_dtype
+from sage_fast.models.stored import velocity_dtype
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import loss_settings, surrogate_factor
 from sage_fast.objectives.base import Costs, Parts, concatenate_terms
 from sage_fast.objectives.grpo import GRPO, StepLoss, trained_steps
 from sage_fast.policy.guidance import Cotangents
-from sage_fast.policy.per_video import PerVideo
+from sage_fast.policy.lora import PerVideo
 from sage_fast.records import Sample, ScoredRollout
 from sage_fast.rollout import StepVelocity, step_columns
 from sage_fast.sde import TransitionTable

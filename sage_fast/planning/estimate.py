@@ -26,9 +26,7 @@ from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
 from sage_fast.objectives.base import objective_of
-from sage_fast.planning.communication import waiting
-from sage_fast.planning.devices import Device, gpu_memory_gb
-from sage_fast.planning.layout import plan_layout
+from sage_fast.planning.devices import Device, gpu_memory_gb, waiting
 from sage_fast.planning.memory import (
     CUDA_RUNTIME,
     FRAGMENTATION,
@@ -38,8 +36,13 @@ from sage_fast.planning.memory import (
     checkpoint_bytes,
 )
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import count_weights, gathered_weights
-from sage_fast.planning.work import Visits, visits
+from sage_fast.planning.work import (
+    Visits,
+    count_weights,
+    gathered_weights,
+    plan_layout,
+    visits,
+)
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
 from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts

@@ -25,10 +25,8 @@ from sage_fast.data import num_trained
 from sage_fast.models.family import ModelDescription
 from sage_fast.objective import anchor_kind
 from sage_fast.objectives.base import Costs, objective_of, second_half
-from sage_fast.planning.layout import Layout
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.weights import Gathered, Weights
-from sage_fast.planning.work import Calls, model_calls
+from sage_fast.planning.work import Calls, Gathered, Layout, Weights, model_calls
 from sage_fast.rewards.base import RewardCosts, reward_costs
 
 GB = 1e9

@@ -18,10 +18,9 @@ from sage_fast.planning.devices import (
     LINEAR_SHARE,
 )
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
-from sage_fast.planning.layout import CHANNELS
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
 from sage_fast.planning.trace import Cost
-from sage_fast.planning.work import anchor_share
+from sage_fast.planning.work import CHANNELS, anchor_share
 
 
 def to_text(plan: Plan, options: Sequence[Option]) -> str:

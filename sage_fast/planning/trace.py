@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_leaves
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.counting import CountingMode
 from sage_fast.models.family import family_of
-from sage_fast.models.transformer import Checkpointing, in_parts
+from sage_fast.models.stored import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.per_video import PerVideo
+from sage_fast.policy.lora import PerVideo
 from sage_fast.records import PromptEmbeds
 
 T = TypeVar("T")

@@ -1,5 +1,8 @@
-"""Work of a configuration: traced costs of its calls of the model, and how often it
-makes them per video.
+"""What a plan counts: how the GPUs share the work, the weights and how FSDP holds them,
+and the calls of the model per video.
+
+Ranks are numbered as in `sage_fast.distributed.world`, (replica * shard + position) *
+sp + share, and eight are a node.
 
 N video tokens, L text tokens, D width. The traced counts (`trace.py`) are what runs;
 the closed form of a forward, which the family has, is what the model is, and a test
@@ -8,22 +11,368 @@ all text tokens, and attends with 1/P of the heads.
 """
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import prod
+from functools import cache, cached_property, partial
+from math import gcd, prod
+from typing import Any, Literal
 
 import torch
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.schema import RunConfig
-from sage_fast.config.sections import RolloutConfig
+from sage_fast.config.schema import RunConfig, check_batch
+from sage_fast.config.sections import DistributedConfig, RolloutConfig, check_heads
 from sage_fast.data import best_and_worst, num_trained
-from sage_fast.models.family import ModelDescription, family_of
+from sage_fast.models.family import ModelDescription, family_of, transformer_blocks
 from sage_fast.objective import anchor_kind
 from sage_fast.objectives.base import objective_of
-from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.weights import hashable, targets_of
+from sage_fast.planning.trace import Call, Cost, extended, meta_transformer, trace
 from sage_fast.rollout import num_first_steps, rollout_tables, shares_first_steps
 from sage_fast.sharding.ulysses import share_of
+
+NODE_SIZE = 8
+"""GPUs of a node that NVLink connects."""
+
+CHANNELS = 32
+NETWORK_CHANNELS = 2
+"""Channels of a communicator, and of an exchange with a rank of another node. NCCL
+takes two per NVLink as a power of two: 32 were seen between each two of eight H100s
+(NVIDIA/nccl, issue 1685); two per peer is its default over a network. Other GPUs are
+assumed to have as many.
+"""
+
+CONNECTION = 12 * 2**20
+"""Bytes of GPU memory for one peer and channel, to receive and to send: the 10 MiB and
+2 MiB that the issue lists. The former is NCCL_BUFFSIZE of 4 MiB, 4.7 MiB of protocol
+LL128 and 0.5 MiB of LL (defaults in src/init.cc), rounded up.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Ranks that take part in a collective.
+
+    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its
+    ranks on a node that has any, which is the number of network adapters that carry
+    what leaves that node.
+
+    Example: the 16 ranks that share weights over two nodes are `Group(ranks=16,
+    nodes=2, local=8)`.
+    """
+
+    ranks: int
+    nodes: int
+    local: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Degrees of a run. `Layout()` is one GPU.
+
+    Example: `Layout(replicate=8, shard=4, sp=2)` are 64 GPUs: 32 videos at a time,
+    weights shared by 8 ranks.
+    """
+
+    replicate: int = 1
+    shard: int = 1
+    sp: int = 1
+    node: int = NODE_SIZE
+
+    @property
+    def gpus(self) -> int:
+        return self.replicate * self.shard * self.sp
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of `sp` ranks, with different videos."""
+        return self.replicate * self.shard
+
+    @property
+    def weight_shards(self) -> int:
+        """Ranks over which FSDP shards the weights: the ranks of a video share them
+        like others.
+        """
+        return self.shard * self.sp
+
+    @cached_property
+    def groups(self) -> dict[str, Group]:
+        """The groups that communicate, by name; of those of a name the worst case."""
+        gpus = self.gpus
+        sp = self.sp
+        shards = self.weight_shards
+        # Ranks of a video are neighbours, and so are those that share weights; replicas
+        # are a stride apart.
+        members = {
+            "sp": [range(first, first + sp) for first in range(0, gpus, sp)],
+            "weights": [
+                range(first, first + shards) for first in range(0, gpus, shards)
+            ],
+            "replicas": [range(first, gpus, shards) for first in range(shards)],
+            "all": [range(gpus)],
+        }
+        groups = {}
+        for name, found in members.items():
+            on_nodes = [
+                Counter(rank // self.node for rank in ranks).values() for ranks in found
+            ]
+            local = min(min(counts) for counts in on_nodes)
+            groups[name] = Group(
+                ranks=len(found[0]), nodes=max(map(len, on_nodes)), local=local
+            )
+        return groups
+
+    @property
+    def communication_buffers(self) -> float:
+        """Bytes that NCCL keeps on each GPU, from the first collective on; assumed,
+        from its defaults.
+
+        Each group of several ranks is a communicator, with a ring and a tree: two
+        neighbours in both. An all-to-all, within `sp`, has a connection to every peer.
+        NVLink SHARP's buffers are not counted.
+        """
+        communicators = sum(group.ranks > 1 for group in self.groups.values())
+        videos = self.groups["sp"]
+        to_peers = CHANNELS * (videos.local - 1) + NETWORK_CHANNELS * (
+            videos.ranks - videos.local
+        )
+        return float(CONNECTION * (2 * CHANNELS * communicators + to_peers))
+
+
+def least_gpus(section: DistributedConfig, rollout: RolloutConfig) -> int:
+    """The fewest GPUs that the degrees of a configuration fit, and on which a rollout
+    has complete groups.
+    """
+    known = (section.dp_replicate or 1) * (section.dp_shard or 1) * section.sp
+    if section.dp_replicate is not None and section.dp_shard is not None:
+        return known
+    # A degree of null takes what is more than that.
+    videos = rollout.batch_size * known // section.sp
+    # The smallest multiple of `known` whose videos are a multiple of a group.
+    return known * rollout.num_generations // gcd(videos, rollout.num_generations)
+
+
+def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout:
+    """The degrees of a run on `gpus` GPUs.
+
+    Args:
+        heads: attention heads of the model.
+        tokens: video tokens of a sample.
+
+    Raises:
+        ConfigError: the degrees or the batch do not fit the number of GPUs, the heads
+            or the tokens.
+    """
+    section = config.distributed
+    rollout = config.rollout
+    if section.zero_stage is not None:
+        raise ConfigError(
+            f"distributed.zero_stage is {section.zero_stage}, and the plan knows how "
+            "FSDP2 shards: --distributed.zero_stage=null."
+        )
+    try:
+        replicate, shard, sp = section.degrees(gpus, config.training.mode)
+    except ValueError as error:
+        raise ConfigError(f"{error} For a plan, --gpus says how many.") from error
+    check_heads(sp, heads)
+    if tokens < sp:
+        raise ConfigError(
+            f"distributed.sp is {sp}, but a video has {tokens} tokens, fewer than the "
+            "ranks that would share them. Set it to 1, or make the video larger."
+        )
+    check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
+    return Layout(replicate=replicate, shard=shard, sp=sp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Numbers of parameters.
+
+    block: of one transformer block, the last one. trained: of those that get a
+    gradient. moments: optimizer state. adaln: of the modulation layers, which may leave
+    the GPU. largest: of the largest trained tensor. muon_flops: of making matrices
+    orthogonal in one step of Muon. pinned, trained_pinned: of all and of trained ones
+    in pinned memory, where torch rounds every tensor up to a power of two.
+
+    Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`,
+    adapters not included.
+    """
+
+    total: int
+    block: int
+    trained: int
+    moments: int
+    adaln: int
+    largest: int
+    muon_flops: float
+    pinned: int
+    trained_pinned: int
+
+
+def count_weights(config: RunConfig, transformer: Mapping[str, Any]) -> Weights:
+    """Parameters of a transformer and of what a config trains of it, counted on the
+    meta device.
+    """
+    layers = transformer["num_layers"]
+    modules = targets_of(config) if config.training.mode == "lora" else ()
+    count = partial(
+        _count, hashable(transformer), modules, config.lora.rank, config.optimizer.name
+    )
+    if layers <= 3:
+        return count(layers)
+    return extended(count(2), count(3), layers, ("block", "largest"))
+
+
+def targets_of(config: RunConfig) -> tuple[str, ...] | None:
+    """Layers that get an adapter as a key; None are those of the family."""
+    modules = config.lora.target_modules
+    return None if modules is None else tuple(modules)
+
+
+def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A transformer's config as a key."""
+    return tuple(
+        (k, tuple(v) if isinstance(v, list) else v)
+        for k, v in sorted(transformer.items())
+    )
+
+
+@cache
+def _count(
+    key: tuple[tuple[str, Any], ...],
+    modules: tuple[str, ...] | None,
+    rank: int,
+    optimizer: str,
+    layers: int,
+) -> Weights:
+    """With the first `layers` blocks. modules: layers that get an adapter; None are
+    those of the family, () is none.
+    """
+    # imports peft and diffusers
+    from sage_fast.policy.lora import add_lora, train_all, trainable_parameters
+
+    transformer = meta_transformer(dict(key), torch.float32, layers)
+    parameters = list(transformer.parameters())
+    block = sum(p.numel() for p in transformer_blocks(transformer)[-1].parameters())
+    adaln = sum(
+        p.numel()
+        for layer in family_of(transformer).adaln_layers(transformer)
+        for p in layer.parameters()
+    )
+    if modules == ():
+        train_all(transformer)
+    else:
+        add_lora(transformer, rank=rank, alpha=None, target_modules=modules, seed=0)
+    moments = 0
+    flops = 0.0
+    trained = trainable_parameters(transformer)
+    for name, parameter in trained.items():
+        # As `OptimizerSet` divides them.
+        if optimizer == "muon" and parameter.ndim == 2 and "embed.weight" not in name:
+            moments += parameter.numel()
+            short, long = sorted(parameter.shape)
+            # Five Newton-Schulz steps: X X^T, its square, and their product with X.
+            flops += 5 * (4 * short * short * long + 2 * short**3)
+        else:
+            moments += 2 * parameter.numel()
+    return Weights(
+        total=sum(p.numel() for p in parameters),
+        block=block,
+        trained=sum(p.numel() for p in trained.values()),
+        moments=moments,
+        adaln=adaln,
+        largest=max(p.numel() for p in trained.values()),
+        muon_flops=flops,
+        pinned=sum(map(_pinned, parameters)),
+        trained_pinned=sum(map(_pinned, trained.values())),
+    )
+
+
+def _pinned(tensor: torch.Tensor) -> int:
+    """Numbers that pinned memory for a tensor has room for: 74 MiB take 128. A half of
+    it takes half as much.
+    """
+    return 1 << (tensor.numel() - 1).bit_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gathered:
+    """How FSDP holds the weights on each GPU.
+
+    sharded: whether it does. offloaded: whether the shards are in CPU memory. keep: how
+    long weights stay gathered. item: bytes of a number that the transformer computes
+    with. share: of what there is once per trained weight (gradients, moments, anchor,
+    average), that each GPU holds. resident: bytes of shards, or of whole weights where
+    nothing is sharded. whole: bytes of all weights, gathered. flying: bytes of what is
+    gathered ahead of the computation, one unit after the other. summed: bytes of
+    gradients on their way to their shards.
+
+    Example: with adapters on 2 ranks per video the frozen 16.7 GB are 8.3 `resident`
+    and, kept, 16.7 `whole`.
+    """
+
+    sharded: bool
+    offloaded: bool
+    keep: Literal["never", "rollout", "always"]
+    item: int
+    share: float
+    resident: float
+    whole: float
+    flying: float
+    summed: float
+
+
+def gathered_weights(
+    config: RunConfig, weights: Weights, num_layers: int, layout: Layout, memory: float
+) -> Gathered:
+    """As `sharding/parallelize.py` decides it.
+
+    Args:
+        memory: bytes of the GPU.
+    """
+    section = config.distributed
+    full = config.training.mode == "full"
+    stored = getattr(torch, config.model.dtype).itemsize
+    item = int(getattr(torch, config.compute_dtype).itemsize)
+    whole = float(weights.total * item)
+    keep: Literal["never", "rollout", "always"]
+    if section.keep_gathered != "auto":
+        keep = section.keep_gathered
+    elif section.cpu_offload:
+        keep = "never"
+    else:
+        # Frozen weights may take a third of the GPU, as in `parallelize`.
+        keep = "always" if not full and whole <= memory / 3 else "rollout"
+    # Frozen weights that would stay gathered for good are not sharded in the first
+    # place.
+    over_ranks = layout.weight_shards > 1 and (full or keep != "always")
+    # FSDP also casts masters, and moves them from CPU memory, for a rank that shares
+    # them with nobody.
+    sharded = over_ranks or (full and (item != stored or section.cpu_offload))
+    shards = layout.weight_shards if over_ranks else 1
+    offloaded = sharded and section.cpu_offload
+    # Weights behind a table of the modulation stay whole on every rank.
+    kept = weights.adaln if config.model.adaln in ("table", "offload") else 0
+    rest = weights.total - num_layers * weights.block
+    return Gathered(
+        sharded=sharded,
+        offloaded=offloaded,
+        keep=keep,
+        item=item,
+        # Adapters are whole on every rank.
+        share=1.0 if not full else 0.0 if offloaded else 1 / shards,
+        resident=stored
+        * (kept + (0.0 if offloaded else (weights.total - kept) / shards)),
+        whole=whole - item * kept,
+        # A block that computes, the next one, and the buffer it arrives in.
+        flying=float(item * (3 * (weights.block - kept // num_layers) + rest))
+        if sharded
+        else 0.0,
+        # In float32: the sum of one block under way, and the next one's gradient laid
+        # out for it.
+        summed=float(4 * 2 * weights.block) if sharded and full else 0.0,
+    )
+
 
 DRAWS = 256
 """Rollouts over which the videos that `training.best_and_worst` takes are averaged."""

@@ -1,12 +1,36 @@
-"""The directory of a run: where everything in it lies, and what those files hold that
-more than one part reads.
+"""The directory of a run: where everything in it lies, who may write, and how it is
+asked to stop.
+
+One process writes: it holds a lock that the kernel frees when the process ends, however
+it ends. A signal, or a file named STOP in the directory, ends the run after the update
+in progress.
+
+    SIGINT      Ctrl-C
+    SIGTERM     preemption, and the end of a container
+    SIGUSR1     sent by a scheduler some time before it ends the job (`sbatch --signal`)
+    SIGHUP      a terminal that was closed, a connection that was lost; `nohup` makes the run go on instead
+    STOP        anybody who can write into the run's directory, on any system and under any launcher
+
+torchrun passes SIGINT, SIGTERM and SIGHUP on to its workers (SIGUSR1 only with
+`--signals-to-handle`), and kills them 30 seconds later unless `--shutdown-timeout` says
+otherwise; the file gives an update all the time that it takes. A process that a reward
+forks has none of this: there the signals do what they did before.
 """
 
+import fcntl
 import logging
 import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import IO, Any
+from weakref import WeakSet
 
 from sage_fast.checkpoint.folder import (
     BEST,
@@ -16,9 +40,11 @@ from sage_fast.checkpoint.folder import (
     read_best,
     update_of,
 )
-from sage_fast.config.errors import ConfigError, RunDirectoryError
+from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.files import loads
 from sage_fast.config.schema import settings_of
+from sage_fast.distributed.world import SINGLE_PROCESS, World
+from sage_fast.rewards.server import StandardStream
 
 logger = logging.getLogger(__name__)
 
@@ -236,3 +262,302 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             ) from error
         rows.append(row)
     return rows
+
+
+def look_at(directory: str | os.PathLike[str]) -> tuple[str, bool]:
+    """The process that writes a run directory, or wrote it last, and True where it
+    lives.
+
+    A file system without locks tells of none; then nobody is said to live.
+    """
+    try:
+        with RunDirectory(directory).lease.open("rb") as file:
+            # Shared, so that two that look do not take each other for the writer.
+            return file.read().decode(errors="replace").strip(), not _try_lock(
+                file, fcntl.LOCK_SH
+            )
+    except OSError:
+        return "", False
+
+
+class Lease:
+    """The right to write a run directory, held within the context by rank 0 for all
+    ranks. Collective.
+
+    Raises:
+        RunDirectoryError: another process holds it, which is looked for before the
+            context too, or the directory is gone; on all ranks where that is found at
+            the begin.
+        ConfigError: the directory cannot be written.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], world: World = SINGLE_PROCESS
+    ) -> None:
+        self.directory = RunDirectory(directory)
+        # It stays after the run: removing it would let two others lock two files.
+        self.path = self.directory.lease
+        self._world = world
+        self._file: IO[bytes] | None = None
+        self._text = b""
+        # Not taken yet, but what is found later is found sooner: before the model is
+        # loaded.
+        self._on_main(self._look)
+
+    def __enter__(self) -> "Lease":
+        self._on_main(self._take)
+        return self
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        try:
+            if isinstance(error, OSError | CheckpointError):
+                # A folder that is gone fails as a full disk does, whatever was being
+                # written.
+                self.check()
+        finally:
+            if self._file is not None:
+                self._file.close()
+
+    def is_own(self) -> bool:
+        """True when the file in the directory is the one that this process has locked,
+        and names it.
+
+        On a mount whose locks are local to each client (NFS with nolock, Lustre with
+        localflock) another process may have got the lock too; then the file names that
+        one.
+        """
+        try:
+            same = self._file is not None and os.path.samestat(
+                os.fstat(self._file.fileno()), self.path.stat()
+            )
+            return same and self.path.read_bytes() == self._text
+        except FileNotFoundError:
+            return False
+        # it may pass; what has to be written says whether it does
+        except OSError as error:
+            logger.warning("%s cannot be read for now: %s", self.path, error)
+            return True
+
+    def check(self) -> None:
+        """Raise on rank 0 when the directory was deleted or moved, or another process
+        writes there too.
+        """
+        if self._world.is_main and not self.is_own():
+            holder = look_at(self.directory)[0]
+            found = f"names {holder}" if holder else "is gone"
+            raise RunDirectoryError(
+                f"output_dir {str(self.directory)!r} was deleted or moved while the "
+                "run was writing to it, or another "
+                f"run writes there ({self.path} {found}), so this run has stopped. "
+                "Put the directory back or end the "
+                "other run, and continue by --resume auto, or start a new run."
+            )
+
+    def _on_main(self, step: Callable[[], None]) -> None:
+        """Do a step on rank 0, and raise on all ranks what is in the way."""
+        failure: Exception | None = None
+        if self._world.is_main:
+            try:
+                step()
+            except OSError as error:
+                failure = unwritable(self.directory, error)
+            except RunDirectoryError as error:
+                failure = error
+        # Every rank waits in this broadcast, so rank 0 must not raise before it.
+        failure = self._world.broadcast(failure)
+        if failure is not None:
+            raise failure
+
+    def _look(self) -> None:
+        holder, alive = look_at(self.directory)
+        if alive:
+            raise RunDirectoryError(
+                f"output_dir {str(self.directory)!r} is being written by another run: "
+                f"{holder}. Wait for it, stop it "
+                f"(kill it, or touch {self.directory.stop}), or choose another "
+                "output_dir."
+            )
+
+    def _take(self) -> None:
+        self.directory.path.mkdir(parents=True, exist_ok=True)
+        # Opened without emptying it: as long as another run holds the lock, the file
+        # names that one.
+        file = self.path.open("a+b")
+        try:
+            # `check` finds out where it was deleted meanwhile.
+            while self.path.exists() and not _try_lock(file, fcntl.LOCK_EX):
+                self._look()
+                time.sleep(0.1)  # somebody who looks holds it for a moment
+        except OSError as error:
+            logger.warning(
+                "%s cannot be locked (%s): a second run that writes there would not "
+                "be refused. Start one at a time, "
+                "or choose an output_dir on a file system with locks.",
+                *(self.path, error.strerror),
+            )
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        file.truncate(0)
+        self._text = (
+            f"process {os.getpid()} on {platform.node()}, since {since}\n".encode()
+        )
+        file.write(self._text)
+        file.flush()
+        self._file = file
+        # A lock belongs to all processes that have the file open: a fork that lives on
+        # would keep it.
+        os.register_at_fork(after_in_child=file.close)
+
+
+def _try_lock(file: IO[bytes], kind: int) -> bool:
+    """Lock a file if nobody else has; returns the success. OSError where the file
+    system has no locks.
+    """
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def unwritable(directory: RunDirectory, error: OSError) -> ConfigError:
+    """The error of a run directory that cannot be written."""
+    return ConfigError(
+        f"output_dir {str(directory)!r} cannot be written: {error}. Choose a folder "
+        "on a disk with free space and "
+        "write permission."
+    )
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+SAME_KEY_PRESS = 1.0
+"""Seconds within which two SIGINTs are one: the terminal and the launcher may both pass
+on a single Ctrl-C.
+"""
+
+
+class GracefulStop:
+    """Context manager that turns the signals above into a request.
+
+    A second SIGINT interrupts at once, and so does any signal while a reward hangs, see
+    `watch`.
+
+    Args:
+        run_directory: where a STOP file asks the same; None: nowhere. A file left over
+            from earlier is removed on entry, one that came during the context on exit.
+        announce: say so on stderr; of many ranks one should.
+    """
+
+    def __init__(
+        self, run_directory: str | os.PathLike[str] | None = None, announce: bool = True
+    ) -> None:
+        self._signalled: float | None = None
+        self._announce = announce
+        self._announced_file = False
+        self._file = None if run_directory is None else RunDirectory(run_directory).stop
+        self._previous: dict[int, object] = {}
+        self._hangs: str | None = None
+
+    @property
+    def requested(self) -> bool:
+        """True once the run was asked to stop."""
+        if self._signalled is not None:
+            return True
+        asked = self._file is not None and self._file.exists()
+        if asked and not self._announced_file:
+            self._announced_file = True
+            self._say(f"{self._file}: saving after this update.")
+        return asked
+
+    def __enter__(self) -> "GracefulStop":
+        self._remove_file()
+        _active.add(self)
+        for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # started by nohup
+            try:
+                self._previous[number] = signal.signal(number, self._handle)
+            # not in the main thread: the host program keeps its own handlers
+            except ValueError:
+                break
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore_handlers()
+        self._remove_file()
+
+    def restore_handlers(self) -> None:
+        """Let the signals do what they did before the context."""
+        _active.discard(self)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def watch(self, hangs: str | None) -> None:
+        """Take note of a reward that hangs, in words; None: it has ended. An update
+        that it holds up is not waited for.
+
+        To be called from any thread.
+        """
+        self._hangs = hangs
+        if hangs is not None and self._signalled is not None and self._previous:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _remove_file(self) -> None:
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._hangs is not None:
+            self._say(
+                f"{signal.Signals(number).name}: {self._hangs} Ending without this "
+                "update; checkpoints stay."
+            )
+            raise KeyboardInterrupt
+        now = time.monotonic()
+        if self._signalled is not None:
+            if number == signal.SIGINT and now - self._signalled > SAME_KEY_PRESS:
+                raise KeyboardInterrupt
+            return
+        self._signalled = now
+        hint = " Press Ctrl-C again to stop at once." if number == signal.SIGINT else ""
+        self._say(
+            f"{signal.Signals(number).name}: finishing this update, then saving.{hint}"
+        )
+
+    def _say(self, text: str) -> None:
+        if self._announce:
+            # Not print: the signal may have come in the middle of one.
+            StandardStream(2).write(f"\n{text}\n".encode())
+
+
+_active: WeakSet[GracefulStop] = WeakSet()
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    # A signal that reaches the child before its handlers are restored would be lost: it
+    # waits until they are.
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS if _active else ())
+
+
+def _after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _after_fork_in_child() -> None:
+    for stop in list(_active):
+        stop.restore_handlers()
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork,
+    after_in_child=_after_fork_in_child,
+)

@@ -24,8 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoes
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import loads, write_text
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import preset_names
+from sage_fast.config.load import load_config, preset_names
 from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.evaluation import (
     Evaluation,

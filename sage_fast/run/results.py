@@ -32,8 +32,8 @@ from sage_fast.evaluation import (
     scored_in_both,
     yes_no_score,
 )
-from sage_fast.models.video_files import read_video, video_file_name, write_video
-from sage_fast.run import media
+from sage_fast.models.media_files import read_video, video_file_name, write_video
+from sage_fast.run import metrics as media
 from sage_fast.run.directory import RunDirectory
 from sage_fast.trainer import Trainer
 

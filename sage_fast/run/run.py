@@ -47,31 +47,41 @@ from sage_fast.distributed.start import rank_device, start_world
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.evaluation import PairedTest
 from sage_fast.models.family import describe_model
-from sage_fast.policy.adapters import load_model
+from sage_fast.policy.adapters import load_model, weights_digest
 from sage_fast.policy.lora import copy_lora
-from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import seed_generators
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import Progress
-from sage_fast.run.attention_choice import settle_attention
-from sage_fast.run.callbacks import (
-    Callback,
-    Callbacks,
-    EvaluationRecord,
-    SaveRecord,
-    UpdateRecord,
+from sage_fast.run.directory import (
+    GracefulStop,
+    Lease,
+    RunDirectory,
+    read_metrics,
+    unwritable,
 )
-from sage_fast.run.directory import RunDirectory, read_metrics
-from sage_fast.run.interrupt import GracefulStop
-from sage_fast.run.lease import Lease, unwritable
 from sage_fast.run.metrics import MetricsLogger, peak_memory_gib
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import figure_file, reward_figure
 from sage_fast.run.prompt_files import load_prompts, prompts_digest
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
-from sage_fast.run.resume import abandon_after, find_start, keep_videos, move_aside
-from sage_fast.run.run_status import RunProgress, State, Status
+from sage_fast.run.resume import (
+    abandon_after,
+    find_start,
+    keep_videos,
+    move_aside,
+    settle_attention,
+)
+from sage_fast.run.run_status import (
+    Callback,
+    Callbacks,
+    EvaluationRecord,
+    RunProgress,
+    SaveRecord,
+    State,
+    Status,
+    UpdateRecord,
+)
 from sage_fast.trainer import Trainer
 
 SECONDS_BETWEEN_PAGES = 30.0

@@ -47,8 +47,7 @@ from sage_fast.config.sections import (
 from sage_fast.distributed.engine import Engine, Phase, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of, transformer_blocks
-from sage_fast.models.stored import StoredWeights, allocate
-from sage_fast.models.transformer import in_parts
+from sage_fast.models.stored import StoredWeights, allocate, in_parts
 from sage_fast.optim import OptimizerSet
 from sage_fast.policy.guidance import vjp_into_grad
 from sage_fast.sharding.ulysses import shard_sequence

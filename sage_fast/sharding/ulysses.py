@@ -51,7 +51,7 @@ from torch.autograd.function import once_differentiable
 
 from sage_fast.config.sections import check_heads
 from sage_fast.models.attention.joint import JointAttention
-from sage_fast.models.transformer import Checkpointing, FusedForward
+from sage_fast.models.stored import Checkpointing, FusedForward
 
 
 def shard_sequence(acceleration: FusedForward, group: dist.ProcessGroup) -> None:

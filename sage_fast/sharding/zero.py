@@ -34,7 +34,7 @@ from sage_fast.config.sections import DistributedConfig, OptimizerConfig
 from sage_fast.distributed.engine import Engine, TensorSource, WeightSnapshot
 from sage_fast.distributed.world import World
 from sage_fast.models.family import family_of
-from sage_fast.models.transformer import FusedForward
+from sage_fast.models.stored import FusedForward
 from sage_fast.policy.lora import trainable_parameters
 
 OLDEST = "0.19.8"

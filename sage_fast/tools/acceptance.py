@@ -28,7 +28,7 @@ from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import DistributedConfig, SDEWindowConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.family import Components, family_of
-from sage_fast.models.video_files import read_video_and_rate
+from sage_fast.models.media_files import read_video_and_rate
 from sage_fast.noise import NoiseKey
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.planning.memory import CUDA_RUNTIME

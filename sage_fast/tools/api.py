@@ -33,21 +33,26 @@ from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import PairedTest, is_worse
 from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
-from sage_fast.planning.weights import count_weights
+from sage_fast.planning.work import count_weights
+from sage_fast.policy.adapters import weights_digest
 from sage_fast.policy.layouts import adapter_files, read_adapter
-from sage_fast.policy.trained import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score, lasting_streams
 from sage_fast.run import run as training
-from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.resume import check_same_run
+from sage_fast.run.run_status import Callback
 from sage_fast.sde import SDE_TYPES
-from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
 from sage_fast.tools.exporting import Export, export
-from sage_fast.tools.generation import initial_weights, load_generator, write_videos
+from sage_fast.tools.generation import (
+    TRAINED_MODEL,
+    choose_checkpoint,
+    initial_weights,
+    load_generator,
+    write_videos,
+)
 from sage_fast.tools.paired import PairedEvaluation, Report, write_report
 
 FILE = re.compile(r"\S+\.(csv|jsonl?|txt)", re.IGNORECASE)

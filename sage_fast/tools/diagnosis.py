@@ -30,15 +30,14 @@ from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
 from sage_fast.models.family import ModelDescription, describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder, local_folder
-from sage_fast.models.picture_files import check_pictures
+from sage_fast.models.media_files import check_pictures
 from sage_fast.objectives.base import objective_of
 from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
-from sage_fast.planning.layout import least_gpus
 from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.text import encoding_text
-from sage_fast.planning.weights import count_weights
+from sage_fast.planning.work import count_weights, least_gpus
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.rewards.server import SetupError, check_reward, fill_options, parameters
 from sage_fast.run.directory import RunDirectory

@@ -31,13 +31,12 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
-from sage_fast.policy.adapters import load_model
+from sage_fast.policy.adapters import load_model, use_weights
 from sage_fast.policy.layouts import Layout, file_name, read_adapter, write_adapter
-from sage_fast.policy.trained import use_weights
 from sage_fast.run.directory import EXPORT_RECORD as RECORD
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.resume import check_same_run
-from sage_fast.tools.checkpoints import TRAINED_MODEL, choose_checkpoint
+from sage_fast.tools.generation import TRAINED_MODEL, choose_checkpoint
 
 logger = logging.getLogger(__name__)
 

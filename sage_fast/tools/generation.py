@@ -1,5 +1,5 @@
-"""Videos for a list of prompts, as mp4 files and one contact sheet; no training run and
-no reward is needed.
+"""Videos for a list of prompts, as mp4 files and one contact sheet, from the base model,
+an adapter or a checkpoint; no training run and no reward is needed.
 """
 
 import json
@@ -13,17 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sage_fast.checkpoint.folder import checkpoint_name, read_best, update_of
+from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint, open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import content_digest, loads, write_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, ModelConfig
 from sage_fast.distributed.start import rank_device
-from sage_fast.models import video_files
+from sage_fast.evaluation import describe_worse
+from sage_fast.models import media_files
 from sage_fast.models.family import VideoDecoder, family_of
-from sage_fast.models.transformer import FusedForward
-from sage_fast.policy.adapters import load_model, use_adapter
+from sage_fast.models.stored import FusedForward
+from sage_fast.policy.adapters import (
+    load_model,
+    use_adapter,
+    use_weights,
+    weights_digest,
+)
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.trained import use_weights, weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rollout import (
     Sampler,
@@ -33,9 +40,68 @@ from sage_fast.rollout import (
     micro_batches,
     noise_seed,
 )
-from sage_fast.run import media
+from sage_fast.run import metrics
+from sage_fast.run.directory import RunDirectory, read_metrics
 
 logger = logging.getLogger(__name__)
+
+TRAINED_MODEL = r"model\.family|lora\..*|training\.mode"
+"""Keys that say which model a checkpoint's weights belong to."""
+
+
+def choose_checkpoint(chosen: str, directory: RunDirectory) -> Checkpoint | None:
+    """The checkpoint of a run that is meant; None for `none`.
+
+    Args:
+        chosen: `auto` (the newest; a warning says where the run's evaluations found it
+            worse than its start or its best), `best` (of the best evaluation), `none`,
+            or a checkpoint folder.
+        directory: of the run.
+
+    Raises:
+        ConfigError: there is none. CheckpointError: it is damaged.
+    """
+    root = directory.checkpoints
+    if chosen == "best":
+        if (best := read_best(root)) is None:
+            raise ConfigError(
+                f"{root} holds no checkpoint that an evaluation found best. Give "
+                "--checkpoint auto or a folder, or "
+                "train with evaluation.every above 0."
+            )
+        return open_checkpoint(root / checkpoint_name(best[0]))
+    found = find_checkpoint(chosen, root)
+    if found is None and chosen == "auto":
+        raise ConfigError(
+            f"{root} holds no complete checkpoint. Continue training, or give "
+            "--checkpoint FOLDER, or for `generate` "
+            "--checkpoint none, the model that the run starts from."
+        )
+    # Checkpoints may have been copied from elsewhere without what the run has measured.
+    if found is not None and chosen == "auto" and directory.metrics.exists():
+        _warn_of_better(directory, update_of(found.folder))
+    return found
+
+
+def _warn_of_better(directory: RunDirectory, update: int) -> None:
+    """Say where the run's last evaluation up to an update is worse than its start or
+    its best.
+    """
+    gains = {
+        row["update"]: (row["eval/paired_gain"], row["eval/paired_gain_stderr"])
+        for row in read_metrics(directory.metrics)
+        if "eval/paired_gain" in row and row["update"] <= update
+    }
+    if (worse := describe_worse(gains)) is not None:
+        logger.warning("The newest checkpoint is %s.", worse)
+    best = read_best(directory.checkpoints)
+    if gains and best is not None and best[1] > gains[max(gains)][0]:
+        logger.warning(
+            "The newest checkpoint is worse than update %d, whose gain was %+.3g: "
+            "--checkpoint best takes that one.",
+            *best,
+        )
+
 
 RECORD = "generation.json"
 """Beside the videos: what each was made with, so that a second call knows which ones to
@@ -186,7 +252,7 @@ def write_videos(
             identity["image"] = content_digest(prompt.image)
         seed = noise_seed(prompt, config.evaluation.seed, EvaluationConfig.seed)
         for member in range(num_videos):
-            name = video_files.video_file_name(
+            name = media_files.video_file_name(
                 position, prompt.text, member, num_videos
             )
             plan[name] = prompt, member
@@ -207,18 +273,18 @@ def write_videos(
     for names in micro_batches(remaining, config.evaluation.batch_size):
         latents = sample(sample.samples(plan[name] for name in names)).final
         for name, video in zip(names, decode(generator.decoder, latents), strict=True):
-            video_files.write_video(output / name, video.cpu(), config.video.fps)
+            media_files.write_video(output / name, video.cpu(), config.video.fps)
         done += len(names)
         logger.info(
             "%d of %d videos, the last is %s", done, len(remaining), output / names[-1]
         )
     cells = [
-        media.Cell(
-            caption=plan[name][0].text, videos=[video_files.read_video(output / name)]
+        metrics.Cell(
+            caption=plan[name][0].text, videos=[media_files.read_video(output / name)]
         )
         for name in list(plan)[:SHEET_ROWS]
     ]
-    media.contact_sheet(output / "contact_sheet.png", cells)
+    metrics.contact_sheet(output / "contact_sheet.png", cells)
     return [output / name for name in plan]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sage_fast import __version__
 from sage_fast.config.files import loads, write_text
-from sage_fast.config.presets import portable
+from sage_fast.config.load import portable
 from sage_fast.config.schema import RunConfig
 from sage_fast.distributed.start import rank_device
 from sage_fast.evaluation import (
@@ -37,13 +37,13 @@ from sage_fast.evaluation import (
     headline,
     paired_tests,
 )
-from sage_fast.models import video_files
-from sage_fast.policy.trained import weights_digest
+from sage_fast.models import media_files
+from sage_fast.policy.adapters import weights_digest
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Scale, reward_scales
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import VideoScoring
-from sage_fast.run import media
+from sage_fast.run import metrics
 from sage_fast.run.page import render
 from sage_fast.run.prompt_files import prompts_digest
 from sage_fast.tools.generation import (
@@ -110,7 +110,7 @@ class PairedEvaluation:
     def files(self) -> list[str]:
         """Names of the videos, in base/ and in trained/."""
         return [
-            video_files.video_file_name(i, prompt.text)
+            media_files.video_file_name(i, prompt.text)
             for i, prompt in enumerate(self.prompts)
         ]
 
@@ -170,7 +170,7 @@ class PairedEvaluation:
         for number in numbers:
             if (image := self.prompts[number].image) is not None:
                 found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
-                media.write_picture(
+                metrics.write_picture(
                     self.folder / found[number], image, (video.width, video.height)
                 )
         return found
@@ -214,7 +214,7 @@ class PairedEvaluation:
             generator.use_trained(self.weights)
 
         def write(number: int, video: Tensor) -> None:
-            video_files.write_video(
+            media_files.write_video(
                 self.folder / model / self.files[number], video, self.config.video.fps
             )
             logger.info(
@@ -278,16 +278,16 @@ def write_report(folder: Path, report: Report) -> None:
     write_text(folder / "evaluation.html", to_html(report))
     if report.videos:
         cells = [
-            media.Cell(
+            metrics.Cell(
                 caption=report.base.prompts[i],
                 videos=[
-                    video_files.read_video(folder / model / name)
+                    media_files.read_video(folder / model / name)
                     for model in ("base", "trained")
                 ],
             )
             for i, name in report.videos.items()
         ]
-        media.contact_sheet(
+        metrics.contact_sheet(
             folder / "contact_sheet.png",
             cells,
             title="same prompt, same noise: base above trained",

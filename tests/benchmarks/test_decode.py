@@ -12,7 +12,7 @@ from benchmarks import device, results
 from benchmarks.session import Session
 from benchmarks.suites import decode
 from benchmarks.suites.decode import Contest
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder
+from sage_fast.models.hunyuan15.components import VAEDecoder
 
 CPU = torch.device("cpu")
 MakeSession = Callable[..., Session]

@@ -27,8 +27,8 @@ from sage_fast.models import fused as fused_module
 from sage_fast.models.fused import LocalAttention
 from sage_fast.models.hunyuan15 import block as block_module
 from sage_fast.models.hunyuan15.block import _Block, _Stream
+from sage_fast.objectives.grpo import TwoPhase
 from sage_fast.objectives.single_pass import SinglePass
-from sage_fast.objectives.two_phase import TwoPhase
 from sage_fast.optim import OptimizerSet
 from tests.benchmarks.made_up import gpu_result, quantiles, timed
 

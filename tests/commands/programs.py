@@ -17,8 +17,7 @@ from torch.distributed.run import get_args_parser
 import experiments.__main__ as experiments
 from experiments.claims import chosen_experiments
 from sage_fast.commands.cli import parse
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import preset_names
+from sage_fast.config.load import load_config, preset_names
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = (ROOT / "setup.py").read_text("utf-8")

@@ -9,7 +9,7 @@ import pytest
 from markupsafe import escape
 
 from sage_fast.commands.cli import main
-from sage_fast.models.video_files import video_file_name
+from sage_fast.models.media_files import video_file_name
 from tests.conftest import TINY_RUN
 from tests.rewards import support
 from tests.tiny.checkpoints import save_diffusers_layout

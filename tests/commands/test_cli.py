@@ -17,7 +17,7 @@ from sage_fast import __version__
 from sage_fast.commands.cli import COMMANDS, main, parse
 from sage_fast.commands.common import load_run_config, prompt_words
 from sage_fast.config.load import load_config
-from sage_fast.models import video_files
+from sage_fast.models import media_files
 from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.run.provenance import git_commit
 from sage_fast.sde import SDE_TYPES
@@ -320,7 +320,7 @@ def test_a_base_model_generates_texts_without_a_run_and_without_its_rewards(
         "contact_sheet.png",
         "generation.json",
     ]
-    assert video_files.read_video(output / names[0]).shape == (4, 3, 128, 128)
+    assert media_files.read_video(output / names[0]).shape == (4, 3, 128, 128)
     record = json.loads((output / "generation.json").read_text())[names[1]]
     assert (
         record["weights"],
@@ -396,7 +396,7 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--checkpoint", "none", "--evaluation.batch_size=1"]
-    output, write = tmp_path / "videos", video_files.write_video
+    output, write = tmp_path / "videos", media_files.write_video
 
     def interrupted(path: Path, *rest: object) -> None:
         if list(output.glob("*.mp4")):
@@ -404,7 +404,7 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
         write(path, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr("sage_fast.models.video_files.write_video", interrupted)
+        patch.setattr("sage_fast.models.media_files.write_video", interrupted)
         assert generate(config_file, prompts, output, *words) == 130
     (first,) = output.glob("*.mp4")
     kept = first.stat().st_mtime_ns
@@ -472,7 +472,7 @@ def test_an_adapter_generates_the_videos_of_its_checkpoint_and_is_known_by_its_w
     )
     one = "01-a-red-circle-moving-left.mp4"
     first, second = (
-        video_files.read_video(tmp_path / name / one) for name in ("by_run", "by_lora")
+        media_files.read_video(tmp_path / name / one) for name in ("by_run", "by_lora")
     )
     assert torch.equal(first, second)
     record = json.loads((tmp_path / "by_lora/generation.json").read_text())[one]

@@ -35,8 +35,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Sample
-from sage_fast.run.directory import read_metrics
-from sage_fast.run.lease import Lease
+from sage_fast.run.directory import Lease, read_metrics
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.run.run_status import read_status
 

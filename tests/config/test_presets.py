@@ -12,16 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import config_file, preset_names, preset_summary
+from sage_fast.config.load import config_file, load_config, preset_names, preset_summary
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
-from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
-from sage_fast.models.hunyuan15.loading import DISTILLED_STEPS
+from sage_fast.models.hunyuan15.hunyuan15 import DISTILLED_STEPS, HUNYUAN_VIDEO_15
 from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, objective_of
 from sage_fast.optim import first_movement
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
-from sage_fast.planning.layout import least_gpus
+from sage_fast.planning.work import least_gpus
 from sage_fast.records import word_count
 from sage_fast.rewards.base import find_reward, reward_requirements
 from sage_fast.rewards.server import (

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_fast import accelerate
 from sage_fast.models.hunyuan15.backbone import velocity
-from sage_fast.models.transformer import Checkpointing
+from sage_fast.models.stored import Checkpointing
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora
 from sage_fast.sharding.ulysses import all_to_all_bytes, shard_sequence, share_of

@@ -15,10 +15,9 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.planning import estimate
-from sage_fast.planning.communication import waiting
-from sage_fast.planning.devices import DEVICES
+from sage_fast.planning.devices import DEVICES, waiting
 from sage_fast.planning.estimate import Plan, longest_prompt
-from sage_fast.planning.layout import Group, Layout, plan_layout
+from sage_fast.planning.work import Group, Layout, plan_layout
 from tests.planning.test_estimate import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")

@@ -28,6 +28,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
+from sage_fast.models.hunyuan15.components import VAEDecoder
 from sage_fast.models.hunyuan15.hunyuan15 import (
     END_TOKENS,
     HUNYUAN_VIDEO_15,
@@ -37,9 +38,8 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     encoding,
     published_model,
 )
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.video_decoding import AutoencoderDecoder
-from sage_fast.models.wan.video_vae import WanDecoder
+from sage_fast.models.wan.components import WanDecoder
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, gpu_memory_gb, measure_cpu
 from sage_fast.planning.estimate import (
@@ -50,12 +50,16 @@ from sage_fast.planning.estimate import (
     possible_changes,
     settle_memory,
 )
-from sage_fast.planning.layout import Layout
 from sage_fast.planning.memory import PROCESS, checkpoint_bytes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import Call, Cost, meta_transformer, trace
-from sage_fast.planning.weights import count_weights
-from sage_fast.planning.work import anchor_share, velocity_call, visits
+from sage_fast.planning.work import (
+    Layout,
+    anchor_share,
+    count_weights,
+    velocity_call,
+    visits,
+)
 from sage_fast.policy import guidance
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds

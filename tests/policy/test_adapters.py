@@ -18,10 +18,9 @@ from torch import Tensor
 
 from sage_fast.config.sections import LoraConfig as LoraSection
 from sage_fast.models.hunyuan15.backbone import NAMES, HunyuanTransformer, velocity
-from sage_fast.policy.adapters import load_adapter, use_adapter
+from sage_fast.policy.adapters import load_adapter, use_adapter, weights_digest
 from sage_fast.policy.layouts import adapter_files, read_adapter
 from sage_fast.policy.lora import ADAPTER_FILE, add_lora
-from sage_fast.policy.trained import weights_digest
 from tests.models.hunyuan15.oracle import latents, prompt, tiny_transformer
 
 Tensors = dict[str, Tensor]

@@ -21,7 +21,7 @@ from sage_fast.planning.text import to_json
 from sage_fast.rewards.base import RewardCosts
 from sage_fast.rewards.clip import CLIPScore, PickScore
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.rewards.videoalign.checkpoint import SCORES as VIDEOALIGN_SCORES
+from sage_fast.rewards.videoalign import SCORES as VIDEOALIGN_SCORES
 from sage_fast.tools.diagnosis import Check, examine
 
 NAME = f"{__name__}:Judge"

@@ -18,8 +18,8 @@ from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models.attention import attention
 from sage_fast.models.attention.libraries import LIBRARIES, Use
 from sage_fast.models.family import describe_model
-from sage_fast.run import attention_choice
-from sage_fast.run.attention_choice import time_backend
+from sage_fast.run import resume
+from sage_fast.run.resume import time_backend
 from sage_fast.run.run import Run
 
 TinyRun = Callable[..., Any]
@@ -31,11 +31,9 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds: dict[str, float] = {}
         self.timed: list[tuple[str, tuple[int, ...]]] = []
-        monkeypatch.setattr(
-            attention_choice, "rank_device", lambda name: torch.device("cuda:0")
-        )
-        monkeypatch.setattr(attention_choice, "backend_report", self.report)
-        monkeypatch.setattr(attention_choice, "time_backend", self.time)
+        monkeypatch.setattr(resume, "rank_device", lambda name: torch.device("cuda:0"))
+        monkeypatch.setattr(resume, "backend_report", self.report)
+        monkeypatch.setattr(resume, "time_backend", self.time)
 
     def report(self, *use: Any) -> dict[str, str | None]:
         return {
@@ -54,9 +52,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def settle_attention(config: Any, world: World, kept: str = "auto") -> Any:
-    return attention_choice.settle_attention(
-        config, describe_model(config.model), world, kept
-    )
+    return resume.settle_attention(config, describe_model(config.model), world, kept)
 
 
 class Ranks(World):
@@ -107,7 +103,7 @@ def test_where_nothing_is_to_be_chosen_nothing_changes(
 def test_without_a_gpu_nothing_changes(
     tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_choice, "backend_report", None)
+    monkeypatch.setattr(resume, "backend_report", None)
     config = tiny_run()
     assert settle_attention(config, SINGLE_PROCESS) is config
 
@@ -216,7 +212,7 @@ def test_seconds_are_those_of_both_passes_and_a_library_that_fails_is_infinitely
     }
     monkeypatch.setattr(attention, "LIBRARIES", LIBRARIES | known)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(attention_choice, "time", Mock(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(resume, "time", Mock(perf_counter=lambda: clock[0]))
     use = Use(torch.device("cpu"), torch.float32, 16)
     state = torch.get_rng_state()
     found = {name: time_backend(name, (1, 8, 2, 16), use) for name in known}

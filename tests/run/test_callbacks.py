@@ -12,9 +12,9 @@ import torch
 from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CallbackError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run.callbacks import Callback, StopRun
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.run import Run
+from sage_fast.run.run_status import Callback, StopRun
 from tests.made_runs import numbers
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")

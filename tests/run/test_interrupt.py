@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from sage_fast.rewards.server import lasting_streams
-from sage_fast.run.interrupt import SAME_KEY_PRESS, SIGNALS, GracefulStop
+from sage_fast.run.directory import SAME_KEY_PRESS, SIGNALS, GracefulStop
 
 # The run stands for any loop that prints; a closed terminal must not turn its prints
 # into errors.
 LOOP = """
 import sys, time
 from sage_fast.rewards.server import lasting_streams
-from sage_fast.run.interrupt import GracefulStop
+from sage_fast.run.directory import GracefulStop
 with lasting_streams(), GracefulStop() as stop:
     print("ready", flush=True)
     while not stop.requested:
@@ -102,7 +102,7 @@ def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(
 PIPED = """
 import os, signal, subprocess, sys, time
 from sage_fast.rewards.server import lasting_streams
-from sage_fast.run.interrupt import GracefulStop
+from sage_fast.run.directory import GracefulStop
 with lasting_streams(), GracefulStop() as stop:
     print("ready", flush=True)
     sys.stdin.readline()

@@ -19,7 +19,7 @@ import pytest
 
 from sage_fast.config.errors import RunDirectoryError
 from sage_fast.config.schema import RunConfig
-from sage_fast.run.lease import Lease, look_at
+from sage_fast.run.directory import Lease, look_at
 from sage_fast.run.run import Run
 from sage_fast.run.run_status import Status, look_at_run
 from tests.run.test_resume import contents
@@ -63,7 +63,7 @@ def test_a_run_that_was_loading_meanwhile_changes_nothing(tiny_run: MakeRun) -> 
 HOLD = """
 import sys
 from pathlib import Path
-from sage_fast.run.lease import Lease
+from sage_fast.run.directory import Lease
 with Lease(Path(sys.argv[1])):
     print("held", flush=True)
     input()

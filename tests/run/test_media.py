@@ -10,10 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from sage_fast.models.picture_files import check_pictures, read_picture
-from sage_fast.models.video_files import read_video, video_file_name, write_video
+from sage_fast.models.media_files import (
+    check_pictures,
+    read_picture,
+    read_video,
+    video_file_name,
+    write_video,
+)
 from sage_fast.records import Pictured
-from sage_fast.run.media import MARGIN, Cell, contact_sheet, write_picture
+from sage_fast.run.metrics import MARGIN, Cell, contact_sheet, write_picture
 
 
 def colour_blocks(num_frames: int, height: int, width: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from sage_fast.config.errors import ConfigError, RunDirectoryError
-from sage_fast.models.video_files import write_video
+from sage_fast.models.media_files import write_video
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.metrics import MetricsLogger
 

@@ -20,7 +20,7 @@ import pytest
 
 from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
-from sage_fast.models.video_files import read_video, write_video
+from sage_fast.models.media_files import read_video, write_video
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.page import run_page, write_run_page
 from sage_fast.run.plots import Line, line_chart

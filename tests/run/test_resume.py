@@ -19,10 +19,10 @@ from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
-from sage_fast.run.callbacks import Callback, StopRun
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.resume import abandon_after, keep_videos
 from sage_fast.run.run import Run
+from sage_fast.run.run_status import Callback, StopRun
 from tests.made_runs import numbers
 
 MakeRun = Callable[..., RunConfig]

@@ -19,11 +19,10 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.toy.components import WEIGHTS_NAME
-from sage_fast.run.callbacks import Callback
 from sage_fast.run.directory import read_metrics
 from sage_fast.run.metrics import MetricsLogger
 from sage_fast.run.run import Run
-from sage_fast.run.run_status import read_status
+from sage_fast.run.run_status import Callback, read_status
 from sage_fast.tools.api import train
 from tests.made_runs import draw_nothing, numbers
 

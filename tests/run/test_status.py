@@ -25,7 +25,7 @@ from sage_fast.config.load import dump_config
 from sage_fast.config.registry import register
 from sage_fast.config.schema import RunConfig
 from sage_fast.run import run_status
-from sage_fast.run.lease import Lease
+from sage_fast.run.directory import Lease
 from sage_fast.run.page import write_run_page
 from sage_fast.run.run import Run
 from sage_fast.run.run_status import (

@@ -15,8 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from sage_fast.rewards.videoalign.checkpoint import SPECIAL_TOKENS
-from sage_fast.rewards.videoalign.reward import QUESTIONS
+from sage_fast.rewards.videoalign import QUESTIONS, SPECIAL_TOKENS
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS = 64, 4, 2, 96, 2
 VISION_WIDTH, VISION_HEADS, VISION_BLOCKS = 32, 2, 2

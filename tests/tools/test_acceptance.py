@@ -13,14 +13,13 @@ import pytest
 from torch import Tensor
 
 from sage_fast.commands.cli import main
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import preset_names
-from sage_fast.models.hunyuan15 import text_encoders
+from sage_fast.config.load import load_config, preset_names
+from sage_fast.models.hunyuan15 import components
+from sage_fast.models.hunyuan15.components import VAEDecoder
 from sage_fast.models.hunyuan15.fused import Acceleration
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.models.video_files import read_video_and_rate, write_video
+from sage_fast.models.media_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
-from sage_fast.rewards.videoalign.reward import VideoAlignReward
+from sage_fast.rewards.videoalign import VideoAlignReward
 from sage_fast.tools.acceptance import _stored_scores, examine_deeply, one_update
 from tests.rewards.videoalign.published import (
     PROMPTS,
@@ -127,7 +126,7 @@ def rounded_timestep(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
 
 
 def wrong_crop(model: Path, patch: pytest.MonkeyPatch) -> list[str]:
-    pipeline: Any = text_encoders.HunyuanVideo15Pipeline
+    pipeline: Any = components.HunyuanVideo15Pipeline
     patch.setattr(
         pipeline,
         "_get_mllm_prompt_embeds",

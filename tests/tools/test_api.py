@@ -26,7 +26,7 @@ from sage_fast import (
 )
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError, RewardError
-from sage_fast.models import video_files
+from sage_fast.models import media_files
 
 MakeRun = Callable[..., RunConfig]
 
@@ -78,7 +78,7 @@ def test_ten_lines(
     texts = np.array(["a red circle moving left", "a blue square moving up"])
     paths = run.generate(texts, seed=np.int64(3))  # type: ignore[arg-type]
     assert [path.parent for path in paths] == [run.output_dir / "generated"] * 2
-    assert video_files.read_video(paths[0]).shape[1] == 3
+    assert media_files.read_video(paths[0]).shape[1] == 3
     moved = open_run(shutil.move(run.output_dir, tmp_path / "moved"))
     assert (moved.update, moved.finished, moved.metrics[-1]) == (1, False, row)
     # another checkpoint folder is other weights

@@ -16,7 +16,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import RunConfig
-from sage_fast.models.hunyuan15.loading import load_components
+from sage_fast.models.hunyuan15.hunyuan15 import load_components
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.tools import diagnosis as doctor
 from sage_fast.tools.diagnosis import can_run

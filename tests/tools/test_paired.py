@@ -28,9 +28,9 @@ from sage_fast.evaluation import (
     paired_test,
     paired_tests,
 )
-from sage_fast.models import video_files
+from sage_fast.models import media_files
+from sage_fast.policy.adapters import weights_digest
 from sage_fast.policy.lora import ADAPTER_FILE
-from sage_fast.policy.trained import weights_digest
 from sage_fast.rewards.base import reward_scales
 from sage_fast.run.prompt_files import load_eval_prompts
 from sage_fast.run.run import Run
@@ -414,7 +414,7 @@ def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     tree = json.loads((output / "evaluation.json").read_text())
     assert "brightness" in tree["scores"] and "brightness" not in tree["weights"]
     video = next((output / "trained").glob("*.mp4"))
-    assert video_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), (
+    assert media_files.read_video(video).shape[-2:] == (6 * 24, 6 * 32), (
         "small videos are enlarged"
     )
     # The adapter of the checkpoint is the checkpoint.
@@ -517,7 +517,7 @@ def test_a_browser_shows_the_page_with_its_videos(
         for model in ("base", "trained")
         for name in report.videos.values()
     ):
-        video_files.write_video(
+        media_files.write_video(
             path, torch.randint(256, (5, 3, 16, 24), dtype=torch.uint8), 4
         )
     write_report(tmp_path, report)

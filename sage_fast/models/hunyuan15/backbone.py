@@ -34,7 +34,7 @@ from sage_fast.models.hunyuan15.fused import (
     all_adaln_layers,
     picture_condition,
 )
-from sage_fast.models.transformer import velocity_dtype
+from sage_fast.models.stored import velocity_dtype
 from sage_fast.records import PromptEmbeds
 
 IMAGE_TOKENS = 729

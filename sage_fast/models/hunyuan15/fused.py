@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.hunyuan15.block import block_forward, read_block
-from sage_fast.models.transformer import MAX_LEVELS
+from sage_fast.models.stored import MAX_LEVELS
 from sage_fast.records import PromptEmbeds
 
 logger = logging.getLogger(__name__)

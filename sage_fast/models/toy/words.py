@@ -10,8 +10,7 @@ import re
 import torch
 from torch import Tensor
 
-from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import ASSETS, Toy, WordEncoder
+from sage_fast.models.toy.components import ASSETS, PatchCodec, Toy, WordEncoder
 from sage_fast.models.toy.components import TRANSFORMER_CONFIG as SHAPES_CONFIG
 
 ALPHABET = "ACEHKLNRSTUY"

@@ -16,12 +16,14 @@ from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, WeightFacts
-from sage_fast.models.hub import Requirement, fetch_command, local_folder
-from sage_fast.models.snapshot import (
+from sage_fast.models.hub import (
+    Requirement,
     cache_folder,
     check_known,
+    fetch_command,
     find_folder,
     load_vae,
+    local_folder,
     model_device,
     published_shift,
     require_parts,
@@ -30,8 +32,8 @@ from sage_fast.models.snapshot import (
 )
 from sage_fast.models.stored import open_transformer, read_json
 from sage_fast.models.wan import DEFAULT_REPOSITORY, LARGE_REPOSITORY, likely_repository
-from sage_fast.models.wan.backbone import TEXT_TOKENS, WanTransformer, forward_work
-from sage_fast.models.wan.video_vae import WanDecoder
+from sage_fast.models.wan.components import WanDecoder
+from sage_fast.models.wan.fused import TEXT_TOKENS, WanTransformer, forward_work
 
 WAN_1_3B: dict[str, Any] = {
     "_class_name": "WanTransformer3DModel",
@@ -87,7 +89,7 @@ class Wan(WanTransformer):
     licence = "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
 
     def load(self, model: ModelConfig) -> Components:
-        from sage_fast.models.wan.text_encoder import WanPromptEncoder
+        from sage_fast.models.wan.components import WanPromptEncoder
 
         cache = cache_folder(model)
         root, facts = _find(model)

@@ -23,7 +23,7 @@ from sage_fast.models import block as shared_block
 from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
-from sage_fast.models.transformer import is_dead
+from sage_fast.models.stored import is_dead
 from sage_fast.planning.trace import Tracer
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds

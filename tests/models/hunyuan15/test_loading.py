@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import describe_model, load_components, model_family
-from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
-from sage_fast.models.hunyuan15.loading import cache_folder
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15, cache_folder
 from tests.tiny import true_size
 from tests.tiny.checkpoints import copy_tree
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from sage_fast.config.sections import DistributedConfig
 from sage_fast.distributed.start import start_world
-from sage_fast.models.hunyuan15 import text_encoders as conditioning
-from sage_fast.models.hunyuan15.text_encoders import HunyuanPromptEncoder
+from sage_fast.models.hunyuan15 import components as conditioning
+from sage_fast.models.hunyuan15.components import HunyuanPromptEncoder
 from sage_fast.records import PromptEmbeds
 from tests.distributed.ranks import run_ranks, try_ranks
 from tests.tiny.checkpoints import GLYPH_DIM, TEXT_DIM, copy_tree

@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from torch import Tensor
 
-from sage_fast.models.hunyuan15.video_vae import VAEDecoder, causal_mask
+from sage_fast.models.hunyuan15.components import VAEDecoder, causal_mask
 from sage_fast.planning.trace import Tracer
 from tests.tiny.checkpoints import LATENT_CHANNELS
 

@@ -10,8 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.models.toy.codec import PatchCodec
-from sage_fast.models.toy.components import EMBED_DIM, GLYPH_DIM, WordEncoder
+from sage_fast.models.toy.components import (
+    EMBED_DIM,
+    GLYPH_DIM,
+    PatchCodec,
+    WordEncoder,
+)
 from sage_fast.models.toy.renderer import (
     BACKGROUND,
     COLOURS,

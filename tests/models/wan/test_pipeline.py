@@ -16,7 +16,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
-from sage_fast.models.wan.backbone import WanTransformer
+from sage_fast.models.wan.fused import WanTransformer
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample
 from sage_fast.rollout import (

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_fast.config.load import load_config
-from sage_fast.config.presets import preset_summary
+from sage_fast.config.load import load_config, preset_summary
 from sage_fast.config.schema import RunConfig
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan

@@ -17,10 +17,10 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import describe_model, load_components
-from sage_fast.models.wan.backbone import WanTransformer
+from sage_fast.models.wan.fused import WanTransformer
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
-from sage_fast.policy.trained import use_weights
+from sage_fast.policy.adapters import use_weights
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.exporting import export
 from sage_fast.tools.profiling import BLOCK, profile_update

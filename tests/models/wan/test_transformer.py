@@ -16,7 +16,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import describe_model, family_of
 from sage_fast.models.stored import open_transformer
-from sage_fast.models.wan.backbone import (
+from sage_fast.models.wan.fused import (
     NAMES,
     OUTER_NAMES,
     TEXT_TOKENS,

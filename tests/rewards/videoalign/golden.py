@@ -5,7 +5,7 @@ that they are of.
 import numpy as np
 import torch
 
-from sage_fast.rewards.videoalign.reward import VideoAlignReward
+from sage_fast.rewards.videoalign import VideoAlignReward
 
 
 def blocks(batch, num_frames, height, width, seed=0):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sage_fast.config.errors import RewardError
-from sage_fast.rewards.videoalign.reward import QUESTIONS
+from sage_fast.rewards.videoalign import QUESTIONS
 from tests.rewards.videoalign.golden import (
     GOLDEN,
     PROMPTS,

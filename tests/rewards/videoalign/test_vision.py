@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_fast.rewards.videoalign import vision
+from sage_fast.rewards import videoalign
 from tests.rewards.videoalign.golden import blocks
 
 
@@ -20,13 +20,13 @@ from tests.rewards.videoalign.golden import blocks
     ],
 )
 def test_frame_indices(num_frames, fps, expected):
-    assert vision.frame_indices(num_frames, fps, 2.0) == expected
+    assert videoalign.frame_indices(num_frames, fps, 2.0) == expected
 
 
 def test_frame_indices_have_limits():
-    assert len(vision.frame_indices(5000, 2, 2.0)) == 768
+    assert len(videoalign.frame_indices(5000, 2, 2.0)) == 768
     with pytest.raises(ValueError, match="1 frame.*at least 2"):
-        vision.frame_indices(1, 24, 2.0)
+        videoalign.frame_indices(1, 24, 2.0)
 
 
 def transformers_image_processor():
@@ -48,8 +48,8 @@ def test_frame_sizes_are_those_of_transformers():
             expected = smart_resize(
                 height, width, 28, min_pixels=100352, max_pixels=200704
             )
-            assert vision.frame_size(height, width, 200704) == expected
-    assert vision.frame_size(9, 1600, 200704)[0] % 28 == 0
+            assert videoalign.frame_size(height, width, 200704) == expected
+    assert videoalign.frame_size(9, 1600, 200704)[0] % 28 == 0
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_resize_is_that_of_pil(height, width):
     # Of low contrast: PIL clips and rounds between the two axes.
     frames = 64 + blocks(1, 2, 97, 131)[0] // 2
     for frame, result in zip(
-        frames, vision.resize_frames(frames, height, width), strict=True
+        frames, videoalign.resize_frames(frames, height, width), strict=True
     ):
         image = Image.fromarray(frame.permute(1, 2, 0).numpy()).resize(
             (width, height), Image.Resampling.BICUBIC
@@ -77,6 +77,6 @@ def test_patches_are_those_of_transformers():
         list(frames[:, 0].numpy()), return_tensors="np"
     )
     # An image is a pair of equal frames.
-    patches = vision.pixel_patches(frames.expand(-1, 2, -1, -1, -1).float())
+    patches = videoalign.pixel_patches(frames.expand(-1, 2, -1, -1, -1).float())
     assert expected["image_grid_thw"].tolist() == [[1, 24, 28]] * 2
     np.testing.assert_allclose(patches.numpy(), expected["pixel_values"], atol=2e-6)

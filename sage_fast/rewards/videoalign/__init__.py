@@ -1,3 +1,0 @@
-"""VideoAlign (KwaiVGI/VideoReward): visual quality, motion quality and text alignment
-by a Qwen2-VL model.
-"""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from sage_fast.config.schema import RunConfig
+from sage_fast.config.sections import TrainingConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 
@@ -58,31 +58,25 @@ class PromptSchedule:
 
 
 def used_prompts(
-    config: RunConfig,
-    prompts: Sequence[Prompt],
+    schedule: PromptSchedule,
     eval_prompts: Sequence[Prompt],
-    dp_degree: int,
+    training: TrainingConfig,
+    prompts_per_rollout: int,
     done: tuple[int, int] = (0, 0),
 ) -> list[Prompt]:
     """Prompts that a run will sample from, each once, in the order of their first use;
     an evaluation's come last.
 
     Args:
-        dp_degree: data-parallel ranks. done: updates and rollouts that lie behind the
-            run.
+        eval_prompts: none where the run does not evaluate. prompts_per_rollout: of all
+            ranks. done: updates and rollouts that lie behind the run.
     """
-    training = config.training
     updates = max(0, training.num_updates - done[0])
     left = math.ceil(updates / training.updates_per_rollout)
-    videos = config.rollout.batch_size * dp_degree
-    per_rollout = videos // config.rollout.num_generations
-    schedule = PromptSchedule(prompts, config.seed, config.data.shuffle)
     # Two epochs' length holds a whole epoch, wherever it begins.
-    count = min(left * per_rollout, 2 * len(prompts))
-    used = schedule.take(done[1] * per_rollout, count)
-    if config.evaluation.every:
-        used += eval_prompts
-    return list(dict.fromkeys(used))
+    count = min(left * prompts_per_rollout, 2 * len(schedule.prompts))
+    used = schedule.take(done[1] * prompts_per_rollout, count)
+    return list(dict.fromkeys([*used, *eval_prompts]))
 
 
 def make_groups(

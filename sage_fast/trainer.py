@@ -159,7 +159,10 @@ class Trainer:
             for video in (config.video, config.evaluation_video)
         )
         components.check_pictures([*prompts, *eval_prompts])
-        used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
+        shown = self.eval_prompts if config.evaluation.every else []
+        used = used_prompts(
+            self.schedule, shown, config.training, self.prompts_per_rollout, done
+        )
         lengths = self._prepare_prompts(components.prompt_encoder, used)
         self._prepare_model(components)
         if self.engine.sharded:

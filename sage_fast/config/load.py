@@ -207,6 +207,13 @@ def _checked(tree: Tree) -> RunConfig:
                 f"{key} is {value!r}, where variables are not filled in. Write the "
                 "path; ~ is your home."
             )
+    return check_values(tree)
+
+
+def check_values(tree: Tree) -> RunConfig:
+    """The configuration of a tree. ConfigError for a key that does not exist, and for a
+    value of another type or out of its range.
+    """
     try:
         # As JSON, in which pydantic's strict mode takes an array for a tuple; a list of
         # Python it would refuse. Numbers and arrays of numpy become Python's.

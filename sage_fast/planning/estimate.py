@@ -21,7 +21,7 @@ from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig, check_gathering
-from sage_fast.data import used_prompts
+from sage_fast.data import PromptSchedule, used_prompts
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
@@ -113,7 +113,14 @@ def plan_encoding(
         isinstance(file, str) and not Path(file).is_file() for file in files
     ):
         return None
-    used = used_prompts(config, *load_prompts(config), gpus // config.distributed.sp)
+    prompts, scored = load_prompts(config)
+    videos = config.rollout.batch_size * (gpus // config.distributed.sp)
+    used = used_prompts(
+        PromptSchedule(prompts, config.seed, config.data.shuffle),
+        scored if config.evaluation.every else [],
+        config.training,
+        videos // config.rollout.num_generations,
+    )
     # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]
     words = sum(_words(prompt.text) for prompt in some) / len(some)

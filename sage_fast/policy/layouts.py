@@ -228,22 +228,26 @@ def adapter_files(path: Path) -> list[Path]:
     """
     file = path
     if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
+        files = sorted(path.glob("*.safetensors")) or sorted(path.glob("*.bin"))
         usual = [file for file in files if file.name in (ADAPTER_FILE, PEFT_FILE)]
         if len(usual) == 1:
             files = usual
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(
-                f"{path} holds {len(files)} .safetensors files ({names}). Give the "
+                f"{path} holds {len(files)} files of adapters ({names}). Give the "
                 "path of one of them."
             )
         file = files[0] if files else path / ADAPTER_FILE
-    if not file.is_file() or file.suffix != ".safetensors":
+    if not file.is_file():
         raise ValueError(
-            f"{file} is no .safetensors file of an adapter. Give one, or a folder that "
-            "`sage-fast export` or peft wrote, or the lora/ folder of a checkpoint. "
-            "Loading a pickle (.bin, .pt) can run code. Convert it where you trust it: "
+            f"There is no adapter {file}. Give a .safetensors file, a folder that "
+            "`sage-fast export` or peft wrote, or the lora/ folder of a checkpoint."
+        )
+    if file.suffix != ".safetensors":
+        raise ValueError(
+            f"{file} ends in {file.suffix!r}, and adapters are read from .safetensors "
+            "alone: loading a pickle can run code. Convert it where you trust it: "
             "safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
             "'adapter.safetensors')."
         )

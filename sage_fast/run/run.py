@@ -37,7 +37,7 @@ from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import check_heads
-from sage_fast.data import used_prompts
+from sage_fast.data import PromptSchedule, used_prompts
 from sage_fast.distributed.failure import (
     HangGuard,
     check_same_everywhere,
@@ -146,7 +146,13 @@ def build_trainer(
             check_heads(world.sp, description.transformer["num_attention_heads"])
             config = settle_attention(config, description, world, attention)
         components = load_model(config.model, config.lora, read=False)
-        used = used_prompts(config, prompts, eval_prompts, world.dp_degree, done)
+        used = used_prompts(
+            PromptSchedule(prompts, config.seed, config.data.shuffle),
+            eval_prompts if config.evaluation.every else [],
+            config.training,
+            rollout.batch_size * world.dp_degree // rollout.num_generations,
+            done,
+        )
         reward = CompositeReward.from_config(
             config.reward,
             [prompt.text for prompt in used],

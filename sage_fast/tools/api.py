@@ -26,7 +26,7 @@ from torch import Tensor
 from sage_fast.checkpoint.folder import list_checkpoints, update_of
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import loads
-from sage_fast.config.load import check_trust, load_config, with_overrides
+from sage_fast.config.load import check_trust, check_values, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.distributed.start import rank_device, world_size
@@ -395,6 +395,8 @@ def _config_of(
     if isinstance(run, TrainedRun):
         run = run.config
     if isinstance(run, RunConfig):
+        # One that was put together in Python has had no range checked yet.
+        check_values(to_dict(run))
         config = with_overrides(run, overrides) if overrides else run
     else:
         config = load_config(run, overrides)

@@ -427,11 +427,14 @@ def save_two(trained: Trained, file: Path) -> None:
 @pytest.mark.parametrize(
     ("save", "message"),
     [
-        (save_pickled, "is no .safetensors file.*Convert it"),
+        (
+            save_pickled,
+            "ends in '.bin', and adapters are read from .safetensors alone.*Convert it",
+        ),
         (lambda trained, file: file.write_bytes(b"no header"), "damaged or was not"),
         (save_alpha_that_nobody_reads, "alpha = 4 for rank 2.*Give each layer a key"),
         (save_without_description, "adapter_config.json, which is not beside it"),
-        (save_two, r"2 \.safetensors files \(a\.safetensors, b\.safetensors\)"),
+        (save_two, r"2 files of adapters \(a\.safetensors, b\.safetensors\)"),
     ],
 )
 def test_a_folder_without_an_adapter_says_what_it_has(

@@ -4,6 +4,7 @@ stands.
 
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ),
         (
             {"reward": lambda videos: videos},
-            "takes (videos), but a reward is called as f(videos, prompts)",
+            "A function that scores is called as f(videos, prompts)",
         ),
         ({"reward": {"on_failure": "stop"}}, '**{"reward.KEY": value}'),
         (
@@ -212,6 +213,15 @@ def test_what_cannot_be_is_a_config_error(
     with pytest.raises(ConfigError) as error:
         train(tiny_run(), **options)
     assert expected in str(error.value) and isinstance(error.value, ValueError)
+
+
+def test_ranges_hold_for_a_configuration_that_is_put_together(
+    tiny_run: MakeRun,
+) -> None:
+    config = tiny_run()
+    wrong = replace(config, rollout=replace(config.rollout, num_steps=1))
+    with pytest.raises(ConfigError, match="rollout.num_steps is 1"):
+        train(wrong)
 
 
 def test_one_of_a_kind_is_a_list_of_one_and_keys_are_arguments(

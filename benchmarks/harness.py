@@ -201,7 +201,7 @@ def copies(device: torch.device, smoke: bool) -> tuple[Calls, dict[str, int]]:
 
 
 CEILINGS = {"copy": copies, "matmul": products}
-"""What the device can do, the denominators of every share."""
+"""Measurements of what the device can do, the denominators of every share."""
 
 
 def wait(device: torch.device) -> None:

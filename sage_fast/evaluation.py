@@ -376,7 +376,7 @@ def describe_worse(gains: Mapping[int, tuple[float, float]]) -> str | None:
 
 
 def headline(tests: Mapping[str, PairedTest]) -> str:
-    """What became of the reward, in two sentences."""
+    """Two sentences on the reward: how it changed, and on how many prompts."""
     test = tests[REWARD]
     verb = "rises" if test.mean > 0 else "falls" if test.mean < 0 else "stays"
     doubt = ""

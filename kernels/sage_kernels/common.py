@@ -56,7 +56,7 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def load(pointers, mask):
-    """What is stored there in float32, 0 where the mask is off."""
+    """Load as float32, 0 where the mask is off."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 

@@ -330,7 +330,7 @@ def read_yaml(text: str, where: str) -> Any:
 
 
 def _problem(event: Any, depth: int) -> str:
-    """What is wrong with a piece of YAML that programs read differently."""
+    """Explain a piece of YAML that programs read differently; empty for others."""
     if depth > MAX_DEPTH:
         return f"nested deeper than {MAX_DEPTH}"
     if isinstance(event, AliasEvent):

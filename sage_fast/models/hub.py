@@ -2,8 +2,8 @@
 and then the command that fetches them.
 
 A path may be a folder or the id of a repository on the Hugging Face hub, which counts
-as present when it is in the local cache. A run downloads what is missing, unless the
-hub is told to be offline; a plan downloads nothing.
+as present when it is in the local cache. A run downloads what is missing, unless
+HF_HUB_OFFLINE is set; a plan downloads nothing.
 """
 
 import inspect

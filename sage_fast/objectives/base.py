@@ -125,7 +125,7 @@ class Objective(ABC):
     @staticmethod
     @abstractmethod
     def costs(config: RunConfig) -> Costs:
-        """What a run needs, from its configuration alone."""
+        """Costs of a run, from its configuration alone."""
 
     @staticmethod  # noqa: B027  they do by default
     def check_steps_agree(config: RunConfig) -> None:

@@ -194,7 +194,7 @@ class MemoryPlan:
 
     @cached_property
     def costs(self) -> Costs:
-        """What the objective needs."""
+        """Passes and copies of the objective."""
         return objective_of(self.config).costs(self.config)
 
     @cached_property

@@ -348,7 +348,7 @@ JSON = (
     "visits waits waiting seconds_per_video seconds_per_rollout "
     "videos_per_gpu_hour seconds_per_evaluation evaluation_per_video encoding checkpoint"
 )
-"""What a plan has under these names."""
+"""Fields and properties of `Plan` under their own names."""
 
 
 def to_json(plan: Plan, options: Sequence[Option]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a plan counts: how the GPUs share the work, the weights and how FSDP holds them,
+"""Counts of a plan: how the GPUs share the work, the weights and how FSDP holds them,
 and the calls of the model per video.
 
 Ranks are numbered as in `sage_fast.distributed.world`, (replica * shard + position) *

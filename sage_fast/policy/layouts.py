@@ -326,7 +326,7 @@ def _by_layer(values: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         match = KEY.fullmatch(key)
         if match is None:
             raise ValueError(
-                f"{key!r} is no part of a LoRA adapter, whose keys end in "
+                f"{key!r} is not a part of a LoRA adapter, whose keys end in "
                 "lora_A.weight or lora_down.weight."
             )
         part = HALVES[match["half"]]

@@ -194,7 +194,7 @@ def _read(part: Part) -> Any:
 
 
 def process_state() -> list[Any]:
-    """The values of `WATCHED`; None for those that cannot be told."""
+    """The values of `WATCHED`; None for those that cannot be read."""
     return [_read(part) for part in WATCHED]
 
 

@@ -437,7 +437,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
-    """What to serve, see `RewardServer`: from stdin (`-`), a JSON file, or the files of
+    """Read what to serve, see `RewardServer`: from stdin (`-`), a JSON file, or the files of
     a configuration.
     """
     if files == ["-"]:

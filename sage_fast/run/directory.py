@@ -114,7 +114,7 @@ class RunDirectory(os.PathLike[str]):
         return self.samples / f"{checkpoint_name(update)}.png"
 
     def traces(self) -> tuple[list[Path], int]:
-        """What a run changes as it goes on: its checkpoints, and bytes of metrics."""
+        """Traces of a run that goes on: its checkpoints, and bytes of metrics."""
         size = self.metrics.stat().st_size if self.metrics.exists() else 0
         return list_checkpoints(self.checkpoints), size
 

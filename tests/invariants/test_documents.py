@@ -327,7 +327,7 @@ def settings(text: str) -> Iterator[tuple[list[str], Any]]:
 
 
 def wrong_settings(text: str) -> list[tuple[list[str], Any]]:
-    """What a text says of the configuration that no configuration can have."""
+    """Settings in a text that no configuration can have."""
     return [
         (keys, value)
         for keys, value in settings(text)

@@ -272,7 +272,7 @@ TIMED: dict[str, Any] = {"rewards": [here("timed")], "weights": {"timed": 1.0}}
         ),
         ({"scale": 2.0}, BRIGHT, {}, ":brightness' with the options None"),
         (
-            {},  # it was told no rate, and is held to its default
+            {},  # it was given no rate, and is held to its default
             TIMED | {"fps": 24.0},
             TIMED | {"fps": 8.0},
             r"options \{'fps': 24.0\}, not \{'fps': 8.0\}. Start",

@@ -504,10 +504,8 @@ class Trainer:
         grad_norm = self.engine.clip_gradients()
         terms, fault = gather_terms(scored, own, positions, self.world)
         if fault is None and not math.isfinite(grad_norm):
-            fault = (
-                f"the gradient norm ({grad_norm}) of prompt "
-                f"{name_prompts(self._prompts())}"
-            )
+            names = name_prompts(self._prompts())
+            fault = f"the gradient norm ({grad_norm}) of prompt {names}"
         if fault is not None:
             self._skip_update(fault)
             self.update += 1

@@ -21,7 +21,6 @@ from typing import Any
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig, check_gathering
-from sage_fast.data import PromptSchedule, used_prompts
 from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.models.family import ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
@@ -45,7 +44,7 @@ from sage_fast.planning.work import (
 )
 from sage_fast.records import word_count
 from sage_fast.rewards.base import reward_costs
-from sage_fast.run.prompt_files import load_eval_prompts, load_prompts, read_prompts
+from sage_fast.run import prompt_files
 
 logger = logging.getLogger(__name__)
 
@@ -113,13 +112,8 @@ def plan_encoding(
         isinstance(file, str) and not Path(file).is_file() for file in files
     ):
         return None
-    prompts, scored = load_prompts(config)
-    videos = config.rollout.batch_size * (gpus // config.distributed.sp)
-    used = used_prompts(
-        PromptSchedule(prompts, config.seed, config.data.shuffle),
-        scored if config.evaluation.every else [],
-        config.training,
-        videos // config.rollout.num_generations,
+    used = prompt_files.run_prompts(
+        config, *prompt_files.load_prompts(config), gpus // config.distributed.sp
     )
     # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]
@@ -407,7 +401,9 @@ def make_plan(
     section = config.evaluation
     _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)
     prompts = (
-        (section.num_prompts or len(load_eval_prompts(config))) if section.every else 0
+        (section.num_prompts or len(prompt_files.load_eval_prompts(config)))
+        if section.every
+        else 0
     )
     # Of an evaluation, on the rank that has most of them.
     batches = math.ceil(
@@ -474,7 +470,8 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
     ):
         return 1.0
     words = sorted(
-        _words(prompt.text) for prompt in read_prompts(prompts, config.data.prompt_key)
+        _words(prompt.text)
+        for prompt in prompt_files.read_prompts(prompts, config.data.prompt_key)
     )
     # The largest of `groups` draws is the n-th of N with the chance (n/N)^groups -
     # ((n-1)/N)^groups.

@@ -28,6 +28,7 @@ from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import content_digest, read_json, read_text
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import digest
+from sage_fast.data import PromptSchedule, used_prompts
 from sage_fast.distributed.start import rank
 from sage_fast.records import Prompt
 
@@ -75,6 +76,24 @@ def _read_prompts(key: str, given: str | Sequence[Row], column: str) -> list[Pro
         return read_prompts(given, column)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
+
+
+def run_prompts(
+    config: RunConfig,
+    prompts: Sequence[Prompt],
+    eval_prompts: Sequence[Prompt],
+    dp_degree: int,
+    done: tuple[int, int] = (0, 0),
+) -> list[Prompt]:
+    """Prompts that a run will sample from, see `used_prompts`."""
+    videos = config.rollout.batch_size * dp_degree
+    return used_prompts(
+        PromptSchedule(prompts, config.seed, config.data.shuffle),
+        eval_prompts if config.evaluation.every else [],
+        config.training,
+        videos // config.rollout.num_generations,
+        done,
+    )
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:

@@ -37,7 +37,6 @@ from sage_fast.config.files import loads, replacing
 from sage_fast.config.load import save_config
 from sage_fast.config.schema import RunConfig, check_batch, to_dict
 from sage_fast.config.sections import check_heads
-from sage_fast.data import PromptSchedule, used_prompts
 from sage_fast.distributed.failure import (
     HangGuard,
     check_same_everywhere,
@@ -62,7 +61,7 @@ from sage_fast.run.directory import (
 from sage_fast.run.metrics import MetricsLogger, peak_memory_gib
 from sage_fast.run.page import write_run_page
 from sage_fast.run.plots import figure_file, reward_figure
-from sage_fast.run.prompt_files import load_prompts, prompts_digest
+from sage_fast.run.prompt_files import load_prompts, prompts_digest, run_prompts
 from sage_fast.run.provenance import write_environment
 from sage_fast.run.results import RunEvaluation
 from sage_fast.run.resume import (
@@ -146,13 +145,7 @@ def build_trainer(
             check_heads(world.sp, description.transformer["num_attention_heads"])
             config = settle_attention(config, description, world, attention)
         components = load_model(config.model, config.lora, read=False)
-        used = used_prompts(
-            PromptSchedule(prompts, config.seed, config.data.shuffle),
-            eval_prompts if config.evaluation.every else [],
-            config.training,
-            rollout.batch_size * world.dp_degree // rollout.num_generations,
-            done,
-        )
+        used = run_prompts(config, prompts, eval_prompts, world.dp_degree, done)
         reward = CompositeReward.from_config(
             config.reward,
             [prompt.text for prompt in used],
@@ -333,19 +326,17 @@ class Run:
             # Left in the reverse order: a checkpoint in progress is completed first,
             # and the log is closed last.
             stack.callback(self.metrics.close)
-            self.stop = stack.enter_context(
-                GracefulStop(self.directory, announce=self.world.is_main)
-            )
+            stop = GracefulStop(self.directory, announce=self.world.is_main)
+            self.stop = stack.enter_context(stop)
             self.trainer.reward.on_hang = self.stop.watch
             stack.enter_context(self.progress)
-            self.writer = stack.enter_context(
-                CheckpointWriter(
-                    self.checkpoints,
-                    keep_last=saving.keep_last,
-                    asynchronous=saving.asynchronous,
-                    world=self.world,
-                )
+            writer = CheckpointWriter(
+                self.checkpoints,
+                keep_last=saving.keep_last,
+                asynchronous=saving.asynchronous,
+                world=self.world,
             )
+            self.writer = stack.enter_context(writer)
             # Until here progress went to the guard alone, since the run did not own its
             # directory yet.
             self.trainer.progress = self._tell
@@ -427,10 +418,8 @@ class Run:
             self.guard.use_steady_timeout(config.distributed.timeout_seconds)
             # What the videos of this rank took; in the whole iteration all ranks wait
             # for the slowest.
-            own = sum(
-                record.get(f"time/{phase}", 0.0)
-                for phase in ("rollout", "decode", "reward")
-            )
+            phases = ("time/rollout", "time/decode", "time/reward")
+            own = sum(record.get(phase, 0.0) for phase in phases)
             # One exchange for all that the ranks have to tell each other after an
             # update.
             peak = peak_memory_gib(trainer.device)
@@ -475,19 +464,17 @@ class Run:
         """
         # Rank 0 has the metrics. A run that was stopped for this stops again unless it
         # goes on from an earlier update.
-        got_worse = (
-            self.config.evaluation.stop_when_worse
-            and self.progress.status.worse is not None
-        )
-        return self.stop.requested or self.callbacks.wants_stop or got_worse
+        got_worse = self.progress.status.worse is not None
+        if got_worse and self.config.evaluation.stop_when_worse:
+            return True
+        return self.stop.requested or self.callbacks.wants_stop
 
     def _tell_of_checkpoints(self) -> None:
         """Tell the callbacks of the checkpoints that have become complete."""
         while self.writer.published:
             folder = self.writer.published.popleft()
-            self.callbacks.tell(
-                "on_save", SaveRecord(update=update_of(folder), folder=folder)
-            )
+            saved = SaveRecord(update=update_of(folder), folder=folder)
+            self.callbacks.tell("on_save", saved)
 
     def _finish_update(self, record: dict[str, Any], *, evaluates: bool) -> None:
         """Evaluate where that is due, and log the update in any case."""
@@ -573,9 +560,8 @@ class Run:
         try:
             trainer.check_fit(self.checkpoint.shapes)
         except ValueError as error:
-            raise CheckpointError(
-                f"The checkpoint does not fit this run: {error}"
-            ) from error
+            message = f"The checkpoint does not fit this run: {error}"
+            raise CheckpointError(message) from error
 
     def _prepare_directory(self, resumed: int) -> Path:
         """Create the run directory, move aside what is not this run's, and record what
@@ -626,9 +612,8 @@ class Run:
             pending: whether an evaluation was due.
         """
         update = self.trainer.update
-        scored = self.world.broadcast(
-            self.world.is_main and self.evaluation.load(update) is not None
-        )
+        found = self.world.is_main and self.evaluation.load(update) is not None
+        scored = self.world.broadcast(found)
         evaluated = scored and self._has_logged(update, {"eval/reward_mean"})
         # Evaluation may have been switched on since the last update.
         due = pending or update >= self.config.training.num_updates

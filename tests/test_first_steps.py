@@ -115,11 +115,10 @@ def test_a_start_is_followed_once_whatever_the_micro_batches_are(
     """Four groups of three, two of them of one prompt, and a window over steps 3 and 4
     of six.
     """
-    table, counts = window_table(OPENS), Elementwise()
-    expected, shared = (
-        sampler_of(Elementwise(), table, None, keep_steps),
-        sampler_of(counts, table, 3, keep_steps),
-    )
+    table = window_table(OPENS)
+    counts = Elementwise()
+    expected = sampler_of(Elementwise(), table, None, keep_steps)
+    shared = sampler_of(counts, table, 3, keep_steps)
     prompts = [Prompt(text="", index=index) for index in range(3)]
     members = [(prompt, member) for prompt in prompts for member in range(3)]
     samples = shared.samples(
@@ -170,7 +169,8 @@ class Counted:
     """Rows and FLOPs of the policy's velocities without a gradient."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rows, self.flops = 0, 0
+        self.rows = 0
+        self.flops = 0
         velocity = GuidedPolicy.velocity
 
         def counted(policy: GuidedPolicy, latents: Tensor, *arguments: Any) -> Tensor:
@@ -195,7 +195,8 @@ def sampled(config: RunConfig, *, shared: bool) -> tuple[list[Tensor], int, int]
     """States of a rollout of the tiny model, with the rows and FLOPs of its velocities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "shares_first_steps", lambda *arguments: shared)
-        trainer, counts = trainer_at(config), Counted(patch)
+        trainer = trainer_at(config)
+        counts = Counted(patch)
         trainer.objective.begin(0, OPENS)
         with trainer.objective.sampling():
             trajectories, _ = trainer._rollout()
@@ -220,7 +221,8 @@ def test_with_one_video_at_a_time_the_bits_are_those_of_every_member(
     config = tiny_run(
         *given, "--rollout.micro_batch_size=1", "--objective.kl_mode=none"
     )
-    alone, together = sampled(config, shared=False), sampled(config, shared=True)
+    alone = sampled(config, shared=False)
+    together = sampled(config, shared=True)
     assert all(
         torch.equal(given, wanted)
         for given, wanted in zip(together[0], alone[0], strict=True)
@@ -244,7 +246,8 @@ def test_with_several_at_a_time_the_first_steps_are_those_of_one(
     ]
     config = tiny_run(*words, f"--rollout.micro_batch_size={size}")
     one = sampled(tiny_run(*words, "--rollout.micro_batch_size=1"), shared=True)[0]
-    alone, together = sampled(config, shared=False), sampled(config, shared=True)
+    alone = sampled(config, shared=False)
+    together = sampled(config, shared=True)
     assert together[1] == 2 * 3 + 8 * 3
     for given, wanted in zip(together[0], alone[0], strict=True):
         torch.testing.assert_close(given, wanted, rtol=0, atol=1e-4)

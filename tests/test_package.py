@@ -129,7 +129,9 @@ def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empt
     """Both wheels hold sage_kernels: either serves it, the later one wins, and pip
     removes it with either.
     """
-    tree, venv, away = tmp_path / "tree", tmp_path / "venv", tmp_path / "away"
+    tree = tmp_path / "tree"
+    venv = tmp_path / "venv"
+    away = tmp_path / "away"
     tree.mkdir()
     away.mkdir()
     for name in (
@@ -177,7 +179,8 @@ def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empt
         next(tmp_path.glob(f"sage_{name}-*.whl")) for name in ("kernels", "fast")
     )
     run(sys.executable, "-m", "venv", "--without-pip", venv)
-    python, site = venv / "bin/python", next(venv.glob("lib/python*/site-packages"))
+    python = venv / "bin/python"
+    site = next(venv.glob("lib/python*/site-packages"))
     # What the packages require is borrowed from the environment of the tests.
     (site / "borrowed.pth").write_text(sysconfig.get_path("purelib") + "\n")
     into = [*pip, "--python", python]
@@ -261,10 +264,8 @@ def test_the_workflow_runs_the_steps_of_ci_run_on_the_oldest_and_newest_python()
     steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text("utf-8"))[
         "jobs"
     ]["make"]
-    text, cells = (
-        (ROOT / ".ci/run").read_text("utf-8"),
-        steps["strategy"]["matrix"]["include"],
-    )
+    text = (ROOT / ".ci/run").read_text("utf-8")
+    cells = steps["strategy"]["matrix"]["include"]
     ours = set(re.findall(r'\bstep ([a-z-]+) "', text))
     # To install the lowest releases as well would take .ci/run minutes.
     assert {step for cell in cells for step in cell["steps"].split()} == ours | {

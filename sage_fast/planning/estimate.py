@@ -112,9 +112,8 @@ def plan_encoding(
         isinstance(file, str) and not Path(file).is_file() for file in files
     ):
         return None
-    used = prompt_files.run_prompts(
-        config, *prompt_files.load_prompts(config), gpus // config.distributed.sp
-    )
+    prompts = prompt_files.load_prompts(config)
+    used = prompt_files.run_prompts(config, *prompts, gpus // config.distributed.sp)
     # A thousand of them are a mean.
     some = used[:: math.ceil(len(used) / 1000)]
     words = sum(_words(prompt.text) for prompt in some) / len(some)
@@ -343,16 +342,15 @@ def settle_memory(config: RunConfig) -> RunConfig:
     ]
     if not asked or device.type != "cuda":
         return config
+    limit = gpu_memory_gb(device)
     try:
-        settled = make_memory_plan(
-            config, on_gpu=True, gpus=world_size(), memory_gb=gpu_memory_gb(device)
-        ).config
+        plan = make_memory_plan(config, on_gpu=True, gpus=world_size(), memory_gb=limit)
     except ConfigError:
         return config  # what cannot be planned is computed as without a plan
     for section, name in asked:
-        value = getattr(getattr(settled, section), name)
+        value = getattr(getattr(plan.config, section), name)
         logger.info("%s.%s auto: %s", section, name, value)
-    return settled
+    return plan.config
 
 
 def make_plan(
@@ -406,9 +404,8 @@ def make_plan(
         else 0
     )
     # Of an evaluation, on the rank that has most of them.
-    batches = math.ceil(
-        math.ceil(prompts * section.noises / section.batch_size) / layout.data_parallel
-    )
+    videos = math.ceil(prompts * section.noises / section.batch_size)
+    batches = math.ceil(videos / layout.data_parallel)
     tokens = description.tokens(evaluated)
     waits = waiting(
         held, visited, device, evaluation_tokens=tokens, eval_batches=batches

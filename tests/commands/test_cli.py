@@ -396,7 +396,8 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--checkpoint", "none", "--evaluation.batch_size=1"]
-    output, write = tmp_path / "videos", media_files.write_video
+    output = tmp_path / "videos"
+    write = media_files.write_video
 
     def interrupted(path: Path, *rest: object) -> None:
         if list(output.glob("*.mp4")):

@@ -16,7 +16,8 @@ from sage_fast.config.files import LEFT_AFTER, fingerprint, loads, replacing, wr
 def test_a_copy_is_the_same_and_a_change_of_any_tensor_shows(tmp_path: Path) -> None:
     """Twelve MiB of tensors, so that most of the file is not read."""
     tensors = {f"layer.{i}": torch.full((2**20,), float(i)) for i in range(3)}
-    path, copy = tmp_path / "model.safetensors", tmp_path / "other/model.safetensors"
+    path = tmp_path / "model.safetensors"
+    copy = tmp_path / "other/model.safetensors"
     copy.parent.mkdir()
     save_file(tensors, path)
     copy.write_bytes(path.read_bytes())
@@ -114,9 +115,7 @@ def test_a_file_that_must_last_is_on_disk_before_its_name_is(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     write_text(tmp_path / "new/words.txt", "all of it", lasting=lasting)
-    content, name, entry = (
-        ("sync", "all of it"),
-        ("rename", "words.txt"),
-        ("sync", "new"),
-    )
+    content = ("sync", "all of it")
+    name = ("rename", "words.txt")
+    entry = ("sync", "new")
     assert events == ([content, name, entry] if lasting else [name])

@@ -143,7 +143,8 @@ def test_a_random_case_is_read_or_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], seeds: range
 ) -> None:
     """Many of them are accepted, else nothing would be found where keys are ignored."""
-    path, accepted = tmp_path / "case.yaml", 0
+    path = tmp_path / "case.yaml"
+    accepted = 0
     for seed in seeds:
         content, given = case_of(seed)
         path.write_text(content, encoding="utf-8")

@@ -29,7 +29,8 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_files_are_merged_left_to_right_and_the_command_line_goes_last() -> None:
     Path("late.yaml").write_text("rollout: {eta: 0.9}\nreward: {weights: {TA: 1.0}}\n")
-    preset, first = "hv15_352x624_lora_1gpu", "ablations/setting_b"
+    preset = "hv15_352x624_lora_1gpu"
+    first = "ablations/setting_b"
     assert load_config([preset, first, "late.yaml"]).reward.weights == {"TA": 1.0}, (
         "a mapping is replaced whole"
     )
@@ -333,7 +334,8 @@ def test_who_replaces_the_rewards_drops_what_belonged_to_others(
         overrides = words[::-1]
     elif way == "file":
         (tmp_path / "mine.yaml").write_text(json.dumps({"reward": section}))
-        files, overrides = [PRESET, tmp_path / "mine.yaml"], []
+        files = [PRESET, tmp_path / "mine.yaml"]
+        overrides = []
     elif way == "section":
         overrides = [f"--reward={json.dumps(section)}"]
     elif way == "dict":

@@ -113,7 +113,9 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
         config.model.family == "hunyuan15"
         and config.output_dir == f"runs/{preset.stem}"
     )
-    rollout, objective, video = config.rollout, config.objective, config.video
+    rollout = config.rollout
+    objective = config.objective
+    video = config.video
     assert (rollout.sde_type, rollout.num_steps, rollout.shift, rollout.eta) == (
         "sage_grpo",
         20,
@@ -171,7 +173,8 @@ def test_the_rewards_of_a_preset_take_its_options_and_look_where_the_advice_puts
     config = load_config(preset)
     monkeypatch.chdir(tmp_path)
     for name in config.reward.rewards:
-        found, given = find_reward(name), config.reward.options.get(name, {})
+        found = find_reward(name)
+        given = config.reward.options.get(name, {})
         assert (
             check_reward(
                 name,
@@ -220,7 +223,9 @@ def test_an_update_moves_the_weights_as_in_the_published_recipe_of_its_kind(
     preset: Path,
 ) -> None:
     config = load_config(preset)
-    mode, lora, optimizer = config.training.mode, config.lora, config.optimizer
+    mode = config.training.mode
+    lora = config.lora
+    optimizer = config.optimizer
     published = objective_of(config).published[mode]
     scale = (lora.alpha or lora.rank) / lora.rank
     found = first_movement(
@@ -238,7 +243,8 @@ def test_an_update_moves_the_weights_as_in_the_published_recipe_of_its_kind(
 def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_recipes(
     preset: Path,
 ) -> None:
-    config, gpus = load_config(preset), preset_gpus(preset)
+    config = load_config(preset)
+    gpus = preset_gpus(preset)
     videos = config.rollout.batch_size * gpus
     assert (
         videos >= FEW_VIDEOS and videos // config.rollout.num_generations >= FEW_PROMPTS
@@ -264,16 +270,16 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
 def test_a_preset_is_for_the_gpus_in_its_name(preset: Path) -> None:
-    config, gpus = load_config(preset), preset_gpus(preset)
-    section, rollout = config.distributed, config.rollout
+    config = load_config(preset)
+    gpus = preset_gpus(preset)
+    section = config.distributed
+    rollout = config.rollout
     replicate, shard, sp = section.degrees(gpus, config.training.mode)
     assert least_gpus(section, rollout) == gpus and replicate * shard * sp == gpus
     check_batch(rollout.batch_size, replicate * shard, rollout.num_generations)
     videos = rollout.batch_size * replicate * shard
-    prompts, updates = (
-        videos // rollout.num_generations,
-        config.training.updates_per_rollout,
-    )
+    prompts = videos // rollout.num_generations
+    updates = config.training.updates_per_rollout
     header = (
         f"# An update has {videos // updates} videos of {prompts} prompts; published "
         "recipes have"
@@ -397,7 +403,8 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
             LEVERS[preset], **{key: changed[key] for key in keys if key in changed}
         ).seconds_per_video
 
-    text, changed = config_file(preset).read_text("utf-8"), changed_keys(preset)
+    text = config_file(preset).read_text("utf-8")
+    changed = changed_keys(preset)
     base = seconds()
     for key in changed.keys() - {"training.guidance"}:
         left = "( with the [^,:]+)?, (exact|unbiased|another policy): "
@@ -407,7 +414,8 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
         assert said, key
         # The factor of an update in one pass has the share of the KL on both sides.
         beside = ["objective.kl_position_fraction"] if key == "training.update" else []
-        without, alone = seconds(*beside) if beside else base, seconds(key, *beside)
+        without = seconds(*beside) if beside else base
+        alone = seconds(key, *beside)
         assert float(said[1]) == pytest.approx(without / alone, abs=0.006), key
     plan = planned(preset, **{"model.attention": "cudnn"})
     assert plan.fits

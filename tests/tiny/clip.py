@@ -40,7 +40,8 @@ def build_tiny_clip(folder: Path, *, image_size: int = 24, seed: int = 0) -> Pat
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     CLIPTokenizer.from_pretrained(folder).save_pretrained(folder)
 
-    begin, end = vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"]
+    begin = vocabulary["<|startoftext|>"]
+    end = vocabulary["<|endoftext|>"]
     layers = {
         "hidden_size": 16,
         "intermediate_size": 32,

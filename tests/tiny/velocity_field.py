@@ -32,11 +32,9 @@ def smooth_velocity(
         )
         weights = weights + mixing @ torch.sin(3 * parameter.flatten())
     w = torch.tanh(weights)
-    x, s, t = (
-        latents.double(),
-        sigma.double().view(-1, 1, 1, 1, 1),
-        text.double().view(-1, 1, 1, 1, 1),
-    )
+    x = latents.double()
+    s = sigma.double().view(-1, 1, 1, 1, 1)
+    t = text.double().view(-1, 1, 1, 1, 1)
     inner = torch.sin(x * (1 + w[0]) + w[1] * t + w[2] * s) * w[3] + w[4] * x.roll(
         1, -1
     ) * torch.cos(w[5] * t)

@@ -17,9 +17,16 @@ from torch import Tensor
 
 from sage_fast.rewards.videoalign import QUESTIONS, SPECIAL_TOKENS
 
-HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, LAYERS = 64, 4, 2, 96, 2
-VISION_WIDTH, VISION_HEADS, VISION_BLOCKS = 32, 2, 2
-LORA_RANK, LORA_ALPHA = 4, 8
+HIDDEN = 64
+HEADS = 4
+KV_HEADS = 2
+INTERMEDIATE = 96
+LAYERS = 2
+VISION_WIDTH = 32
+VISION_HEADS = 2
+VISION_BLOCKS = 2
+LORA_RANK = 4
+LORA_ALPHA = 8
 
 # The added tokens of Qwen2-VL that a conversation about a video can hold.
 BASE_TOKENS = (
@@ -59,10 +66,12 @@ def build_tiny_videoalign(
     Returns:
         (checkpoint, base model), for the options `path` and `base_model` of the reward.
     """
-    checkpoint, base = folder / f"videoalign_{head_outputs}", folder / "qwen2_vl"
+    checkpoint = folder / f"videoalign_{head_outputs}"
+    base = folder / "qwen2_vl"
     # Beside it what must not be taken: an older step (as text, 900 comes after 1200),
     # and a folder of another kind.
-    step, older = checkpoint / "checkpoint-1200", checkpoint / "checkpoint-900"
+    step = checkpoint / "checkpoint-1200"
+    older = checkpoint / "checkpoint-900"
     for path in (base, step, older, checkpoint / "checkpoint-best"):
         path.mkdir(parents=True, exist_ok=True)
     _write_base_model(base)
@@ -238,7 +247,9 @@ def _language_weights() -> dict[str, Tensor]:
 
 
 def _visual_weights() -> dict[str, Tensor]:
-    width, merged, seed = VISION_WIDTH, 4 * VISION_WIDTH, "tuned"
+    width = VISION_WIDTH
+    merged = 4 * VISION_WIDTH
+    seed = "tuned"
     weights = {
         "visual.patch_embed.proj.weight": _random(
             f"{seed}visual.patch_embed", (width, 3, 2, 14, 14)

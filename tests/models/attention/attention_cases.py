@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 # B, Nq, Nk, H, D
 CASES = {
     "one-token": (1, 1, 1, 1, 8),

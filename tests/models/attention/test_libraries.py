@@ -159,7 +159,8 @@ def run_calls(
     """
     q, k, v, grad_out = inputs
     out, lse = LIBRARIES[backend].forward(q, k, v)
-    out, lse = out.contiguous(), lse.contiguous()
+    out = out.contiguous()
+    lse = lse.contiguous()
     return (
         out,
         lse,

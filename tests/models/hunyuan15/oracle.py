@@ -14,7 +14,10 @@ from torch import Tensor
 
 from sage_fast.records import PromptEmbeds
 
-TEXT_WIDTH, GLYPH_WIDTH, IMAGE_WIDTH, CHANNELS = 24, 20, 12, 4
+TEXT_WIDTH = 24
+GLYPH_WIDTH = 20
+IMAGE_WIDTH = 12
+CHANNELS = 4
 SIZE = 2, 3, 4
 
 
@@ -100,15 +103,14 @@ def padded_arguments(
         rows = torch.zeros(batch, length, tokens[0].shape[1], dtype=dtype)
         mask = torch.zeros(batch, length)
         for i, t in enumerate(tokens):
-            rows[i, : t.shape[0]], mask[i, : t.shape[0]] = t.to(dtype), 1
+            rows[i, : t.shape[0]] = t.to(dtype)
+            mask[i, : t.shape[0]] = 1
         return rows, mask
 
     text, text_mask = pad([p.text for p in prompts])
     glyph, glyph_mask = pad([p.glyph for p in prompts])
-    condition, image = (
-        x.new_zeros(batch, CHANNELS + 1, *x.shape[2:], dtype=dtype),
-        torch.zeros(batch, 5, IMAGE_WIDTH),
-    )
+    condition = x.new_zeros(batch, CHANNELS + 1, *x.shape[2:], dtype=dtype)
+    image = torch.zeros(batch, 5, IMAGE_WIDTH)
     if prompts[0].image is not None:
         image = torch.stack([p.image for p in prompts])
         condition[:, :CHANNELS, 0] = torch.stack([p.frame[:, 0] for p in prompts]).to(
@@ -145,9 +147,12 @@ def widened() -> Iterator[None]:
         even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
         return x * cos + torch.stack([-odd, even], dim=-1).flatten(-2) * sin
 
-    stock_norm, stock_rope = RMSNorm.forward, embeddings.apply_rotary_emb
-    RMSNorm.forward, embeddings.apply_rotary_emb = norm, rope
+    stock_norm = RMSNorm.forward
+    stock_rope = embeddings.apply_rotary_emb
+    RMSNorm.forward = norm
+    embeddings.apply_rotary_emb = rope
     try:
         yield
     finally:
-        RMSNorm.forward, embeddings.apply_rotary_emb = stock_norm, stock_rope
+        RMSNorm.forward = stock_norm
+        embeddings.apply_rotary_emb = stock_rope

@@ -119,13 +119,12 @@ def assert_same_gradients(
 def test_outputs_and_every_gradient_are_those_of_diffusers(
     case: str, checkpointing: Any, dtype: torch.dtype
 ) -> None:
-    model, tolerance = (
-        tiny_transformer(dtype=dtype),
-        1e-10 if dtype == torch.float64 else 1e-5,
-    )
+    model = tiny_transformer(dtype=dtype)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
     model.reads_pictures = case == "pictures"
     prompts = prompts_of(case, dtype)
-    x, timestep = latents(len(prompts)), torch.linspace(100.3, 900.7, len(prompts))
+    x = latents(len(prompts))
+    timestep = torch.linspace(100.3, 900.7, len(prompts))
     expected, gradients = differentiate(
         model, lambda: stock(model, x, timestep, prompts, dtype)
     )
@@ -148,7 +147,8 @@ def test_outputs_and_every_gradient_are_those_of_diffusers(
 def test_triton_kernels_in_float32() -> None:
     model = tiny_transformer(layers=2)
     prompts = prompts_of("glyph", torch.float32)[:1]
-    x, timestep = latents(1, size=(1, 2, 2)), torch.tensor([700.0])
+    x = latents(1, size=(1, 2, 2))
+    timestep = torch.tensor([700.0])
     expected, gradients = differentiate(
         model, lambda: stock(model, x, timestep, prompts, torch.float32)
     )
@@ -165,15 +165,14 @@ def test_bfloat16_is_as_close_to_float64_as_diffusers_is(checkpointing: Any) -> 
 
     A single bias of 32 entries would compare one draw of rounding noise with another.
     """
-    own, theirs = Counter[str](), Counter[str]()
+    own = Counter[str]()
+    theirs = Counter[str]()
     for seed in range(3):
         model = tiny_transformer(layers=2, seed=seed)
         family_of(model).cast(model, torch.bfloat16)
         prompts = [prompt(5, 3, seed=seed + i, dtype=torch.bfloat16) for i in range(2)]
-        x, timestep = (
-            latents(2, size=(2, 4, 6), seed=seed).bfloat16().float(),
-            torch.tensor([104.0, 896.0]),
-        )
+        x = latents(2, size=(2, 4, 6), seed=seed).bfloat16().float()
+        timestep = torch.tensor([104.0, 896.0])
         oracle = copy.deepcopy(model).double()
         exact, exact_gradients = differentiate(
             oracle, partial(stock, oracle, x, timestep, prompts, torch.float64)
@@ -253,7 +252,8 @@ def test_lora_wrapped(
     )
     model = with_lora(tiny_transformer(dtype=torch.float64), targets)
     prompts = prompts_of("ragged", torch.float64)
-    x, timestep = latents(3), torch.tensor([20.0, 500.0, 980.0])
+    x = latents(3)
+    timestep = torch.tensor([20.0, 500.0, 980.0])
     expected, gradients = differentiate(
         model, lambda: stock(model, x, timestep, prompts, torch.float64)
     )
@@ -266,11 +266,9 @@ def test_lora_wrapped(
 
 def test_adapters_can_be_switched_off_scaled_and_merged() -> None:
     model = with_lora(tiny_transformer(dtype=torch.float64))
-    prompts, x, timestep = (
-        prompts_of("one", torch.float64),
-        latents(1),
-        torch.tensor([300.0]),
-    )
+    prompts = prompts_of("one", torch.float64)
+    x = latents(1)
+    timestep = torch.tensor([300.0])
 
     @torch.no_grad()
     def outputs() -> list[Tensor]:
@@ -306,7 +304,8 @@ def test_no_bit_depends_on_what_blocks_keep(dtype: torch.dtype, lora: bool) -> N
         if lora:
             model = with_lora(model.requires_grad_(False), LORA_TARGETS[:8])
         accelerate(model, checkpointing=checkpointing)  # type: ignore[arg-type]
-        x, timestep = latents(1), torch.tensor([500.0])
+        x = latents(1)
+        timestep = torch.tensor([500.0])
         prompts = prompts_of("one-token", torch.float32)
         found.append(differentiate(model, partial(packed, model, x, timestep, prompts)))
     (output, gradients), *others = found
@@ -362,7 +361,9 @@ def test_a_block_lets_go_of_what_it_no_longer_reads(
     """On the meta device; with more tokens of the text, so that what the video's stream
     has left shows.
     """
-    video, text, width = 1200, 2000, 2048
+    video = 1200
+    text = 2000
+    width = 2048
     transformer = meta_transformer(3, "nothing")
     transformer.requires_grad_(trained == "everything")
     if trained == "adapters":
@@ -395,13 +396,12 @@ def test_a_block_lets_go_of_what_it_no_longer_reads(
 
 
 def test_undo_restores_the_instance_and_leaves_the_class_alone() -> None:
-    model, other = tiny_transformer(), tiny_transformer()
+    model = tiny_transformer()
+    other = tiny_transformer()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    x, timestep, prompts = (
-        latents(1),
-        torch.tensor([300.0]),
-        prompts_of("glyph", torch.float32)[:1],
-    )
+    x = latents(1)
+    timestep = torch.tensor([300.0])
+    prompts = prompts_of("glyph", torch.float32)[:1]
     expected = stock(model, x, timestep, prompts, torch.float32)
     acceleration = accelerate(model)
     assert all(
@@ -450,12 +450,11 @@ def test_the_gradient_of_the_gate_costs_no_product_where_tokens_are_many(
     """It comes from dx2^T h, which the gradient of W_2 takes in any case: h W_2 is not
     recomputed.
     """
-    prompts, x, timestep = (
-        prompts_of("one", torch.float64),
-        latents(1),
-        torch.tensor([300.0]),
-    )
-    counts, gradients = [], []
+    prompts = prompts_of("one", torch.float64)
+    x = latents(1)
+    timestep = torch.tensor([300.0])
+    counts = []
+    gradients = []
     for few in (1000, 10):  # the video has 24 tokens, the text 5
         monkeypatch.setattr(shared_block, "_FEW_TOKENS", few)
         model = tiny_transformer(dtype=torch.float64)
@@ -506,14 +505,10 @@ def test_the_table_follows_the_weights_it_depends_on() -> None:
     """The output is what it is after `forget`, which a change through `.data` needs, as
     that leaves no trace.
     """
-    model, other = (
-        tiny_transformer().requires_grad_(False),
-        tiny_transformer(seed=3).state_dict(),
-    )
-    layer, embedder = (
-        model.transformer_blocks[1].norm1.linear,
-        model.time_embed.timestep_embedder.linear_2,
-    )
+    model = tiny_transformer().requires_grad_(False)
+    other = tiny_transformer(seed=3).state_dict()
+    layer = model.transformer_blocks[1].norm1.linear
+    embedder = model.time_embed.timestep_embedder.linear_2
     changes: dict[str, Callable[[], object]] = {
         "weight": lambda: layer.weight.mul_(1.5),
         "time embedding": lambda: embedder.weight.mul_(1.5),
@@ -533,7 +528,8 @@ def test_the_table_follows_the_weights_it_depends_on() -> None:
         with torch.no_grad():
             change()
         model.requires_grad_(False)
-        before, output = output, forward()
+        before = output
+        output = forward()
         acceleration.forget()
         assert torch.equal(output, forward()), name
         assert not torch.allclose(output, before), name
@@ -541,11 +537,9 @@ def test_the_table_follows_the_weights_it_depends_on() -> None:
 
 def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
     """The scale of an adapter, one that was merged, and the gradient of the timestep."""
-    x, timestep, prompts = (
-        latents(1),
-        torch.tensor([300.0]),
-        prompts_of("one", torch.float64),
-    )
+    x = latents(1)
+    timestep = torch.tensor([300.0])
+    prompts = prompts_of("one", torch.float64)
     scaled = tiny_transformer(dtype=torch.float64)
     adapter = LoraConfig(
         r=2,
@@ -576,7 +570,8 @@ def test_what_the_table_cannot_follow_is_computed_by_the_weights() -> None:
     )
     assert not torch.allclose(base, expected)
 
-    model, found = tiny_transformer(dtype=torch.float64).requires_grad_(False), []
+    model = tiny_transformer(dtype=torch.float64).requires_grad_(False)
+    found = []
     for adaln in ("weights", "auto"):
         with accelerate(model, adaln=adaln):  # type: ignore[arg-type]
             asked = timestep.clone().requires_grad_()
@@ -625,11 +620,9 @@ def test_rows_of_the_table_do_not_depend_on_the_batch_that_met_them_first() -> N
 def test_generating_in_inference_mode_then_training() -> None:
     model = with_lora(tiny_transformer())
     accelerate(model)
-    x, timestep, prompts = (
-        latents(1),
-        torch.tensor([300.0]),
-        prompts_of("glyph", torch.float32)[:1],
-    )
+    x = latents(1)
+    timestep = torch.tensor([300.0])
+    prompts = prompts_of("glyph", torch.float32)[:1]
     expected = packed(model, x, timestep, prompts).detach()
     with torch.inference_mode():
         torch.testing.assert_close(
@@ -658,11 +651,9 @@ def test_what_is_more_than_plain_lora_is_refused() -> None:
 
     model = tiny_transformer()
     accelerate(model)
-    prompts, x, timestep = (
-        prompts_of("one", torch.float32),
-        latents(1),
-        torch.tensor([300.0]),
-    )
+    prompts = prompts_of("one", torch.float32)
+    x = latents(1)
+    timestep = torch.tensor([300.0])
     with pytest.raises(
         ValueError, match=r"timestep is torch.bfloat16.*cast_forward_inputs=False"
     ):
@@ -696,11 +687,9 @@ def test_a_forward_that_somebody_else_replaced_is_left_alone() -> None:
 def test_autocast_changes_nothing_and_neither_does_a_pickle() -> None:
     model = tiny_transformer()
     accelerate(model)
-    x, timestep, prompts = (
-        latents(1),
-        torch.tensor([300.0]),
-        prompts_of("glyph", torch.float32)[:1],
-    )
+    x = latents(1)
+    timestep = torch.tensor([300.0])
+    prompts = prompts_of("glyph", torch.float32)[:1]
     expected = packed(model, x, timestep, prompts)
     gradients = differentiate(model, partial(packed, model, x, timestep, prompts))[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):

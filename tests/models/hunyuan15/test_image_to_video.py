@@ -51,7 +51,8 @@ from tests.tiny.checkpoints import (
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
 
-HEIGHT, WIDTH = 48, 64
+HEIGHT = 48
+WIDTH = 64
 SIGN = 'a sign that says "open"'
 
 
@@ -144,7 +145,8 @@ def test_the_whole_pipeline_is_the_stock_one(
             image=image, prompt=SIGN, latents=noise.clone(), **options
         ).frames
 
-    expected, sigmas = stock(), animator.scheduler.sigmas
+    expected = stock()
+    sigmas = animator.scheduler.sigmas
     uncond, prompt = pair(load(world, world / "cache"), world)
     assert (
         prompt.lengths[2] == IMAGE_TOKENS
@@ -184,7 +186,8 @@ def test_the_whole_pipeline_is_the_stock_one(
 
 
 def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
-    components, seen = load(world, world / "cache"), list[dict[str, Any]]()
+    components = load(world, world / "cache")
+    seen = list[dict[str, Any]]()
     uncond, prompt = pair(components, world)
     hook = components.transformer.register_forward_pre_hook(
         lambda module, arguments, given: seen.append(given), with_kwargs=True
@@ -201,10 +204,8 @@ def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
         < len(prompt.text)
     )
     for branch in (conditional, unconditional):
-        given, mask = (
-            branch["hidden_states"][0, LATENT_CHANNELS:-1],
-            branch["hidden_states"][0, -1],
-        )
+        given = branch["hidden_states"][0, LATENT_CHANNELS:-1]
+        mask = branch["hidden_states"][0, -1]
         assert torch.equal(branch["image_embeds"][0], prompt.image) and torch.equal(
             given[:, :1], prompt.frame
         )
@@ -415,7 +416,8 @@ def test_videos_of_pictures_are_generated_evaluated_and_exported(
         assert f'src="{name}"' in page and load_image(
             str(tmp_path / "scores" / name)
         ).size == (WIDTH, HEIGHT)
-    fox, sign = str(world / "pictures/fox.png"), str(world / "sign.png")
+    fox = str(world / "pictures/fox.png")
+    sign = str(world / "sign.png")
     out = tmp_path / "videos"
     words = [
         "generate",

@@ -130,7 +130,8 @@ def test_the_shift_that_a_model_was_published_with(
     "lost", ["transformer", "tokenizer", "text_encoder/model.safetensors"]
 )
 def test_a_missing_part_is_named_with_its_command(copied: Path, lost: str) -> None:
-    path, part = copied / lost, lost.partition("/")[0]
+    path = copied / lost
+    part = lost.partition("/")[0]
     path.rename(copied / "elsewhere")
     repository = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v"
     command = f"hf download {repository} --include '{part}/*' --local-dir {copied}"

@@ -21,7 +21,8 @@ from sage_fast.models.projection import (
     weights_backward,
 )
 
-WIDTH, ROWS = 16, 40
+WIDTH = 16
+ROWS = 40
 
 
 def layers_of(
@@ -32,7 +33,8 @@ def layers_of(
     linears = [nn.Linear(WIDTH, WIDTH, bias=bias, dtype=torch.float64) for _ in ranks]
     if stack:
         stack_weights(linears)
-    layers, first = [], 0
+    layers = []
+    first = 0
     for i, (linear, updates) in enumerate(zip(linears, ranks, strict=True)):
         low_rank = tuple(
             LowRank(
@@ -134,10 +136,8 @@ def test_rows_of_a_gradient_before_an_adapter_are_a_multiple_of_16() -> None:
     """
     layers = layers_of([(4,), (4,)])
     (adapter,) = read_adapters([layers], torch.float64)
-    grads, x = (
-        [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers],
-        torch.randn(ROWS, WIDTH + 8).double(),
-    )
+    grads = [torch.randn(ROWS, WIDTH, dtype=torch.float64) for _ in layers]
+    x = torch.randn(ROWS, WIDTH + 8).double()
     found, _ = input_backward(grads, layers, adapter, x)
     assert found.shape == (ROWS, WIDTH) and found.stride() == (
         -(-(WIDTH + 8) // 16) * 16,

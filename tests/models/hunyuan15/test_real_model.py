@@ -156,7 +156,8 @@ def test_doctor_and_train_agree_on_what_is_missing(
 def test_the_readme_of_an_export_gives_a_stock_pipeline_that_generates(
     world: World, tmp_path: Path, words: list[str], dtype: torch.dtype
 ) -> None:
-    run, folder = world.root / "run", tmp_path / "exported"
+    run = world.root / "run"
+    folder = tmp_path / "exported"
     assert (
         main(
             [

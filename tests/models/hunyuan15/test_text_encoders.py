@@ -74,7 +74,8 @@ def test_without_padding_the_valid_tokens_are_those_of_the_padded_prompt(
     float32, and within the rounding of bfloat16, whose matrices of another height some
     processors multiply in another order.
     """
-    load, called = HunyuanPromptEncoder._load, []
+    load = HunyuanPromptEncoder._load
+    called = []
     monkeypatch.setattr(
         HunyuanPromptEncoder, "_load", lambda *arguments: load(*arguments).to(dtype)
     )
@@ -107,11 +108,10 @@ def test_what_is_not_seen_is_said_of_new_and_of_cached_prompts(
 ) -> None:
     """A prompt that just fits is not among them."""
     fitting = "a" * (1000 - 5)
-    long, sign = (
-        f"long {fitting}",
-        f'a sign with a long text, "{"late " * 60}", {"and more " * 60}',
-    )
-    whole, inches = '"a cat in the snow"', '24" screen and a 27" monitor'
+    long = f"long {fitting}"
+    sign = f'a sign with a long text, "{"late " * 60}", {"and more " * 60}'
+    whole = '"a cat in the snow"'
+    inches = '24" screen and a 27" monitor'
     for _ in range(2):
         lengths = encoder.prepare(["", fitting, long, sign, whole, inches])
         assert [length[0] for length in lengths[1:3]] == [1000, 1000] and lengths[3][
@@ -295,10 +295,8 @@ def test_weights_of_another_model_beside_an_encoders_are_not_read(
     diffusers_checkpoint: Path, tmp_path: Path
 ) -> None:
     """Such as the head of a language model, or the decoder of a T5."""
-    larger, text = (
-        copy_tree(diffusers_checkpoint, tmp_path / "larger"),
-        'a cat says "miau"',
-    )
+    larger = copy_tree(diffusers_checkpoint, tmp_path / "larger")
+    text = 'a cat says "miau"'
     beside = {
         "text_encoder": "lm_head.weight",
         "text_encoder_2": "decoder.block.0.layer.0.layer_norm.weight",
@@ -326,7 +324,8 @@ def encode_on_a_rank(
     it has written some.
     """
     world = start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
-    encoder, encoded = encoder_of(Path(checkpoint), Path(cache)), []
+    encoder = encoder_of(Path(checkpoint), Path(cache))
+    encoded = []
     write = encoder._write
 
     def observed(text: str, embeds: PromptEmbeds, count: tuple[int, int]) -> None:

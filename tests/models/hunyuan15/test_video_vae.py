@@ -95,7 +95,8 @@ def test_as_many_samples_at_once_as_fit(
     latents = latents_of(5, 1, 2, 2)
     plain = VAEDecoder(copy.deepcopy(vae))
     expected = plain.decode(latents)
-    decode, sizes = vae.decode, []
+    decode = vae.decode
+    sizes = []
     monkeypatch.setattr(
         vae, "decode", lambda z, **options: sizes.append(len(z)) or decode(z, **options)
     )
@@ -109,7 +110,8 @@ def test_as_many_samples_at_once_as_fit(
 def test_one_mask_serves_a_decode_and_is_freed(
     vae: AutoencoderKLHunyuanVideo15,
 ) -> None:
-    decoder, made = VAEDecoder(vae), []
+    decoder = VAEDecoder(vae)
+    made = []
 
     def spy(*arguments: object) -> Tensor:
         mask = causal_mask(*arguments)
@@ -150,7 +152,8 @@ def test_memory_estimate_of_the_published_vae() -> None:
     """The peak of a decode, traced without data at the published size, lies just below
     the estimate.
     """
-    decoder, size = VAEDecoder.empty("float16"), (9, 16, 24)
+    decoder = VAEDecoder.empty("float16")
+    size = (9, 16, 24)
     latents = torch.empty(1, 32, *size, dtype=torch.float16, device="meta")
     with torch.no_grad(), Tracer([latents, *decoder.vae.parameters()]) as tracer:
         decoder.vae.decode(latents)

@@ -93,7 +93,8 @@ def test_colour_fills_the_object(colour):
 def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion, step):
     scene = dataclasses.replace(SCENE, motion=motion)
     video = render(scene)
-    base, mass = centres(video), object_mass(video).sum((1, 2))
+    base = centres(video)
+    mass = object_mass(video).sum((1, 2))
     tolerance = 0.01 if motion != "closer" else 0.15
     assert torch.allclose(
         base.diff(dim=0), torch.tensor(step).float().expand(7, 2), atol=tolerance
@@ -102,7 +103,8 @@ def test_motion_is_one_pixel_a_frame_and_position_shifts_the_whole_track(motion,
         assert (mass.diff() > 0).all() and mass[-1] > 4 * mass[0]
     else:
         assert torch.allclose(mass, mass[:1].expand(8), rtol=1e-4)
-    x, y = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    x = torch.tensor([1.0, 0.0])
+    y = torch.tensor([0.0, 1.0])
     axis, other = (x, y) if motion in ("left", "right") else (y, x)
     along = centres(render(dataclasses.replace(scene, along=1))) - base
     across = centres(render(dataclasses.replace(scene, across=-2))) - base

@@ -181,11 +181,9 @@ def test_bfloat16_is_as_near_as_the_stock_class() -> None:
     """The time embedding and the modulation stay float32, and what is elementwise is
     rounded once.
     """
-    latents, sigma, text = (
-        torch.randn(1, 4, 2, 8, 8),
-        torch.tensor([0.7777]),
-        [prompt(5, torch.float32)],
-    )
+    latents = torch.randn(1, 4, 2, 8, 8)
+    sigma = torch.tensor([0.7777])
+    text = [prompt(5, torch.float32)]
     exact = WanTransformer.velocity(tiny_transformer(), latents, sigma, text)
     models = [tiny_transformer() for _ in range(2)]
     for model in models:
@@ -235,7 +233,8 @@ def test_what_it_does_not_compute_is_refused() -> None:
     with pytest.raises(ValueError, match="cross_attn_norm is False"):
         fuse(transformer(cross_attn_norm=False))
     fuse(model)
-    latents, text = torch.zeros(1, 4, 1, 4, 4), torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH)
+    latents = torch.zeros(1, 4, 1, 4, 4)
+    text = torch.zeros(1, TEXT_TOKENS, TEXT_WIDTH)
     for given in (
         {"encoder_hidden_states_image": text},
         {"timestep": torch.ones(1, 4)},

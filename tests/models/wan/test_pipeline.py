@@ -29,8 +29,11 @@ from sage_fast.sde import transition_table
 from tests.tiny.wan import save_wan
 
 PROMPTS = ["a red circle moving left", "  a fox\nin the &amp; snow ", ""]
-STEPS, GUIDANCE = 5, 5.0
-FRAMES, HEIGHT, WIDTH = 9, 32, 48
+STEPS = 5
+GUIDANCE = 5.0
+FRAMES = 9
+HEIGHT = 32
+WIDTH = 48
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,8 @@ def test_a_long_prompt_is_cut_where_the_pipeline_cuts_it(
 def test_latents_and_frames_at_the_pipelines_own_sigmas(
     model: Model, text: str
 ) -> None:
-    stock, transformer = model.stock, model.ours.transformer
+    stock = model.stock
+    transformer = model.ours.transformer
     stock.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     embeds, unconditional = model.ours.prompt_encoder.encode([text, ""])
     samples = [Sample(prompt=Prompt(text=text, index=0), embeds=embeds, member=0)]
@@ -224,10 +228,8 @@ def test_facts_and_files(model: Model) -> None:
     family = model_family("wan")
     facts = family.inspect(section(model.folder))
     assert facts is not None and facts.shift == 3.0 and facts.shift_difference(5.0)
-    (whole,), (none,) = (
-        family.requirements(section(model.folder)),
-        family.requirements(ModelConfig(family="wan")),
-    )
+    (whole,) = family.requirements(section(model.folder))
+    (none,) = family.requirements(ModelConfig(family="wan"))
     assert (
         whole.missing == []
         and "Wan-AI/Wan2.1-T2V-1.3B-Diffusers" in none.fetch

@@ -35,7 +35,8 @@ def test_a_preset_is_what_its_name_says(name: str) -> None:
     )
     # Flow-Factory's recipes for Wan 2.1: AdamW 1e-4, alpha = rank, and for the forward
     # process 12 steps.
-    optimizer, lora = config.optimizer, config.lora
+    optimizer = config.optimizer
+    lora = config.lora
     assert (
         optimizer.name,
         optimizer.learning_rate,

@@ -69,7 +69,8 @@ FORWARD_PROCESS = [
     "--rollout.sde_type=ode",
     "--objective.kl_mode=none",
 ]
-FULL, BF16 = "--training.mode=full", "--model.dtype=bfloat16"
+FULL = "--training.mode=full"
+BF16 = "--model.dtype=bfloat16"
 STOCK = "--model.forward=stock"
 MODES = {
     "two_phase": [],
@@ -137,15 +138,14 @@ LAYOUTS = {
     ],
 )
 def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) -> None:
-    file, words = write(model, tmp_path), LAYOUTS[layout]
+    file = write(model, tmp_path)
+    words = LAYOUTS[layout]
     alone = [word for word in words if "distributed" not in word]
     # lora_B of zeros: its first sign is that of a rounded gradient
     wide = 1e-3 if BF16 in words else 0.0
     ((expected, _, weights),) = run_ranks(train, 1, file, alone)
-    ranks, videos = (
-        (4 if layout == "four_ranks" else 2),
-        (4 if layout == "shared_videos" else 2),
-    )
+    ranks = 4 if layout == "four_ranks" else 2
+    videos = 4 if layout == "shared_videos" else 2
     for records, _, spread in run_ranks(
         train, ranks, file, [*words, f"--rollout.batch_size={videos}"]
     ):
@@ -248,7 +248,8 @@ def test_the_stock_pipeline_loads_an_export(
 ) -> None:
     result = export(trained.output_dir, tmp_path / "o", layout=layout)
     pipeline = WanPipeline.from_pretrained(str(trained.model.path))
-    base, expected = probe(pipeline.transformer), of_the_run(trained)
+    base = probe(pipeline.transformer)
+    expected = of_the_run(trained)
     pipeline.load_lora_weights(str(tmp_path / "o"), weight_name=result.adapter_file)
     assert (base - expected).abs().max() > 1e-3, "the adapter does nothing"
     assert (probe(pipeline.transformer) - expected).norm() <= 1e-6 * expected.norm()

@@ -70,16 +70,13 @@ def test_guided_velocity_and_every_gradient_are_those_of_the_stock_class(
     split: bool,
 ) -> None:
     torch.manual_seed(0)
-    ours, reference = float64_transformer(), float64_transformer()
-    latents, sigma = (
-        torch.randn(2, 4, 2, 4, 6, dtype=torch.float64),
-        torch.tensor([0.75, 0.25]),
-    )
-    prompts, empty, cotangent = (
-        [prompt(7), prompt(3)],
-        prompt(1),
-        torch.randn_like(latents),
-    )
+    ours = float64_transformer()
+    reference = float64_transformer()
+    latents = torch.randn(2, 4, 2, 4, 6, dtype=torch.float64)
+    sigma = torch.tensor([0.75, 0.25])
+    prompts = [prompt(7), prompt(3)]
+    empty = prompt(1)
+    cotangent = torch.randn_like(latents)
     conditional = stock(reference, latents, sigma.double(), prompts)
     unconditional = stock(reference, latents, sigma.double(), [empty, empty])
     expected = unconditional + 5 * (conditional - unconditional)
@@ -103,11 +100,9 @@ def test_guided_velocity_and_every_gradient_are_those_of_the_stock_class(
 def test_the_zeros_behind_a_prompt_act() -> None:
     """Nothing may pack them away."""
     torch.manual_seed(0)
-    transformer, latents, text = (
-        float64_transformer(),
-        torch.randn(1, 4, 2, 4, 6).double(),
-        prompt(3),
-    )
+    transformer = float64_transformer()
+    latents = torch.randn(1, 4, 2, 4, 6).double()
+    text = prompt(3)
     sigma = torch.tensor([0.5])
     whole = WanTransformer.velocity(transformer, latents, sigma, [text])
     bare = transformer(
@@ -138,7 +133,8 @@ def test_a_bfloat16_model_keeps_in_float32_what_the_stock_one_keeps(
         assert given[name].dtype == parameter.dtype and torch.equal(
             given[name], parameter
         ), name
-    latents, sigma = torch.randn(1, 4, 2, 4, 6), torch.tensor([0.7777777])
+    latents = torch.randn(1, 4, 2, 4, 6)
+    sigma = torch.tensor([0.7777777])
     text = PromptEmbeds(text=torch.randn(3, TEXT_WIDTH), glyph=torch.zeros(0, 1))
     with torch.no_grad():
         given_velocity, exact = (
@@ -161,7 +157,8 @@ def test_the_closed_form_is_what_torch_counts() -> None:
     )
     call = velocity_call(config, describe_model(config.model), on_gpu=True)
     assert call.latent == (16, 21, 60, 104) and call.forward == "fused"
-    cost, work = trace(call), forward_work(WAN_1_3B, 32_760, TEXT_TOKENS)
+    cost = trace(call)
+    work = forward_work(WAN_1_3B, 32_760, TEXT_TOKENS)
     guided = work.times(2, 2)
     assert cost.attention == guided.attention
     # Layers of one input (q k v; k v of the text) share a product with all of their
@@ -261,7 +258,8 @@ def test_adapters_for_fewer_steps_are_the_model_that_the_stock_pipeline_makes_of
     layout: str, tmp_path: Path
 ) -> None:
     save_for_fewer_steps("lightx2v", tmp_path / "pytorch_lora_weights.safetensors")
-    pipeline, used = build_wan(), tiny_transformer()
+    pipeline = build_wan()
+    used = tiny_transformer()
     before = moved(used)
     pipeline.load_lora_weights(str(tmp_path))
     expected = moved(pipeline.transformer)

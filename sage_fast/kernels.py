@@ -103,11 +103,9 @@ def select_kernels(
         return REFERENCE
     installed = importlib.util.find_spec("triton") is not None
     if choice == "auto":
-        return (
-            sage_kernels
-            if installed and device.type == "cuda" and dtype != torch.float64
-            else REFERENCE
-        )
+        if installed and device.type == "cuda" and dtype != torch.float64:
+            return sage_kernels
+        return REFERENCE
     if not installed:
         raise ConfigError(
             "model.kernels is 'triton', but Triton is not installed here. "

@@ -301,11 +301,10 @@ class ShardedMuon(Muon):
                 momentum = state["momentum_buffer"]
                 # As in `Muon.step`: the momentum is a moving average.
                 momentum.lerp_(parameter.grad, 1 - group["momentum"])
-                update = (
-                    parameter.grad.lerp(momentum, group["momentum"])
-                    if group["nesterov"]
-                    else momentum
-                )
+                if group["nesterov"]:
+                    update = parameter.grad.lerp(momentum, group["momentum"])
+                else:
+                    update = momentum
                 whole = _orthogonalized(_gathered(update.bfloat16()), group)
                 # With no source rank nothing is sent: every rank cuts its part out of
                 # the same matrix.

@@ -44,11 +44,9 @@ class Prompt:
         """The question to a prompt encoder for videos of a size, in pixels: the text,
         or a text with its picture.
         """
-        return (
-            self.text
-            if self.image is None
-            else Pictured(self.text, self.image, height, width)
-        )
+        if self.image is None:
+            return self.text
+        return Pictured(self.text, self.image, height, width)
 
 
 class Pictured(NamedTuple):
@@ -132,11 +130,9 @@ class PromptEmbeds:
         """These words with another prompt's picture: the unconditional branch, in which
         guidance keeps the picture.
         """
-        return (
-            self
-            if prompt.image is None
-            else replace(self, image=prompt.image, frame=prompt.frame)
-        )
+        if prompt.image is None:
+            return self
+        return replace(self, image=prompt.image, frame=prompt.frame)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,11 +58,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
     device = choose_device(options.device, config.model.device, description.width)
-    gpus = (
-        least_gpus(config.distributed, config.rollout)
-        if options.gpus is None
-        else options.gpus
-    )
+    if options.gpus is None:
+        gpus = least_gpus(config.distributed, config.rollout)
+    else:
+        gpus = options.gpus
     if not device.is_gpu and gpus > 1:
         raise ConfigError(
             f"The plan is for {gpus} processes and a CPU. Give --device h100, or "

@@ -135,11 +135,10 @@ def _cells(state: "RunState") -> tuple[str, ...]:
     if status is None:
         return (str(state.run), state.condition, *[""] * 6)
     going = state.condition in ("running", "hangs", "killed")
-    quiet = (
-        ""
-        if state.quiet_seconds is None
-        else f"{format_seconds(state.quiet_seconds)} ago"
-    )
+    if state.quiet_seconds is None:
+        quiet = ""
+    else:
+        quiet = f"{format_seconds(state.quiet_seconds)} ago"
     return (
         str(state.run),
         f"{state.condition}, worse" if state.worse else state.condition,

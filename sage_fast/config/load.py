@@ -78,11 +78,9 @@ def config_file(name: str | Path) -> Path:
     path = Path(name)
     # os.path's tests are False for a word that no file can be called, where Path's
     # raise: too long, or with a NUL.
-    return (
-        presets_folder() / f"{name}.yaml"
-        if not os.path.isfile(path) and str(name) in preset_names()
-        else path
-    )
+    if not os.path.isfile(path) and str(name) in preset_names():
+        return presets_folder() / f"{name}.yaml"
+    return path
 
 
 def similar_preset(name: str) -> str:
@@ -130,11 +128,9 @@ def portable(path: T) -> T | str:
     shipped = presets_folder()
     if not isinstance(path, str):
         return path
-    return (
-        Path(path).relative_to(shipped).as_posix()
-        if Path(path).is_relative_to(shipped)
-        else path
-    )
+    if Path(path).is_relative_to(shipped):
+        return Path(path).relative_to(shipped).as_posix()
+    return path
 
 
 PATH_KEYS = (("data", "prompts"), ("evaluation", "prompts"))
@@ -573,11 +569,10 @@ def _explain_unknown(key: str, where: str) -> str:
     )
     if last in _OTHER_NAMES:
         close = [_OTHER_NAMES[last]]
-    hint = (
-        f" Did you mean {' or '.join(close[:2])}?"
-        if close
-        else " `sage-fast train --keys` lists every key."
-    )
+    if close:
+        hint = f" Did you mean {' or '.join(close[:2])}?"
+    else:
+        hint = " `sage-fast train --keys` lists every key."
     return f"{where}: unknown key {key!r}.{hint}"
 
 

@@ -96,11 +96,10 @@ def resolve(name: str, table: dict[str, str], key: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:
         # `sage-fast` does not look into the folder it is called from.
-        hint = (
-            " If it is a file of your own, set PYTHONPATH to its folder."
-            if target == name
-            else ""
-        )
+        if target == name:
+            hint = " If it is a file of your own, set PYTHONPATH to its folder."
+        else:
+            hint = ""
         raise ConfigError(
             f"{key} is {name!r}, but importing {module_name!r} failed: {error}.{hint}"
         ) from error

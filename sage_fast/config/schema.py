@@ -153,11 +153,9 @@ class RunConfig:
         """Type in which the transformer computes: its own, or that in which FSDP
         gathers float32 masters.
         """
-        return (
-            self.distributed.param_dtype
-            if self.training.mode == "full"
-            else self.model.dtype
-        )
+        if self.training.mode == "full":
+            return self.distributed.param_dtype
+        return self.model.dtype
 
     @property
     def sampling_guidance(self) -> float:

@@ -225,11 +225,9 @@ class ModelConfig:
 
     def decode_dtype(self, on_gpu: bool) -> str:
         """`vae_dtype` as the name of a type of torch, which it is for `auto` too."""
-        return (
-            ("float16" if on_gpu else "float32")
-            if self.vae_dtype == "auto"
-            else self.vae_dtype
-        )
+        if self.vae_dtype == "auto":
+            return "float16" if on_gpu else "float32"
+        return self.vae_dtype
 
 
 @dataclass(kw_only=True)

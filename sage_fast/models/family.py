@@ -122,11 +122,10 @@ class WeightFacts:
             f"{'no' if self.pictures else 'a'} picture"
         )
         kind, other = ("image", "text") if self.pictures else ("text", "image")
-        fix = (
-            "Name one in the column 'image' of the prompt file"
-            if self.pictures
-            else "Leave the column 'image' out"
-        )
+        if self.pictures:
+            fix = "Name one in the column 'image' of the prompt file"
+        else:
+            fix = "Leave the column 'image' out"
         raise ValueError(
             f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are "
             f"{kind}-to-video. {fix}, or set "
@@ -394,12 +393,9 @@ class ModelFamily(ABC):
         """Base model as a stock diffusers pipeline loads it, a folder or a repository;
         None where none does.
         """
-        return (
-            model.path
-            if model.path is not None
-            and (Path(model.path) / "model_index.json").exists()
-            else None
-        )
+        if model.path is not None and (Path(model.path) / "model_index.json").exists():
+            return model.path
+        return None
 
     # ----------------------------------------------------------------------------------
     # the transformer

@@ -146,11 +146,10 @@ def forward_loss(
         clipped = ratio.clamp(1 - settings.clip, 1 + settings.clip)
         linear = -torch.minimum(advantage * ratio, advantage * clipped)
     proximal = bound * settings.beta * weight
-    from_anchor = (
-        torch.zeros_like(velocity)
-        if velocity_anchor is None
-        else velocity - velocity_anchor.to(velocity)
-    )
+    if velocity_anchor is None:
+        from_anchor = torch.zeros_like(velocity)
+    else:
+        from_anchor = velocity - velocity_anchor.to(velocity)
     kl = mean(from_anchor.square())
     return ForwardTerms(
         loss=linear + proximal * deviation + anchor_weight * kl,

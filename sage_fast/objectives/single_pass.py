@@ -256,11 +256,10 @@ class SinglePass(GRPO):
                 ).append(row)
             parts = []
             for kind, rows in alike.items():
-                at = (
-                    (latents, sigma)
-                    if len(alike) == 1
-                    else (latents[rows], sigma[rows])
-                )
+                if len(alike) == 1:
+                    at = (latents, sigma)
+                else:
+                    at = (latents[rows], sigma[rows])
                 part = [videos[row] for row in rows]
                 if kind is None:
                     parts.append(
@@ -272,11 +271,9 @@ class SinglePass(GRPO):
                     parts.append(self._differentiate(part, step, *at))
             # Back to the order of the micro-batch, by the inverse of this permutation.
             order = [row for rows in alike.values() for row in rows]
-            return (
-                parts[0]
-                if len(parts) == 1
-                else torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)]
-            )
+            if len(parts) == 1:
+                return parts[0]
+            return torch.cat(parts)[sorted(range(len(order)), key=order.__getitem__)]
 
         return velocity
 

@@ -395,9 +395,8 @@ def _seconds(
     )
     sent = forwards * forward + backwards * backward
     # It sends as much to every other rank.
-    far = (
-        sent * (group.ranks - group.local) / (group.ranks - 1)
-        if group.nodes > 1
-        else 0.0
-    )
+    if group.nodes > 1:
+        far = sent * (group.ranks - group.local) / (group.ranks - 1)
+    else:
+        far = 0.0
     return max((sent - far) / (device.link * 1e9), far / (device.network * 1e9))

@@ -398,11 +398,10 @@ def make_plan(
     tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
     section = config.evaluation
     _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)
-    prompts = (
-        (section.num_prompts or len(prompt_files.load_eval_prompts(config)))
-        if section.every
-        else 0
-    )
+    if section.every:
+        prompts = section.num_prompts or len(prompt_files.load_eval_prompts(config))
+    else:
+        prompts = 0
     # Of an evaluation, on the rank that has most of them.
     videos = math.ceil(prompts * section.noises / section.batch_size)
     batches = math.ceil(videos / layout.data_parallel)

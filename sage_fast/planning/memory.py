@@ -253,11 +253,10 @@ class MemoryPlan:
         )
         # AdamW's second moment is copied, on a CPU for `optimizer/eps_share` alone; the
         # others go tensor by tensor.
-        stepping = (
-            self._state
-            if config.optimizer.name == "adamw"
-            else 16.0 * self.weights.largest
-        )
+        if config.optimizer.name == "adamw":
+            stepping = self._state
+        else:
+            stepping = 16.0 * self.weights.largest
         # The accumulators have been added up by then, and are freed.
         step = replace(
             update,

@@ -328,11 +328,10 @@ def _trace(call: Call, num_layers: int) -> Cost:
     # Gradients are there from the second step of an update on; the plan counts them
     # separately.
     for parameter in trained:
-        parameter.grad = (
-            torch.empty_like(parameter)
-            if call.gradient and not call.collected
-            else None
-        )
+        if call.gradient and not call.collected:
+            parameter.grad = torch.empty_like(parameter)
+        else:
+            parameter.grad = None
     own = [*transformer.parameters(), latents, cotangent, prompt.text, prompt.glyph]
     tracer = Tracer([*own, *(p.grad for p in trained if p.grad is not None)])
     kept = [0]

@@ -95,11 +95,9 @@ class RunDirectory(os.PathLike[str]):
         """Versions of what went on after an update: those that the first part was made
         with stay on record.
         """
-        return (
-            self.path / f"environment-{checkpoint_name(update)}.json"
-            if update
-            else self.environment
-        )
+        if update:
+            return self.path / f"environment-{checkpoint_name(update)}.json"
+        return self.environment
 
     def evaluation(self, update: int) -> Path:
         """Scores per prompt after an update."""

@@ -152,11 +152,10 @@ def run_page(run: str | os.PathLike[str]) -> str:
     directory = RunDirectory(run)
     # By update: a run that was resumed may log its baseline, of update 0, after later
     # ones.
-    rows = (
-        sorted(read_metrics(directory.metrics), key=lambda row: row["update"])
-        if directory.metrics.exists()
-        else []
-    )
+    if directory.metrics.exists():
+        rows = sorted(read_metrics(directory.metrics), key=lambda row: row["update"])
+    else:
+        rows = []
     status, _ = read_status(directory)
     compared = _compare(directory, rows)
     evaluated = 0

@@ -90,11 +90,10 @@ def git_commit(root: Path) -> str | None:
 
 def _cpu_model() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    lines = (
-        cpuinfo.read_text("utf-8", errors="replace").splitlines()
-        if cpuinfo.exists()
-        else []
-    )
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text("utf-8", errors="replace").splitlines()
+    else:
+        lines = []
     models = [
         line.partition(":")[2].strip()
         for line in lines

@@ -302,11 +302,10 @@ def _check_may_start_again(config: RunConfig) -> None:
             directory,
         )
         return
-    why = (
-        f"none of its {len(folders)} checkpoints can be used"
-        if folders
-        else "its checkpoints are gone"
-    )
+    if folders:
+        why = f"none of its {len(folders)} checkpoints can be used"
+    else:
+        why = "its checkpoints are gone"
     raise CheckpointError(
         f"The run in {directory} has reached update {reached}, but {why}. Bring a "
         "checkpoint back into "
@@ -327,11 +326,10 @@ def check_allowed(allowed: Collection[str], config: RunConfig) -> None:
     for key in allowed:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=2)
-            hint = (
-                f" Did you mean {' or '.join(close)}?"
-                if close
-                else " `sage-fast train --keys` lists every key."
-            )
+            if close:
+                hint = f" Did you mean {' or '.join(close)}?"
+            else:
+                hint = " `sage-fast train --keys` lists every key."
             raise ConfigError(f"--allow-changes: unknown key {key!r}.{hint}")
         if key in never:
             raise ConfigError(

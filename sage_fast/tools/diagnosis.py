@@ -72,11 +72,9 @@ def judged(
     otherwise: Status = "missing",
 ) -> Check:
     """A finding that is ok, or needs its remedy."""
-    return (
-        Check(section, name, "ok", detail)
-        if passes
-        else Check(section, name, otherwise, detail, fix)
-    )
+    if passes:
+        return Check(section, name, "ok", detail)
+    return Check(section, name, otherwise, detail, fix)
 
 
 def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:

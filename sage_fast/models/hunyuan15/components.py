@@ -122,16 +122,14 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
         if not texts:
             return
         check_pictures(texts)  # before the encoders are loaded, which takes minutes
-        encode_glyphs = (
-            self._load_glyph_encoder()
-            if any(extract_glyph_texts(text_of(t)) for t in texts)
-            else None
-        )
-        encode_picture = (
-            None
-            if all(isinstance(text, str) for text in texts)
-            else self._load_vision()
-        )
+        if any(extract_glyph_texts(text_of(t)) for t in texts):
+            encode_glyphs = self._load_glyph_encoder()
+        else:
+            encode_glyphs = None
+        if all(isinstance(text, str) for text in texts):
+            encode_picture = None
+        else:
+            encode_picture = self._load_vision()
         width = loads(
             (self.root / "text_encoder_2" / "config.json").read_text(encoding="utf-8")
         )["d_model"]

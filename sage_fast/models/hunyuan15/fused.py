@@ -107,11 +107,10 @@ class ModulationTable:
                         # Weights that are offloaded come over for this product alone;
                         # the layer keeps them on the CPU.
                         weight = layer.weight.to(device, non_blocking=True)
-                        bias = (
-                            None
-                            if layer.bias is None
-                            else layer.bias.to(device, non_blocking=True)
-                        )
+                        if layer.bias is None:
+                            bias = None
+                        else:
+                            bias = layer.bias.to(device, non_blocking=True)
                         row.append(F.linear(embedded, weight, bias)[0])
                     self.rows[timestep] = torch.stack(row)
         return torch.stack([self.rows[timestep] for timestep in timesteps], dim=1)
@@ -373,11 +372,9 @@ class Acceleration(BlockwiseForward):
         )
         table = self.modulation(known, timestep)
         for index, block in enumerate(self.blocks):
-            modulations = (
-                (None, None)
-                if table is None
-                else (table[2 * index], table[2 * index + 1])
-            )
+            modulations: tuple[Tensor | None, Tensor | None] = (None, None)
+            if table is not None:
+                modulations = (table[2 * index], table[2 * index + 1])
             x, text = block(x, text, activated, *modulations)
         norm = transformer.norm_out
         scale, shift = norm.linear(activated).chunk(2, dim=1)

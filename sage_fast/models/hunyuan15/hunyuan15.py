@@ -123,11 +123,10 @@ def find_model(
     convert = "convert_hunyuan_video1_5"
     likely = likely_repository(path)
     root = find_folder(path, parts, likely, convert, download=download)
-    index = (
-        read_json(root / "model_index.json")
-        if (root / "model_index.json").is_file()
-        else {}
-    )
+    if (root / "model_index.json").is_file():
+        index = read_json(root / "model_index.json")
+    else:
+        index = {}
     kind = index.get("_class_name", "HunyuanVideo15Pipeline")
     if kind not in ("HunyuanVideo15Pipeline", IMAGE_TO_VIDEO):
         _refuse(
@@ -358,11 +357,9 @@ class HunyuanVideo15(HunyuanTransformer):
         return find_model(model, download=False)[1]
 
     def pipeline_class(self, model: ModelConfig) -> str:
-        return (
-            IMAGE_TO_VIDEO
-            if model.path and animates_pictures(model.path)
-            else self.pipeline
-        )
+        if model.path and animates_pictures(model.path):
+            return IMAGE_TO_VIDEO
+        return self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.

@@ -89,11 +89,10 @@ class PatchCodec:
         batch, frames, _, height, width = videos.shape
         channels, f, h, w = self.latent_shape(frames, height, width)
         colours = len(self._mean)
-        pixels = (
-            videos.float() / 255
-            if colours == 3
-            else videos.float().mean(2, keepdim=True) / 255
-        )
+        if colours == 3:
+            pixels = videos.float() / 255
+        else:
+            pixels = videos.float().mean(2, keepdim=True) / 255
         pixels = (pixels - self._mean.to(videos.device)) / self.std
         blocks = pixels.view(
             batch, f, PATCH_FRAMES, colours, h, PATCH_HEIGHT, w, PATCH_WIDTH

@@ -117,7 +117,7 @@ class SinglePass(GRPO):
     """`training.update: single_pass`; see the head of this file.
 
     A micro-batch runs at once and each of its videos gets its own gradient
-    (`policy/per_video.py`). Where its videos differ in whether a step is trained, in
+    (`policy/lora.py`). Where its videos differ in whether a step is trained, in
     what the KL counts there, or in the length of their prompts, it runs in parts.
 
     Memory: on the device, in the parameters' dtype, one copy of the trained weights per

@@ -46,7 +46,7 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 # The order in which `auto` tries, by major compute capability: the fastest published
 # first. A training run on a GPU times what is installed instead
-# (`run/attention_choice.py`). bf16, head dim 128:
+# (`run/resume.py`). bf16, head dim 128:
 # * Hopper, forward / backward TFLOP/s on an H100: FlashAttention-3 648 / 561, cuDNN 595
 #   / 516, FlashAttention-2 370 / 322 (Shah et al., arXiv 2407.08608, section 4.1).
 #   FlashAttention-4 has no figure there and is left to an explicit choice.

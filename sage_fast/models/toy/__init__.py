@@ -2,6 +2,6 @@
 known data manifold.
 
 `renderer` draws the legal videos, names them, and measures the distance of a sample
-from them. `codec` turns videos to latents, and `components` loads the base model, which
+from them. `components` turns videos to latents, and loads the base model, which
 `experiments/pretrain.py` of the repository made.
 """

@@ -306,8 +306,8 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "loha": (extra("lora_unet_double_blocks_0_img_attn_q.hada_w1_a", 2, 2), "LoHa"),
     "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "whole weight .* not zero"),
     "te": (extra("lora_te1_layers_0.lora_down.weight", 2, 2), "of a text encoder"),
-    "weights": (extra("proj_out.weight", 2, 2), "proj_out.weight' is no part"),
-    "stranger": (extra("iteration", 1), "'iteration' is no part"),
+    "weights": (extra("proj_out.weight", 2, 2), "proj_out.weight' is not a part"),
+    "stranger": (extra("iteration", 1), "'iteration' is not a part"),
     "twice": (extra(f"transformer.{FIRST}.lora_A.weight", 2, 32), "two different A"),
     "two-names": (lambda t, c: [t.update({f"double_blocks.0.img_attn_q.{h}.weight": t[f"{FIRST}.{h}.weight"].clone()})
                                 for h in ("lora_A", "lora_B")] and c.clear(), f"two adapters of {FIRST}"),

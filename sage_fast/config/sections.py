@@ -559,7 +559,7 @@ class RewardConfig:
     """Arguments per entry of `rewards`. A reward that has an option `device` is on the
     policy's unless it is given here, such as `cuda:1` next to a policy on cuda:0.
     """
-    weights: dict[str, Annotated[float, Field(ge=-1e30, le=1e30)]] = field(
+    weights: dict[str, Annotated[float, Field(ge=-MANY, le=MANY)]] = field(
         default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
         metadata={FIXED: PAIRS},
     )

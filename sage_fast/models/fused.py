@@ -15,7 +15,6 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from sage_fast.config.sections import ModelConfig
 from sage_fast.kernels import Choice, Kernels, select_kernels
 from sage_fast.models.attention.attention import (
     call_backward,
@@ -290,6 +289,8 @@ def accelerate(model: Any, **options: Any) -> Any:
         ValueError: a model of a class that no family has, an unsupported variant, or
             options that cannot be satisfied.
     """
+    from sage_fast.config.sections import ModelConfig  # imports pydantic
+
     transformer = getattr(model, "transformer", model)
     family = family_of(transformer)
     if "_acceleration" in transformer.__dict__:

@@ -26,7 +26,6 @@ from sage_fast.models.counting import CountingMode
 from sage_fast.models.family import family_of
 from sage_fast.models.stored import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.policy.lora import PerVideo
 from sage_fast.records import PromptEmbeds
 
 T = TypeVar("T")
@@ -350,6 +349,8 @@ def _trace(call: Call, num_layers: int) -> Cost:
             given = [cotangent] if call.on_policy else (lambda velocity: [cotangent])
             # A gradient for each video, if they are collected before the advantages are
             # known.
+            from sage_fast.policy.lora import PerVideo  # imports peft and diffusers
+
             with PerVideo(transformer).copies(
                 call.batch if call.collected else 1
             ) as weights:

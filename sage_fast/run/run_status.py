@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter
 from tqdm import tqdm
@@ -53,9 +53,11 @@ from sage_fast.config.errors import (
 from sage_fast.config.files import loads, read_text, write_text
 from sage_fast.config.load import load_config, outside_code
 from sage_fast.config.registry import describe
-from sage_fast.evaluation import Evaluation, describe_worse
-from sage_fast.records import RolloutRecord
 from sage_fast.run.directory import RunDirectory, look_at
+
+if TYPE_CHECKING:  # both import torch, which `sage-fast status` can do without
+    from sage_fast.evaluation import Evaluation
+    from sage_fast.records import RolloutRecord
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +98,8 @@ class EvaluationRecord:
 
     update: int
     metrics: Mapping[str, Any]
-    evaluation: Evaluation
-    baseline: Evaluation
+    evaluation: "Evaluation"
+    baseline: "Evaluation"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,7 @@ class Callback:
     callback's exception as its cause. The callback is not called again.
     """
 
-    def on_rollout(self, record: RolloutRecord) -> None:
+    def on_rollout(self, record: "RolloutRecord") -> None:
         """The videos of the coming update are scored; its gradient is not taken yet."""
 
     def on_update(self, record: UpdateRecord) -> None:
@@ -334,6 +336,8 @@ class RunProgress:
         if "time/evaluation" in record:
             self._evaluations.append(record["time/evaluation"])
         if "eval/paired_gain" in record:
+            from sage_fast.evaluation import describe_worse  # imports torch
+
             gain = record["eval/paired_gain"]
             self._gains[record["update"]] = gain, record["eval/paired_gain_stderr"]
             self.status = replace(

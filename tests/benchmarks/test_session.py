@@ -441,18 +441,18 @@ def test_the_state_of_a_gpu_is_what_its_driver_tells(
     ("suites", "absent"),
     [
         (["transformer", "decode", "iteration"], []),
-        (["attention", "kernels"], ["diffusers", "transformers", "peft"]),
+        (["attention", "kernels"], ["diffusers", "transformers", "peft", "pydantic"]),
     ],
     ids=["models", "no models"],
 )
 def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> None:
-    """With torch, triton, numpy, diffusers, transformers and peft alone, and a suite
-    without models without these.
+    """With torch, triton, numpy, diffusers, transformers, peft and pydantic alone, and
+    a suite without models without the last four.
     """
     absent += [
         "pytest",
         "pytest_benchmark",
-        "pydantic",
+        "ruamel.yaml",
         "av",
         "matplotlib",
         "tensorboard",

@@ -474,8 +474,7 @@ def test_a_run_stops_when_it_got_worse_and_goes_on_when_it_is_told_to(
         return torch.linspace(0, 0.01, len(prompts)) - len(calls) * (len(calls) > 3)
 
     reward = [
-        "--reward.rewards",
-        f"[{register(falling)}]",
+        f"--reward.rewards=[{register(falling)}]",
         "--reward.weights={falling: 1}",
     ]
     words = [

@@ -4,10 +4,8 @@ What people write is read so that a mistake is one clear message.
 
 import errno
 import hashlib
-import io
 import json
 import os
-import re
 import secrets
 import stat
 import time
@@ -16,16 +14,6 @@ from contextlib import contextmanager, suppress
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
-
-from ruamel.yaml import YAML
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.events import (
-    AliasEvent,
-    CollectionEndEvent,
-    CollectionStartEvent,
-    ScalarEvent,
-)
-from ruamel.yaml.representer import SafeRepresenter
 
 from sage_fast.config.errors import ConfigError
 
@@ -37,9 +25,6 @@ LEFT_AFTER = 3600.0
 
 MAX_DOCUMENT_BYTES = 2**20
 """Of a YAML or JSON document; the presets take 3 KB."""
-
-MAX_DEPTH = 50
-"""Of a YAML document; the time of the reader grows with its square."""
 
 
 @contextmanager
@@ -274,79 +259,3 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             "twice; keep one"
         )
     return result
-
-
-class _Representer(SafeRepresenter):
-    def represent_float(self, data: float) -> Any:
-        node = super().represent_float(data)
-        if "." not in node.value:  # without a point YAML 1.1 reads 1e-07 as a word
-            node.value = node.value.replace("e", ".0e")
-        return node
-
-
-_Representer.add_representer(float, _Representer.represent_float)
-
-
-def _yaml() -> YAML:
-    """Reader and writer of YAML 1.2 in pure Python: plain values, no code."""
-    yaml = YAML(typ="safe", pure=True)
-    yaml.Representer = _Representer
-    yaml.default_flow_style = False  # type: ignore[assignment]
-    yaml.allow_unicode = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    return yaml
-
-
-def read_yaml(text: str, where: str) -> Any:
-    """The value of a YAML 1.2 document; None where it is empty. Nothing in a document
-    is ever run.
-
-    Args:
-        text: the document.
-        where: start of a message, such as the path.
-
-    Raises:
-        ConfigError: the text is not YAML, gives a key twice, or has an alias or a
-            number such as 010; the message names the line.
-    """
-    try:
-        depth = 0
-        for event in _yaml().parse(text):
-            depth += isinstance(event, CollectionStartEvent)
-            depth -= isinstance(event, CollectionEndEvent)
-            problem = _problem(event, depth)
-            if problem:
-                raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        # By way of JSON, whose keys are words and which has no dates.
-        return json.loads(json.dumps(_yaml().load(text), default=str))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark and "\n" in text else ""
-        reason = ", ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{where}{line}: not valid YAML ({reason})") from error
-    except (YAMLError, ValueError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{where}: not valid YAML ({reason})") from error
-
-
-def _problem(event: Any, depth: int) -> str:
-    """Explain a piece of YAML that programs read differently; empty for others."""
-    if depth > MAX_DEPTH:
-        return f"nested deeper than {MAX_DEPTH}"
-    if isinstance(event, AliasEvent):
-        # A few lines of nested aliases stand for gigabytes.
-        return "aliases are not read; repeat the value"
-    plain = isinstance(event, ScalarEvent) and event.style is None
-    if plain and re.fullmatch("[-+]?0[0-9_]+", event.value):
-        return (
-            f"{event.value[:40]} is an octal number to some programs; write it without "
-            "the 0, or in quotes if it is text"
-        )
-    return ""
-
-
-def dump_yaml(value: Any) -> str:
-    """A YAML document that `read_yaml` reads back to an equal value; only ASCII."""
-    stream = io.StringIO()
-    _yaml().dump(value, stream)
-    return stream.getvalue()

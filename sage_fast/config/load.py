@@ -23,8 +23,9 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
+from sage_fast.config.documents import dump_yaml, read_yaml
 from sage_fast.config.errors import ConfigError, shown
-from sage_fast.config.files import dump_yaml, read_text, read_yaml, write_text
+from sage_fast.config.files import read_text, write_text
 from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, SCORES, outside_names
 from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
 

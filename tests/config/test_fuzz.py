@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from sage_fast.commands.cli import main
+from sage_fast.config.documents import read_yaml
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import read_yaml
 from sage_fast.config.load import dump_config, load_config
 from sage_fast.config.schema import by_dotted_key
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sage_fast.config.documents import dump_yaml, read_yaml
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.files import dump_yaml, read_yaml
 from sage_fast.config.load import describe_keys, dump_config, load_config, save_config
 from sage_fast.config.registry import REWARDS, resolve
 from sage_fast.config.schema import by_dotted_key, to_dict

@@ -185,10 +185,10 @@ class PairedTest:
     @property
     def standard_errors(self) -> float:
         """Mean difference in units of its standard error."""
-        if self.stderr == 0 and self.mean != 0:
+        if self.stderr == 0:
             # All differences are the same number.
-            return math.copysign(math.inf, self.mean)
-        return self.mean / (self.stderr or 1.0)
+            return math.copysign(math.inf, self.mean) if self.mean else 0.0
+        return self.mean / self.stderr
 
     @property
     def change(self) -> str:

@@ -148,10 +148,8 @@ class Trainer:
         components.check_guidance(config.sampling_guidance, key)
         components.warn(config.rollout.shift, config.steps_by_key)
         published = chosen.published[config.training.mode]
-        parameters = sum(p.numel() for p in components.transformer.parameters())
-        if unusual := unusual_movement(
-            config.optimizer, config.lora, published, parameters
-        ):
+        size = sum(p.numel() for p in components.transformer.parameters())
+        if unusual := unusual_movement(config.optimizer, config.lora, published, size):
             logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
         self.latent_shape, self.evaluation_latent_shape = (
@@ -260,7 +258,10 @@ class Trainer:
         if config.training.ema_decay:
             self.ema = self.engine.snapshot()
         if config.training.guidance == "split" and config.rollout.guidance_scale == 1.0:
-            logger.info("training.guidance split does nothing: there is one branch.")
+            logger.info(
+                "training.guidance split does nothing: with rollout.guidance_scale 1 "
+                "there is only one branch."
+            )
 
     # ----------------------------------------------------------------------------------
     # one iteration

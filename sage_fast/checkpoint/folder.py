@@ -262,8 +262,9 @@ def _read_manifest(folder: Path) -> Files:
         raise incomplete
     for name in files:
         path = PurePosixPath(name)
-        # it may not lead out of the folder
-        if not name.isprintable() or path.is_absolute() or ".." in path.parts:
+        # it may not be the folder, nor lead out of it
+        outside = not path.parts or path.is_absolute() or ".." in path.parts
+        if not name.isprintable() or outside:
             raise incomplete
     return files
 

@@ -226,7 +226,6 @@ class _Shards(FileSystemReader):
 
 _RECORDS = {
     ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # of Python 3.13
     ("torch", "Size"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
@@ -250,6 +249,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     """
 
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # the name in Python 3.13, which others lack
+            module = "pathlib"
         if (module, name) in _RECORDS:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" else None
@@ -310,11 +311,15 @@ def _describe(metadata: Metadata) -> dict[str, dict[str, Tensor]]:
 def _read_state(path: Path) -> dict[str, Any]:
     """The JSON object in a checkpoint. Raises as `_read_metadata`."""
     try:
-        state: dict[str, Any] = loads(path.read_bytes())
+        state = loads(path.read_bytes())
     except OSError as error:
         raise UnreadableCheckpointError.of(path, error) from error
     except ValueError as error:
         raise CheckpointError(
             f"{path} is not valid JSON: {error}. Use another checkpoint."
         ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path} does not hold a JSON object. Use another checkpoint."
+        )
     return state

@@ -1,6 +1,6 @@
 """Presets, YAML files and words of a command line to a typed `RunConfig`, and back.
 
-`files` reads YAML and refuses the ambiguous; pydantic checks types and ranges. A key
+`documents` reads YAML and refuses the ambiguous; pydantic checks types and ranges. A key
 that does not exist is an error, never a default; the message names the key, the value,
 and the fix.
 

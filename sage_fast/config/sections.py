@@ -1,11 +1,11 @@
 """Sections of a configuration, one class each; `schema.RunConfig` holds them all.
 
 Each field has its meaning below it. Ranges are in the types, and hold for what
-`load_config` reads; checks of one section live in its `__post_init__`. Metadata of a
-field says whether it may differ between a checkpoint's run and the one that goes on; a
-section's mark covers every key in it. A key without a mark changes what is trained: it
-may differ only where the user names it (`--allow-changes`), and the change goes on
-record.
+`load_config` reads and for what a run is given; checks of one section live in its
+`__post_init__`. Metadata of a field says whether it may differ between a checkpoint's
+run and the one that goes on; a section's mark covers every key in it. A key without a
+mark changes what is trained: it may differ only where the user names it
+(`--allow-changes`), and the change goes on record.
 """
 
 import hashlib
@@ -349,7 +349,7 @@ class RolloutConfig:
     """Prompt of the unconditional branch, which guidance leads away from; empty as in
     the reference.
     """
-    num_generations: Steps = 4
+    num_generations: Annotated[int, Field(ge=2, le=10_000)] = 4
     """Group size G: videos per prompt that compete."""
     batch_size: Length = free(4, MACHINE)
     """Videos per rollout on each data-parallel rank; batch_size * ranks must be a

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -271,15 +271,22 @@ class BlockwiseForward(FusedForward):
         return self.__dict__ | {"_settings": {}, "_rope": {}}
 
 
-def accelerate(model: Any, **options: Any) -> Any:
+def accelerate(
+    model: Any,
+    *,
+    attention: str = "auto",
+    kernels: Choice = "auto",
+    checkpointing: Checkpointing = "none",
+    deterministic: bool = False,
+    adaln: Literal["auto", "weights", "table", "offload"] = "auto",
+) -> Any:
     """Give one transformer of any family the fused forward, for training and for
     generating; its signature stays that of diffusers.
 
     Args:
         model: a transformer, with or without LoRA adapters, or a pipeline of diffusers
             that has one as its `transformer`.
-        options: `attention`, `kernels`, `checkpointing`, `deterministic` and `adaln`,
-            as in `ModelConfig`.
+        attention, kernels, checkpointing, deterministic, adaln: see `ModelConfig`.
 
     Returns:
         The handle whose `undo()` restores diffusers' forward, as does the end of a
@@ -287,14 +294,25 @@ def accelerate(model: Any, **options: Any) -> Any:
 
     Raises:
         ValueError: a model of a class that no family has, an unsupported variant, or
-            options that cannot be satisfied.
+            options that do not exist or cannot be satisfied.
     """
+    from pydantic import TypeAdapter
+
     from sage_fast.config.sections import ModelConfig  # imports pydantic
 
+    settings = TypeAdapter(ModelConfig).validate_python(
+        {
+            "attention": attention,
+            "kernels": kernels,
+            "checkpointing": checkpointing,
+            "deterministic": deterministic,
+            "adaln": adaln,
+        }
+    )
     transformer = getattr(model, "transformer", model)
     family = family_of(transformer)
     if "_acceleration" in transformer.__dict__:
         raise ValueError(
             "This transformer is accelerated already; call undo() of its handle first."
         )
-    return family.fuse(transformer, ModelConfig(**options))
+    return family.fuse(transformer, settings)

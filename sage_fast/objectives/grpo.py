@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, TrainingError
 from sage_fast.config.schema import RunConfig, check_needs
-from sage_fast.config.sections import ObjectiveConfig, TrainingConfig
+from sage_fast.config.sections import ObjectiveConfig, TrainingConfig, kl_uses
 from sage_fast.data import num_trained, step_order
 from sage_fast.distributed.engine import WeightSnapshot
 from sage_fast.kernels import Kernels, PolicyTerms
@@ -367,6 +367,13 @@ class GRPO(Objective):
                 "not trained.",
                 list(degenerate),
                 config.rollout.sde_type,
+            )
+        stepwise_alone = kl_uses(config.objective.kl_mode) == (False, True)
+        if stepwise_alone and config.training.updates_per_rollout == 1:
+            logger.info(
+                "objective.kl_mode stepwise holds nothing with "
+                "training.updates_per_rollout 1: the policy is still the one that it "
+                "is compared with. It acts from the second update of a rollout on."
             )
 
     def begin(self, update: int, rollouts: int) -> None:

@@ -64,10 +64,23 @@ LARGEST = 65504.0
 """Of float16. No training comes near it."""
 
 NEUTRAL_FIELDS = {
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("task_type", "auto_mapping", "base_model_name_or_path", "revision"),
-    *("peft_version", "inference_mode", "lora_dropout", "eva_config"),
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "task_type",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "peft_version",
+    "inference_mode",
+    "lora_dropout",
+    "eva_config",
 }
 """peft's fields that are read, or do not change the product, whatever they hold."""
 

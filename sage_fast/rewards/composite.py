@@ -129,8 +129,11 @@ class CompositeReward:
                 f"reward.weights.{name} stands for a sum of scores. The numbers of a "
                 f"function of that name are called {name}_score."
             )
-        for reward in rewards.values():
-            lower.update(lower_is_better(reward))
+        for name, reward in rewards.items():
+            try:
+                lower.update(lower_is_better(reward))
+            except TypeError as error:
+                raise ConfigError(f"Reward {name!r}: {error}") from error
         for name in lower & self.weights.keys():
             if self.weights[name] > 0:
                 raise ConfigError(
@@ -243,11 +246,11 @@ class CompositeReward:
                     f"be {{name: scores}} with {len(samples)} numbers a name."
                 )
             for key, returned in result.items():
-                if key in TAKEN:
+                if not isinstance(key, str) or key in TAKEN:
                     raise RewardError(
-                        f"Reward {name!r} returned a score named {key!r}, but "
-                        f"{', '.join(TAKEN)} stand for sums of scores: return it by "
-                        "another name."
+                        f"Reward {name!r} returned a score named {key!r}. A name is a "
+                        f"text, and {', '.join(TAKEN)} stand for sums of scores: "
+                        "return it by another name."
                     )
                 if key in scores:
                     raise RewardError(
@@ -434,6 +437,8 @@ def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:
         # Python's numbers keep all their digits, as they do on the way from a server.
         dtype = None if isinstance(returned, Tensor) else torch.float64
         given = torch.as_tensor(returned, dtype=dtype).detach()
+        if given.is_complex() or given.layout != torch.strided:
+            raise TypeError(f"it is {given.dtype} of layout {given.layout}")
         # A copy: the reward may use its tensor again.
         value = given.to("cpu", torch.float64, copy=True)
     except (TypeError, ValueError, ArithmeticError, RuntimeError) as error:

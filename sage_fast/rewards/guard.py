@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import thread as executors
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -200,10 +200,15 @@ def process_state() -> list[Any]:
 
 def _restore(values: Mapping[int, Any]) -> None:
     """Write parts of `WATCHED`, by their numbers, that are not as given."""
-    for number, value in values.items():
-        part = WATCHED[number]
+
+    def write(part: Part, value: Any) -> None:
         if value is not None and _read(part) != value:
             part[2](value)
+
+    with ExitStack() as restoring:  # all of it, also where one fails
+        # Called from the last one on.
+        for number in sorted(values, reverse=True):
+            restoring.callback(write, WATCHED[number], values[number])
 
 
 class Guard:

@@ -95,6 +95,11 @@ class OcrReward:
         threads: int = 4,
     ) -> None:
         check_counts(num_frames=num_frames, min_side=min_side, threads=threads)
+        if not search and min_side != MIN_SIDE:
+            raise ValueError(
+                f"min_side is {min_side}, but only a search for text enlarges frames: "
+                "leave it out, or search: true."
+            )
         if over_frames not in get_args(OverFrames):
             raise ValueError(
                 f"over_frames is {over_frames!r}, but it must be mean or best."

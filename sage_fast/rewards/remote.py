@@ -99,6 +99,11 @@ class RemoteReward:
                 f"The server at {self.url} has other rewards or options now. Start it "
                 "as it was."
             )
+        if not isinstance(answer.get("scores"), dict):
+            raise RewardServerError(
+                f"{self.url} is not a reward server: a batch is answered by "
+                f"{answer!s:.200}."
+            )
         return dict(answer["scores"])
 
     def _ask(

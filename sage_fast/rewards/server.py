@@ -31,7 +31,7 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
@@ -268,10 +268,18 @@ def fill_options(
 
 
 def lower_is_better(reward: Any) -> list[str]:
-    """Names of its scores that fall as videos get better."""
+    """Names of its scores that fall as videos get better. TypeError for other than
+    names.
+    """
     declared = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
     # A lone name instead of a tuple would count as its letters.
-    return [declared] if isinstance(declared, str) else list(declared)
+    names = [declared] if isinstance(declared, str) else declared
+    if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
+        raise TypeError(
+            f"LOWER_IS_BETTER is {declared!r}, but it must be a tuple of names of "
+            'scores, such as ("distance",).'
+        )
+    return list(names)
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -407,7 +415,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(401, to_json({"error": error}))
             return
         body = bytearray(int(self.headers.get("Content-Length", 0)))
-        self.rfile.readinto(body)  # type: ignore[attr-defined]
+        if self.rfile.readinto(body) != len(body):  # type: ignore[attr-defined]
+            return  # half a batch: its client has gone
         self._send(200, b"")
         result = {}
         if self.path in ("/score", "/prompts"):

@@ -62,13 +62,20 @@ def shard_sequence(acceleration: FusedForward, group: dist.ProcessGroup) -> None
     same velocities. A group of one rank changes nothing.
 
     Args:
-        acceleration: of the transformer.
+        acceleration: of the transformer, not undone.
         group: P ranks; P divides the number of heads. On a GPU an NCCL group, on a CPU
             a gloo one.
 
     Raises:
-        ValueError: a number of heads that P ranks cannot split evenly.
+        ValueError: an acceleration that was undone, or a number of heads that P ranks
+            cannot split evenly.
     """
+    # Else every rank would go on computing all tokens.
+    if acceleration.transformer.__dict__.get("_acceleration") is not acceleration:
+        raise ValueError(
+            "This transformer runs diffusers' own forward, which computes every token "
+            "on every rank. Sequence parallelism needs the fused one."
+        )
     degree = dist.get_world_size(group)
     check_heads(degree, acceleration.transformer.config["num_attention_heads"])
     acceleration.sequence = None

@@ -326,6 +326,11 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     license_name, license_link = family.licence or (None, None)
     pipeline = family.pipeline_class(config.model)
     animates = "ImageToVideo" in pipeline
+    diffusers = metadata.version("diffusers")
+    newer = tuple(map(int, diffusers.split(".")[:2])) >= (0, 40)
+    tags = ["grpo", "reinforcement-learning", "sage-fast"]
+    if lora:
+        tags.append("lora")
     data = ModelCardData(
         base_model=base if base is not None and is_repository(base) else None,
         base_model_relation="adapter" if lora else "finetune",
@@ -334,7 +339,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         license_name=license_name,
         license_link=license_link,
         pipeline_tag="image-to-video" if animates else "text-to-video",
-        tags=["grpo", "reinforcement-learning", "sage-fast", *["lora"] * lora],
+        tags=tags,
     )
     card = ModelCard.from_template(
         data,
@@ -353,7 +358,10 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
             resolution="720p" if config.video.height > 600 else "480p",
         ),
         version=__version__,
-        diffusers=metadata.version("diffusers"),
+        diffusers=diffusers,
+        # Pipelines took `torch_dtype` until 0.39, and since 0.40 `dtype`, with a
+        # warning for the other.
+        pipeline_dtype="dtype" if newer else "torch_dtype",
         paired=paired,
         pictures={file.name: said for file, said in pictures.items()},
     )

@@ -92,15 +92,14 @@ def _warn_of_better(directory: RunDirectory, update: int) -> None:
         for row in read_metrics(directory.metrics)
         if "eval/paired_gain" in row and row["update"] <= update
     }
-    if (worse := describe_worse(gains)) is not None:
-        logger.warning("The newest checkpoint is %s.", worse)
+    found = describe_worse(gains)
     best = read_best(directory.checkpoints)
     if gains and best is not None and best[1] > gains[max(gains)][0]:
-        logger.warning(
-            "The newest checkpoint is worse than update %d, whose gain was %+.3g: "
-            "--checkpoint best takes that one.",
-            *best,
-        )
+        if found is None:
+            found = f"worse than update {best[0]}, whose gain was {best[1]:+.3g}"
+        found += "; --checkpoint best takes that one"
+    if found is not None:
+        logger.warning("The newest checkpoint is %s.", found)
 
 
 RECORD = "generation.json"

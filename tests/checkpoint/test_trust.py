@@ -100,6 +100,18 @@ def test_metadata_that_no_checkpoint_has_is_refused(
         open_checkpoint(folder)
 
 
+def test_metadata_of_another_python_is_read(tmp_path: Path) -> None:
+    """Python 3.13 writes paths by the name `pathlib._local`, which others lack."""
+    save(tmp_path, 1)
+    folder = tmp_path / "update-000001"
+    metadata = pickle.loads((folder / "shards/.metadata").read_bytes())
+    # Protocol 2 has names as lines, of any length.
+    text = pickle.dumps(metadata, protocol=2)
+    assert text.count(b"cpathlib\n") == 1
+    replace_metadata(folder, text.replace(b"cpathlib\n", b"cpathlib._local\n"))
+    assert open_checkpoint(folder).shapes["weights"]
+
+
 def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
     """torch reads every tensor of a shard with weights_only."""
     save(tmp_path, 1)

@@ -453,3 +453,6 @@ def test_what_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         shard_sequence(acceleration, thread_group(3)[0])
     assert acceleration.sequence is None
+    acceleration.undo()
+    with pytest.raises(ValueError, match="diffusers' own forward"):
+        shard_sequence(acceleration, thread_group(2)[0])

@@ -124,8 +124,17 @@ class Returns:
             "returned s, which is not a tensor of numbers: int too large",
         ),
         (
+            {"s": torch.ones(3, dtype=torch.complex64)},
+            "not a tensor of numbers: it is torch.complex64",
+        ),
+        (
+            {"s": torch.ones(3).to_sparse()},
+            "returned s, which is not a tensor of numbers: .*torch.sparse_coo",
+        ),
+        ({0: torch.ones(3)}, "returned a score named 0. A name is a text"),
+        (
             {"reward": torch.ones(3)},
-            "returned a score named 'reward', but reward, overall, Reward stand for",
+            "returned a score named 'reward'. .* reward, overall, Reward stand for",
         ),
     ],
 )
@@ -146,6 +155,12 @@ def test_a_reward_declares_of_which_scores_less_is_better() -> None:
     message = r"reward\.weights\.distance is 0\.5, .* such as -0\.5"
     with pytest.raises(ConfigError, match=message):
         CompositeReward(rewards, {"distance": 0.5})
+    for wrong in (1, ("distance", 1)):
+        falling.LOWER_IS_BETTER = wrong
+        with pytest.raises(
+            ConfigError, match="Reward 'a': LOWER_IS_BETTER is .* names"
+        ):
+            CompositeReward(rewards, {"s": 1.0})
 
 
 def test_the_device_goes_to_rewards_that_take_one() -> None:

@@ -133,6 +133,12 @@ def test_options_out_of_range(option: str, value: object) -> None:
         OcrReward(**{option: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("stub")
+def test_the_size_of_a_search_needs_one() -> None:
+    with pytest.raises(ValueError, match="min_side is 240, but only a search"):
+        OcrReward(search=False, min_side=240)
+
+
 def test_without_the_extra_the_command_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

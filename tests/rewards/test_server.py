@@ -401,7 +401,7 @@ OTHERS = json.dumps({"rewards": {}, "scores": {"brightness": [1, 1, 1]}})
         (None, RewardServerError, "has not answered for 0.3 s"),
         (scored([1, 2, 3])[:-2], RewardServerError, "has not answered for 0.3 s"),
         (OTHERS, RewardServerError, "has other rewards or options now. Start it as"),
-        (json.dumps(HEALTH), RewardError, "raised KeyError: 'scores'"),
+        (json.dumps(HEALTH), RewardServerError, "is not a reward server: a batch is"),
         (scored(["x"] * 3), RewardError, "which is not a tensor of numbers"),
     ],
     ids=["lost", "cut off", "others", "no scores", "no numbers"],

@@ -688,7 +688,7 @@ def test_the_best_checkpoint_is_exported_and_a_worse_newest_one_is_said(
     assert "worse" not in said(-0.2)
     assert "worse than at update 0 since update 2" in said(-0.31)
     best.write_text('{"update": 1, "score": 0.25}')
-    assert "is worse than update 1, whose gain was +0.25: --checkpoint best" in said(
+    assert "is worse than update 1, whose gain was +0.25; --checkpoint best" in said(
         0.1
     )
     assert "worse" not in said(0.1, "--checkpoint", "best")

@@ -167,8 +167,10 @@ def hardware() -> Iterator[Check]:
     """Processor, memory and GPUs."""
     section = "hardware"
     gib = 2**30
-    size = host_memory() or 0
-    yield Check(section, "cpu", "ok", f"{os.cpu_count()} cores, {size / gib:.0f} GiB")
+    detail = f"{os.cpu_count()} cores"
+    if size := host_memory():
+        detail += f", {size / gib:.0f} GiB"
+    yield Check(section, "cpu", "ok", detail)
     if not torch.cuda.is_available():
         if shutil.which("nvidia-smi"):
             detail = (
@@ -376,7 +378,8 @@ def files(config: RunConfig) -> Iterator[Check]:
         if missing and local_folder(requirement.where) is None:
             detail += " is not here"
         elif missing:
-            detail += f" lacks {', '.join(missing[:3])}"
+            more = ", ..." if len(missing) > 3 else ""
+            detail += f" lacks {', '.join(missing[:3])}{more}"
         if requirement.licence:
             detail += f" ({requirement.licence})"
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)

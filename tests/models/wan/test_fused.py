@@ -52,7 +52,7 @@ def transformer(
 
 
 def fuse(model: WanTransformer3DModel, **options: Any) -> Any:
-    return accelerate(model, device="cpu", **options)
+    return accelerate(model, **options)
 
 
 def prompt(tokens: int, dtype: torch.dtype = torch.float64) -> PromptEmbeds:

@@ -9,11 +9,13 @@ compares that with the limits.
     python -m sage_kernels.aot             a table on standard output; exit status 1 on a violation
     python -m sage_kernels.aot --write     renew kernels/aot.json
     python -m sage_kernels.aot --json      the records on standard output, for tests
+    python -m sage_kernels.aot --changed   with any of these: build only what changed since kernels/aot.json
 
 Run it without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 """
 
 import argparse
+import hashlib
 import json
 import re
 import subprocess
@@ -56,10 +58,9 @@ class Build:
     """Result of compiling one kernel for one architecture.
 
     Example:
-        >>> Build(op="gelu_tanh", kernel="gelu_tanh_forward[bf16, A]", arch=90, num_warps=8, registers=32, stack=0,
-        ...       local=0, spills=0, shared=0, programs_per_sm=1, instructions=13.8, late=[], loads={"x_ptr": [16]},
-        ...       stores={"out_ptr": [16]},
-        ...       streaming=("x_ptr", "out_ptr"))
+        >>> Build(op="gelu_tanh", kernel="gelu_tanh_forward[bf16, A]", arch=90, digest="5ec4", num_warps=8,
+        ...       registers=32, stack=0, local=0, spills=0, shared=0, programs_per_sm=1, instructions=13.8, late=[],
+        ...       loads={"x_ptr": [16]}, stores={"out_ptr": [16]}, streaming=("x_ptr", "out_ptr"))
     """
 
     op: str
@@ -68,6 +69,8 @@ class Build:
     """
     arch: int
     """80 for sm_80."""
+    digest: str
+    """Of all that the record follows from, see `digest_of`."""
     num_warps: int
     registers: int
     """A thread."""
@@ -174,19 +177,10 @@ def launched_kernels(spec: OpSpec, arch: int = 90) -> dict[str, Kernel]:
     return dict(found.values())
 
 
-def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
-    """Compile a kernel for an architecture (one of `ARCHITECTURES`) and read the
-    result.
-
-    Raises:
-        RuntimeError: kernels are interpreted, or a tool that comes with Triton failed.
-    """
-    if common.INTERPRETED:
-        raise RuntimeError(
-            "kernels are interpreted: unset TRITON_INTERPRET to compile them"
-        )
+def source_of(kernel: Kernel) -> ASTSource:
+    """A kernel as Triton's compiler takes it."""
     names = kernel.function.arg_names
-    source = ASTSource(
+    return ASTSource(
         fn=kernel.function,
         signature={
             name: "constexpr" if name in kernel.constexprs else kernel.signature[name]
@@ -199,8 +193,36 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
             (names.index(name),): [["tt.divisibility", 16]] for name in kernel.aligned
         },
     )
+
+
+def digest_of(kernel: Kernel, arch: int) -> str:
+    """Equal for kernels whose records are equal: of Triton's version, of the kernel's
+    source with all that it calls, its arguments and its launch, and of this file.
+    """
+    parts = (
+        triton.__version__,
+        source_of(kernel).hash(),
+        repr(kernel),
+        arch,
+        Path(__file__).read_text("utf-8"),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
+    """Compile a kernel for an architecture (one of `ARCHITECTURES`) and read the
+    result.
+
+    Raises:
+        RuntimeError: kernels are interpreted, or a tool that comes with Triton failed.
+    """
+    if common.INTERPRETED:
+        raise RuntimeError(
+            "kernels are interpreted: unset TRITON_INTERPRET to compile them"
+        )
+    names = kernel.function.arg_names
     compiled = triton.compile(
-        source,
+        source_of(kernel),
         target=GPUTarget("cuda", arch, _WARP_SIZE),
         options={"num_warps": kernel.num_warps, "enable_fp_fusion": kernel.fp_fusion},
     )
@@ -225,6 +247,7 @@ def build(op: str, name: str, kernel: Kernel, arch: int) -> Build:
         op=op,
         kernel=name,
         arch=arch,
+        digest=digest_of(kernel, arch),
         num_warps=kernel.num_warps,
         registers=usage["REG"],
         stack=usage["STACK"],
@@ -402,6 +425,13 @@ def table(builds: Sequence[Build]) -> str:
     return "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
 
 
+def read_records() -> dict[tuple[str, str], Build]:
+    """The records of `RECORDS`, by kernel and digest."""
+    rows = json.loads(RECORDS.read_text("utf-8"))["builds"]
+    builds = [Build(**{**row, "streaming": tuple(row["streaming"])}) for row in rows]
+    return {(item.kernel, item.digest): item for item in builds}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -421,14 +451,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     output.add_argument(
         "--json", action="store_true", help="print records instead of a table"
     )
+    parser.add_argument(
+        "--changed",
+        action="store_true",
+        help=f"take from {RECORDS.name} what has not changed since",
+    )
     options = parser.parse_args(argv)
     known = specs()
     if unknown := sorted(set(options.ops) - known.keys()):
         parser.error(f"unknown ops {unknown}; known are {sorted(known)}")
     if common.INTERPRETED:
         parser.error("kernels are interpreted: unset TRITON_INTERPRET to compile them")
+    written = read_records() if options.changed else {}
     builds = [
-        build(op, name, kernel, arch)
+        written.get((name, digest_of(kernel, arch))) or build(op, name, kernel, arch)
         for op in known
         if not options.ops or op in options.ops
         for arch in options.arch

@@ -32,6 +32,9 @@ KERNELS = [
 
 CONTENT = json.loads(RECORDS.read_text("utf-8"))
 WRITTEN = [Build(**row) for row in CONTENT["builds"]]
+WRITTEN_GELU = next(
+    build for build in WRITTEN if (build.op, build.arch) == ("gelu_tanh", 90)
+)
 
 PTX = """
 .visible .entry kernel(
@@ -106,11 +109,8 @@ def test_loads_behind_a_barrier_are_late_and_copies_are_not() -> None:
     ids=str,
 )
 def test_every_limit_can_be_broken(change: dict[str, object], words: str) -> None:
-    good = next(
-        build for build in WRITTEN if (build.op, build.arch) == ("gelu_tanh", 90)
-    )
-    assert good.violations() == []
-    (line,) = dataclasses.replace(good, **change).violations()  # type: ignore[arg-type]
+    assert WRITTEN_GELU.violations() == []
+    (line,) = dataclasses.replace(WRITTEN_GELU, **change).violations()  # type: ignore[arg-type]
     assert words in line
 
 
@@ -180,8 +180,8 @@ def test_a_mistake_of_the_command_line_is_its_own_line(
 
 @pytest.fixture(scope="module")
 def built() -> subprocess.CompletedProcess[str]:
-    """The records of a process that builds for every architecture."""
-    return run_python("-m", "sage_kernels.aot", "--json")
+    """The records of a process that builds for every architecture what has changed."""
+    return run_python("-m", "sage_kernels.aot", "--json", "--changed")
 
 
 @pytest.mark.slow
@@ -203,6 +203,43 @@ def test_kernels_stay_within_limits(
         assert [build for build in WRITTEN if build.arch == arch] == builds, (
             "run python -m sage_kernels.aot --write"
         )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CONTENT["triton"] != triton.__version__, reason="another compiler")
+def test_what_has_not_changed_is_what_the_compiler_still_makes() -> None:
+    """Of one op: all take the same way from a kernel to its record."""
+    done = run_python(
+        "-m", "sage_kernels.aot", "qk_norm_rope", "--json", "--arch", "90"
+    )
+    builds = [Build(**record) for record in json.loads(done.stdout)["builds"]]
+    assert builds == [
+        build for build in WRITTEN if (build.op, build.arch) == ("qk_norm_rope", 90)
+    ]
+
+
+@pytest.mark.slow
+def test_a_record_follows_from_the_kernel_and_how_it_is_launched() -> None:
+    done = run_python(
+        "-c",
+        """
+from dataclasses import replace
+from sage_kernels.aot import digest_of, launched_kernels
+from sage_kernels.registry import specs
+kernel, *_ = launched_kernels(specs()["gelu_tanh"]).values()
+for changed in (
+    kernel,
+    replace(kernel, num_warps=2 * kernel.num_warps),
+    replace(kernel, aligned=()),
+    replace(kernel, constexprs={"BLOCK": 64}),
+):
+    print(digest_of(changed, 90))
+print(digest_of(kernel, 80))
+""",
+    )
+    digests = done.stdout.split()
+    assert digests[0] == WRITTEN_GELU.digest, done.stderr
+    assert len(set(digests)) == 5
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ examples:
   sage-fast export runs/mine --output_dir merged --format full               the whole transformer, adapter merged
   sage-fast export runs/mine --output_dir official --layout official         for `generate.py --lora_path official`
   sage-fast export runs/mine --output_dir best --checkpoint best             of the run's best evaluation
+  sage-fast export runs/mine --output_dir exported --push_to_hub me/mine     and upload it to the Hugging Face hub
 
 An adapter has the layout of one program, and most programs ignore any other layout
 silently:
@@ -13,7 +14,7 @@ silently:
   official    Tencent's generate.py, LightX2V       musubi    musubi-tuner
   peft        peft, vLLM-Omni
 
-FOLDER/README.md says how to load it; `hf upload me/mine FOLDER` publishes the folder.
+FOLDER/README.md says how to load it; --push_to_hub publishes the folder.
 With training.ema_decay set the averaged weights are exported: those that the run
 evaluated.
 """
@@ -62,6 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="replace an export of another run, format or layout in the folder",
     )
+    parser.add_argument(
+        "--push-to-hub",
+        metavar="REPOSITORY",
+        help="upload the folder there, as me/mine, by the token of `hf auth login`",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -82,6 +88,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         overrides=overrides,
         trust_config=options.trust_config,
         overwrite=options.overwrite,
+        push_to_hub=options.push_to_hub,
     )
     kind = "adapter" if result.format == "lora" else "transformer"
     print(
@@ -89,4 +96,6 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         f"{result.update}{' (averaged weights)' if result.averaged else ''} to "
         f"{result.folder}/; README.md there says how to load it."
     )
+    if options.push_to_hub is not None:
+        print(f"Uploaded it to https://huggingface.co/{options.push_to_hub}")
     return 0

@@ -14,6 +14,7 @@ the configuration fits, 1 if not. How to read the output: docs/planning.md.
 import argparse
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from sage_fast.commands.common import (
     add_config_argument,
@@ -31,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=DEVICES,
-        help="default: h100, or cpu for a small model and with model.device cpu",
+        help=(
+            "default: rtx4090 for a preset of 24 GB, cpu for a small model or "
+            "model.device cpu, else h100"
+        ),
     )
     parser.add_argument(
         "--memory",
@@ -57,7 +61,10 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
-    device = choose_device(options.device, config.model.device, description.width)
+    name = options.device
+    if name is None and any("_24gb" in Path(word).stem for word in options.config):
+        name = "rtx4090"
+    device = choose_device(name, config.model.device, description.width)
     if options.gpus is None:
         gpus = least_gpus(config.distributed, config.rollout)
     else:

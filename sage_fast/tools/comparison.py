@@ -32,6 +32,17 @@ from sage_fast.run.page import charts, render
 from sage_fast.run.plots import Line
 from sage_fast.tools.effects import LEVEL, Effect, crossed_effect, holm
 
+TITLES = {
+    "eval/reward_mean": "reward in evaluations",
+    "reward/mean": "reward while training",
+    "kl/position": "KL of the positions",
+    "kl/velocity": "KL of the velocities",
+    "kl/weight": "weight of the KL",
+    "kl/grad_share": "KL's share of the gradient",
+    "grad_norm": "gradient norm",
+}
+"""Metric -> what its chart is called."""
+
 
 @dataclass(frozen=True, eq=False)
 class Arm:
@@ -319,9 +330,9 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
                 "order."
             )
         elif len(pairs) < max(len(arm.runs), len(arms[0].runs)):
+            shared = f"{len(pairs)} seed{'s' if len(pairs) > 1 else ''}"
             notes.append(
-                f"{arm.name} and {arms[0].name} share {len(pairs)} seed(s); only "
-                "these are tested."
+                f"{arm.name} and {arms[0].name} share {shared}; nothing else is tested."
             )
         if len(pairs) == 1:
             notes.append(
@@ -381,7 +392,8 @@ def _html(comparison: Comparison) -> str:
             continue
         lines = [arm.line(key, number) for number, arm in enumerate(arms)]
         if any(any(line.y) for line in lines):  # a KL may be 0 in all of a run
-            drawn.append((key, lines, {}))
+            name = key.removeprefix("eval/").removesuffix("_mean").replace("_", " ")
+            drawn.append((TITLES.get(key, f"{name} in evaluations"), lines, {}))
     return render(
         "comparison.html",
         "Comparison of runs",

@@ -10,6 +10,7 @@ FOLDER/
 
 import json
 import logging
+import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import torch
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from torch import Tensor
 
 from sage_fast import __version__
@@ -86,6 +87,7 @@ def export(
     overrides: Sequence[str] = (),
     trust_config: bool = False,
     overwrite: bool = False,
+    push_to_hub: str | None = None,
 ) -> Export:
     """Write the trained weights of a run, or of one checkpoint, into a folder for other
     programs.
@@ -103,10 +105,12 @@ def export(
             as a model.path that has moved. trust_config: whether a model family of the
             checkpoint from outside SAGE-Fast may be imported and called. overwrite:
             replace an export of another run, format or layout in `output_dir`.
+        push_to_hub: repository of the Hugging Face hub, as `me/mine`, that the folder
+            is uploaded to; made if it is not there.
 
     Raises:
         ConfigError: a format or layout that the run does not have, overrides that make
-            another model of it, or a folder with other files.
+            another model of it, a folder with other files, or an upload that failed.
         CheckpointError: a damaged checkpoint. OSError: the folder cannot be written.
     """
     if format not in (None, *get_args(Format)):
@@ -181,7 +185,25 @@ def export(
     }
     # Last, with the names of all files: a later export removes these and no others.
     write_text(folder / RECORD, json.dumps(record, indent=1) + "\n")
+    if push_to_hub is not None:
+        _upload(folder, push_to_hub)
     return result
+
+
+def _upload(folder: Path, repository: str) -> None:
+    """Upload a written export. ConfigError, with the command that tries again."""
+    hub = HfApi()
+    try:
+        hub.create_repo(repository, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder)
+    # no token, no connection, no such user, a name that is none
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{folder} is written, but it is not at {repository}: "
+            f"{str(error).strip()} Try again by `hf upload {repository} "
+            f"{shlex.quote(str(folder))}`, after `hf auth login` where nobody is "
+            "logged in."
+        ) from error
 
 
 def _make_room(
@@ -323,7 +345,9 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     lora = result.format == "lora"
     family = model_family(config.model.family)
     base = family.pipeline_base(config.model)
-    license_name, license_link = family.licence or (None, None)
+    licence, licence_link = family.licence or (None, None)
+    # The hub knows this name; of another licence it wants name and link.
+    known = licence == "apache-2.0"
     pipeline = family.pipeline_class(config.model)
     animates = "ImageToVideo" in pipeline
     diffusers = metadata.version("diffusers")
@@ -335,9 +359,9 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         base_model=base if base is not None and is_repository(base) else None,
         base_model_relation="adapter" if lora else "finetune",
         library_name=result.layout if result.layout in ("diffusers", "peft") else None,
-        license="other" if family.licence else None,
-        license_name=license_name,
-        license_link=license_link,
+        license="other" if licence and not known else licence,
+        license_name=None if known else licence,
+        license_link=None if known else licence_link,
         pipeline_tag="image-to-video" if animates else "text-to-video",
         tags=tags,
     )

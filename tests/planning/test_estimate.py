@@ -873,6 +873,16 @@ def test_what_never_fits_says_what_needs_least() -> None:
 # the command
 
 
+def test_a_preset_of_a_small_card_is_planned_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", "wan_quick_lora_24gb", "--json"]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["device"]["name"] == "RTX 4090"
+    main([*words, "--device", "h100"])
+    assert "H100" in json.loads(capsys.readouterr().out)["device"]["name"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

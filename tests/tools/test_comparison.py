@@ -3,6 +3,7 @@ that is complete in itself.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -159,7 +160,9 @@ def test_the_command_writes_one_page_and_its_numbers(
     }
     page = (output / "comparison.html").read_text("utf-8")
     # two rewards, a KL, its share, a gradient norm
-    assert page.count('class="chart"') == 5
+    titles = re.findall(r"<figcaption>([^<]+)</figcaption>", page)
+    assert titles[:2] == ["reward in evaluations", "reward while training"]
+    assert len(titles) == 5 and not [title for title in titles if "/" in title]
     assert not Page(page).fetched
     tree = json.loads((output / "comparison.json").read_text("utf-8"))
     assert tree["differences"][0]["effect"]["mean"] == pytest.approx(1.5)

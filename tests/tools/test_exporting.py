@@ -14,6 +14,7 @@ import torch
 from diffusers import HunyuanVideo15Transformer3DModel
 from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import LocalTokenNotFoundError
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -718,3 +719,32 @@ def test_the_adapter_that_a_run_began_with_is_exported_once(
     torch.testing.assert_close(
         probe(run, run_readme(tmp_path / "full")), trained(run), rtol=1e-5, atol=1e-5
     )
+
+
+def test_an_export_goes_to_the_hub_and_stays_where_that_fails(
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    uploaded: list[tuple[str, set[str]]] = []
+
+    class Hub:
+        def create_repo(self, repository: str, *, exist_ok: bool) -> None:
+            if repository == "me/nowhere":
+                raise LocalTokenNotFoundError("Token is required.")
+
+        def upload_folder(self, *, repo_id: str, folder_path: Path) -> None:
+            names = {file.name for file in folder_path.iterdir()}
+            uploaded.append((repo_id, names))
+
+    monkeypatch.setattr(exporting, "HfApi", Hub)
+    folder = tmp_path / "o"
+    words = ["export", str(finished_run), "--output_dir", str(folder)]
+    assert main([*words, "--push_to_hub", "me/mine"]) == 0
+    assert uploaded == [("me/mine", {file.name for file in folder.iterdir()})]
+    assert "https://huggingface.co/me/mine" in capsys.readouterr().out
+    assert main([*words, "--push_to_hub", "me/nowhere"]) == 2
+    said = capsys.readouterr().err
+    assert f"Token is required. Try again by `hf upload me/nowhere {folder}`" in said
+    assert (folder / "export.json").is_file()

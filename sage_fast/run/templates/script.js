@@ -26,6 +26,8 @@ for (const pair of document.querySelectorAll(".pair")) {
     if (video.error) hide();
   }
 }
+for (const prompt of document.querySelectorAll(".clamp"))
+  prompt.addEventListener("click", () => prompt.classList.toggle("whole"));
 for (const range of document.querySelectorAll(".updates input")) {
   const updates = range.dataset.updates.split(" ");
   range.addEventListener("input", () => {

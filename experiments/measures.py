@@ -29,7 +29,6 @@ from experiments.findings import (
 from experiments.testbed import measure_testbed
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
-from sage_fast.config.sections import SDEType
 from sage_fast.noise import NoiseKey
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import initial_latents, rollout_table, sample_trajectory
@@ -42,7 +41,7 @@ from sage_fast.sde import (
     transition_table,
 )
 
-SAMPLERS: tuple[SDEType, ...] = (
+SAMPLERS: tuple[str, ...] = (
     "sage_grpo",
     "sage_exact",
     "flow_grpo",
@@ -61,7 +60,7 @@ HIGH_NOISE = 0.9
 """
 
 
-TABLES: Mapping[str, Mapping[str, tuple[SDEType, dict[str, Any]]]] = {
+TABLES: Mapping[str, Mapping[str, tuple[str, dict[str, Any]]]] = {
     "table1": {
         f"{name}, T={steps}": (name, {"steps": steps})
         for steps in (10, 20, 40, 100)
@@ -197,7 +196,7 @@ def measure_exact_policy(
 
 
 def measure_rollouts(
-    config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS
+    config: RunConfig, *, seed: int, samplers: Sequence[str] = SAMPLERS
 ) -> Iterator[Finding]:
     """Rewards of one rollout of the base model: mean of each score, and the standard
     deviation in a group.
@@ -229,7 +228,7 @@ def measure_rollouts(
 
 
 def measure_gradients(
-    config: RunConfig, *, seed: int, samplers: Sequence[SDEType] = SAMPLERS
+    config: RunConfig, *, seed: int, samplers: Sequence[str] = SAMPLERS
 ) -> Iterator[Finding]:
     """Gradient norm of every step of one rollout of the base model, with the equalizer
     and without it.

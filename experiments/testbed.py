@@ -30,7 +30,6 @@ from sage_fast.config.sections import (
     ForwardProcessConfig,
     KLWeightConfig,
     ObjectiveConfig,
-    SDEType,
     VideoConfig,
 )
 from sage_fast.kernels import PolicyTerms
@@ -74,7 +73,7 @@ class ExactTraining:
     moving average that samples; 0 is the policy itself.
     """
 
-    sampler: SDEType = "sage_grpo"
+    sampler: str = "sage_grpo"
     num_steps: int = 8
     shift: float = 3.0
     eta: float = 0.5

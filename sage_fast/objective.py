@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_fast.config.registry import ADVANTAGES, resolve
 from sage_fast.config.sections import KLWeightConfig, ObjectiveConfig, kl_uses
 from sage_fast.kernels import (
     LossSettings,
@@ -100,7 +101,7 @@ def weighted_advantages(
     components: Mapping[str, Tensor],
     weights: Mapping[str, float],
     *,
-    normalization: Literal["sum", "per_reward"],
+    normalization: str,
     std: Literal["group", "global"] = "group",
     clip: float = ADVANTAGE_CLIP,
     eps: float = 1e-6,
@@ -115,9 +116,18 @@ def weighted_advantages(
     Args:
         components: reward name -> (P, G). A reward without a weight takes no part.
         weights: reward name -> weight, every name one of `components`, and not all of
-            them 0. normalization: "sum" or "per_reward".
+            them 0. normalization: "sum" or "per_reward", or `package.module:function`
+            of the user's own, which is called as f(components, weights, std=std) and
+            returns (P, G), higher is better. They are clipped, and a group of zeros is
+            without spread.
         std, clip, eps: as in `group_advantages`, and so are the errors.
     """
+    if normalization not in ADVANTAGES:
+        own = resolve(normalization, ADVANTAGES, "advantage.normalization")
+        given = own(components, weights, std=std)
+        shape = next(iter(components.values())).shape
+        advantages = given.reshape(shape).clamp(-clip, clip).float()
+        return GroupAdvantages(advantages, (advantages == 0).all(1))
     active = {name: float(weight) for name, weight in weights.items() if weight != 0}
     if normalization == "sum":
         total = sum(

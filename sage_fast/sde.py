@@ -17,17 +17,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from sage_fast.config.registry import SAMPLERS, resolve
 from sage_fast.kernels import transition
 
 __all__ = [
     "SDE_TYPES",
     "TransitionTable",
     "sigma_schedule",
+    "table_of_variance",
     "transition",
     "transition_table",
 ]
 
-SDE_TYPES = ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode")
+SDE_TYPES = tuple(SAMPLERS)
 
 SAGE_SIGMA_MARGIN = 3e-3
 """With this margin the SAGE-GRPO reference keeps the logarithm of its variance finite
@@ -83,7 +85,7 @@ class TransitionTable:
     """
 
     sde_type: str
-    """One of SDE_TYPES."""
+    """One of SDE_TYPES, or the name of a sampler of the user's own."""
     eta: float
     """Noise level of the sampler; 0 is deterministic."""
     sigmas: Tensor
@@ -167,7 +169,8 @@ def transition_table(
     0 is taken as the `ode` step and is not trainable.
 
     Args:
-        sde_type: one of SDE_TYPES.
+        sde_type: one of SDE_TYPES, or `package.module:function` of the user's own,
+            which is called with it, `sigmas` and `eta` and returns the table.
         sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from
             `sigma_schedule`. eta: noise level, finite and not negative; at most 1 for
             `cps`. `ode` draws no noise whatever eta is. sage_margin: `sage_grpo` takes
@@ -178,9 +181,9 @@ def transition_table(
             an eta out of range.
     """
     if sde_type not in SDE_TYPES:
-        raise ValueError(
-            f"sde_type is {sde_type!r}; allowed are {', '.join(SDE_TYPES)}"
-        )
+        own = resolve(sde_type, SAMPLERS, "rollout.sde_type")
+        table: TransitionTable = own(sde_type, sigmas, eta)
+        return table
     if not math.isfinite(eta) or eta < 0:
         raise ValueError(
             f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)"
@@ -231,6 +234,23 @@ def transition_table(
     elif sde_type == "cps":
         variance = (n * math.sin(eta * math.pi / 2)) ** 2
         q = n * math.cos(eta * math.pi / 2)
+    return table_of_variance(sde_type, sigmas, eta, variance, q)
+
+
+def table_of_variance(
+    sde_type: str, sigmas: Tensor, eta: float, variance: Tensor, q: Tensor | None = None
+) -> TransitionTable:
+    """Coefficients of a sampler with these variances of its steps.
+
+    Args:
+        sde_type, sigmas, eta: as `transition_table` was called, in float64.
+        variance: (T,) V of each step; one with V <= 0 is taken as the `ode` step.
+        q: (T,) what is kept of the estimated noise; None takes the Euler step of the
+            flow with the drift that compensates for the noise, as `sage_grpo` does.
+    """
+    s = sigmas[:-1]
+    n = sigmas[1:]
+    step = s - n
     trainable = variance > 0
     variance = torch.where(trainable, variance, torch.zeros_like(variance))
     if q is not None:

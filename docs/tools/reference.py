@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from sage_fast.commands.cli import add_commands
-from sage_fast.config.load import meanings, type_name
+from sage_fast.config.load import meanings, type_of
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import FIXED, FREE
 
@@ -97,7 +97,7 @@ def _section(config: type, prefix: str, inherited: str) -> Iterator[str]:
             sections.append((f, resume))
             continue
         key = f"`{prefix}{f.name}`"
-        kind = _cell(f"`{type_name(f.type)}`")
+        kind = _cell(f"`{type_of(prefix + f.name)}`")
         meaning = _cell(meanings()[f"{prefix}{f.name}"])
         yield (
             f"| {key} | {kind} | {_default(f)} | {meaning} | {resume or 'if allowed'} |"

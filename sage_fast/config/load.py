@@ -26,8 +26,8 @@ from pydantic import TypeAdapter, ValidationError
 from sage_fast.config.documents import dump_yaml, read_yaml
 from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.files import read_text, write_text
-from sage_fast.config.registry import MODEL_FAMILIES, REWARDS, SCORES, outside_names
-from sage_fast.config.schema import RunConfig, by_dotted_key, to_dict
+from sage_fast.config.registry import PARTS, SCORES, outside_names
+from sage_fast.config.schema import RunConfig, by_dotted_key, settings_of, to_dict
 
 T = TypeVar("T")
 
@@ -519,6 +519,14 @@ def type_name(kind: Any) -> str:
     return "null" if kind is type(None) else str(getattr(kind, "__name__", kind))
 
 
+def type_of(key: str) -> str:
+    """The type of a dotted key; instead of a text the names of parts."""
+    name = type_name(_fields()[key].type)
+    if key in PARTS:
+        return name.replace("str", " or ".join((*PARTS[key], "package.module:name")))
+    return name
+
+
 def describe_keys(word: str = "") -> str:
     """Keys that have `word` in their name, with type, default and meaning, for a
     terminal. ConfigError for none.
@@ -535,7 +543,7 @@ def describe_keys(word: str = "") -> str:
         required = f.default is MISSING and f.default_factory is MISSING
         default = "required" if required else f"default {json.dumps(_default(key))}"
         text = "\n".join(f"      {line.strip()}" for line in meaning.splitlines())
-        parts.append(f"  --{key}  ({type_name(f.type)}; {default})\n{text}\n")
+        parts.append(f"  --{key}  ({type_of(key)}; {default})\n{text}\n")
     if not parts:
         raise ConfigError(_explain_unknown(word, "--keys"))
     return "".join(parts)
@@ -633,35 +641,43 @@ def _key_of(location: Sequence[int | str]) -> str:
 
 
 def named_code(files: Sequence[str | Path], overrides: Sequence[str]) -> set[str]:
-    """Names under model.family and reward.{rewards,url,python} in files and overrides."""
-    tree = read_tree(files, overrides)
-    rewards = tree.get("reward", {}).get("rewards", [])
-    given = [
-        tree.get("model", {}).get("family"),
-        *(tree.get("reward", {}).get(key) for key in ("url", "python")),
-    ]
+    """Names under the keys of `PARTS` and reward.{url,python} in files and overrides."""
+    values = by_dotted_key(read_tree(files, overrides))
     return {
-        str(name) for name in (*given, *(rewards if isinstance(rewards, list) else []))
+        str(name)
+        for key in (*PARTS, *PLACES_OF_CODE)
+        for name in _listed(values.get(key))
     }
+
+
+PLACES_OF_CODE = ("reward.python", "reward.url")
+"""Keys whose every value is code outside SAGE-Fast."""
+
+
+def _listed(value: Any) -> list[Any]:
+    """A list as it is, None as none, and another value as a list of it."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def outside_code(config: RunConfig, rewards: bool = True) -> dict[str, list[str]]:
     """Keys that name code outside SAGE-Fast -> the names.
 
     Args:
-        rewards: whether the rewards are built, or the model alone.
+        rewards: whether the rewards are built and a step may be made, or the model is
+            used alone.
     """
+    values = settings_of(to_dict(config))
     outside = {
-        "model.family": outside_names([config.model.family], MODEL_FAMILIES),
-        "reward.rewards": outside_names(
-            config.reward.rewards if rewards else [], REWARDS
-        ),
-        "reward.python": [config.reward.python]
-        if rewards and config.reward.python
-        else [],
-        "reward.url": [config.reward.url] if rewards and config.reward.url else [],
+        key: outside_names(_listed(values[key]), table) for key, table in PARTS.items()
     }
-    return {key: names for key, names in outside.items() if names}
+    outside |= {key: _listed(values[key]) for key in PLACES_OF_CODE}
+    return {
+        key: names
+        for key, names in outside.items()
+        if names and (rewards or key == "model.family")
+    }
 
 
 def check_trust(
@@ -673,7 +689,7 @@ def check_trust(
         config: as it was read from there.
         source: the directory, for the message.
         named: what the user has named, and so trusts.
-        rewards: whether the command builds the rewards, or the model alone.
+        rewards: as in `outside_code`.
     """
     for key, names in outside_code(config, rewards).items():
         if unknown := [name for name in names if name not in named]:

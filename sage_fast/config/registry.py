@@ -1,8 +1,8 @@
 """Short names of pluggable parts, resolved only when a run asks for them.
 
-Everything that is specific to one model family or one reward is reached through this
-table (or through a `package.module:attribute` of the user's own), so the trainer
-imports none of it.
+Everything that is specific to one model family or one reward is reached through these
+tables (or through a `package.module:attribute` of the user's own), so the trainer
+imports none of it. `PARTS` has every key of the configuration that names such a part.
 """
 
 import importlib
@@ -37,6 +37,25 @@ UPDATES = {
 }
 """`training.update` -> `Objective`."""
 
+SAMPLERS = dict.fromkeys(
+    ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"),
+    "sage_fast.sde:transition_table",
+)
+"""`rollout.sde_type` -> a function as `transition_table` is one."""
+
+ADVANTAGES = dict.fromkeys(
+    ("sum", "per_reward"), "sage_fast.objective:weighted_advantages"
+)
+"""`advantage.normalization` -> the advantages of a batch; `weighted_advantages` says
+how it calls one of the user's own.
+"""
+
+TRACKERS = {
+    "tensorboard": "sage_fast.run.metrics:TensorBoard",
+    "wandb": "sage_fast.run.metrics:WeightsAndBiases",
+}
+"""`logging.report_to` -> `Tracker`."""
+
 REWARDS = {
     "toy": "sage_fast.rewards.toy:ToyReward",
     "videoalign": "sage_fast.rewards.videoalign:VideoAlignReward",
@@ -45,6 +64,17 @@ REWARDS = {
     "ocr": "sage_fast.rewards.ocr:OcrReward",
 }
 
+PARTS: dict[str, dict[str, str]] = {
+    "model.family": MODEL_FAMILIES,
+    "training.update": UPDATES,
+    "rollout.sde_type": SAMPLERS,
+    "advantage.normalization": ADVANTAGES,
+    "reward.rewards": REWARDS,
+    "logging.report_to": TRACKERS,
+}
+"""Dotted key -> its short names. What else stands there is `package.module:attribute`,
+which a run directory is trusted with (`check_trust`) before it is imported.
+"""
 
 REGISTERED: dict[str, Any] = {}
 """Objects that this process has entered by `register`, by name."""
@@ -75,23 +105,30 @@ def register(found: Any, taken: Collection[str] = ()) -> str:
     return name
 
 
+def check_name(name: str, table: Mapping[str, str], key: str) -> None:
+    """ConfigError that names `key`, for what is neither in the table nor a
+    `package.module:attribute`.
+    """
+    if name not in table and ":" not in name:
+        raise ConfigError(
+            f"{key} is {name!r}, but it must be {' or '.join(table)} or "
+            "package.module:name."
+        )
+
+
 def resolve(name: str, table: dict[str, str], key: str) -> Any:
     """The object behind a short name, a name that this process has entered, or a
     `package.module:attribute`.
 
     Raises:
-        ConfigError: the name is unknown, is not a name, or importing its module failed;
+        ConfigError: the name is unknown, or importing its module failed;
             the message names `key`.
     """
     if name in REGISTERED:
         return REGISTERED[name]
+    check_name(name, table, key)
     target = table.get(name, name)
-    module_name, separator, attribute = target.partition(":")
-    if not separator:
-        raise ConfigError(
-            f"{key} is {name!r}, which is not one of {sorted(table)}. Use one of "
-            "them, or package.module:attribute."
-        )
+    module_name, _, attribute = target.partition(":")
     try:
         return getattr(importlib.import_module(module_name), attribute)
     except ImportError as error:

@@ -10,7 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.registry import MODEL_FAMILIES, REGISTERED, UPDATES, resolve
+from sage_fast.config.registry import (
+    MODEL_FAMILIES,
+    REGISTERED,
+    SAMPLERS,
+    UPDATES,
+    resolve,
+)
 from sage_fast.config.sections import (
     FIXED,
     FREE,
@@ -137,11 +143,19 @@ class RunConfig:
                 "Raise num_generations, or set "
                 "best_and_worst to 0, which trains all videos."
             )
-        # What one objective alone needs or refuses is said by its own class.
-        resolve(self.training.update, UPDATES, "training.update").check_config(self)
+        # What one objective alone needs or refuses is said by its own class. To read a
+        # configuration must not import code that it names: `objective_of` asks such a
+        # class once it is trusted.
+        if not self.own_step - REGISTERED.keys():
+            resolve(self.training.update, UPDATES, "training.update").check_config(self)
         self._check_engine()
         if self.model.adaln in ("table", "offload"):
             self._check_frozen_adaln()
+
+    @property
+    def own_step(self) -> set[str]:
+        """Objective and sampler, as far as they are the user's own code."""
+        return {self.training.update, self.rollout.sde_type} - {*UPDATES, *SAMPLERS}
 
     @property
     def samples_by_ode(self) -> bool:
@@ -234,8 +248,7 @@ class RunConfig:
             )
         ]
         check_needs(setting, "model.adaln to auto", needs)
-        # To read a configuration must not import code that it names: a run asks such a
-        # family once it is trusted.
+        # A run asks a family of the user's own once it is trusted.
         if self.model.family in {*MODEL_FAMILIES, *REGISTERED}:
             family = resolve(self.model.family, MODEL_FAMILIES, "model.family")
             self.check_frozen_adaln(getattr(family, "adaln_targets", ()))

@@ -17,6 +17,13 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import (
+    ADVANTAGES,
+    SAMPLERS,
+    TRACKERS,
+    UPDATES,
+    check_name,
+)
 
 T = TypeVar("T")
 
@@ -83,8 +90,6 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
     if not condition:
         raise ConfigError(f"{key} is {value!r}, but it must be {allowed}.")
 
-
-SDEType = Literal["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"]
 
 # Upper bounds are far above any use: they keep a typing error such as 1e30 from filling
 # memory deep inside a run.
@@ -334,8 +339,9 @@ class SDEWindowConfig:
 class RolloutConfig:
     """How the videos of an update are sampled."""
 
-    sde_type: SDEType = "sage_grpo"
-    """Sampler of the exploration. `ode` draws no noise, so it cannot be trained with.
+    sde_type: str = "sage_grpo"
+    """Sampler of the exploration, or `package.module:function` of your own, called as
+    `transition_table`. `ode` draws no noise, so it cannot be trained with.
     """
     num_steps: Steps = fixed(20, PAIRS)
     """Denoising steps T."""
@@ -371,6 +377,7 @@ class RolloutConfig:
     """Steps that draw noise."""
 
     def __post_init__(self) -> None:
+        check_name(self.sde_type, SAMPLERS, "rollout.sde_type")
         require(
             self.batch_size % self.videos_at_once == 0,
             "rollout.micro_batch_size",
@@ -619,12 +626,15 @@ class RewardConfig:
 class AdvantageConfig:
     """How rewards become advantages."""
 
-    normalization: Literal["sum", "per_reward"] = "sum"
+    normalization: str = "sum"
     """`sum`: weighted sum of the rewards, then one normalisation. `per_reward`:
-    normalise each, then sum.
+    normalise each, then sum. `package.module:function` of your own.
     """
     std: Literal["group", "global"] = "group"
     """Divide by the population std of the prompt's group, or of the whole batch."""
+
+    def __post_init__(self) -> None:
+        check_name(self.normalization, ADVANTAGES, "advantage.normalization")
 
 
 @dataclass(kw_only=True)
@@ -658,7 +668,7 @@ class TrainingConfig:
     weights; it computes in float32, or in distributed.param_dtype where FSDP2 gathers
     them.
     """
-    update: Literal["two_phase", "single_pass", "forward_process"] = "two_phase"
+    update: str = "two_phase"
     """`two_phase` rolls out first and runs the model again for the gradient.
     `single_pass` takes the gradient during the rollout and weighs it when the rewards
     arrive: the same gradient with one forward less. It keeps a copy of the adapters per
@@ -667,6 +677,7 @@ class TrainingConfig:
     docs/memory.md has the arithmetic. `forward_process` is another objective (section
     `forward_process`): DiffusionNFT's and AWM's, at noised videos instead of the
     sampler's steps. It samples by ODE, and is the cheapest of the three.
+    `package.module:Class` is an `Objective` of your own.
     """
     guidance: Literal["paired", "split"] = free("paired", REMEDY)
     """Gradient through guidance: `paired` holds the activations of both branches at
@@ -710,6 +721,7 @@ class TrainingConfig:
     """
 
     def __post_init__(self) -> None:
+        check_name(self.update, UPDATES, "training.update")
         require(
             self.num_updates % self.updates_per_rollout == 0,
             "training.num_updates",
@@ -785,13 +797,15 @@ class CheckpointConfig:
 class LoggingConfig:
     """Further places for metrics than metrics.jsonl."""
 
-    report_to: list[Literal["tensorboard", "wandb"]] = field(
-        default_factory=lambda: ["tensorboard"]
-    )
+    report_to: list[str] = field(default_factory=lambda: ["tensorboard"])
     """`tensorboard` writes events into the run directory. `wandb` needs `pip install
     wandb`, and logs to the project in the environment variable WANDB_PROJECT, or to
-    `sage-fast`.
+    `sage-fast`. `package.module:Class` is a `Tracker` of your own.
     """
+
+    def __post_init__(self) -> None:
+        for name in self.report_to:
+            check_name(name, TRACKERS, "logging.report_to")
 
 
 @dataclass(kw_only=True)

@@ -323,8 +323,12 @@ class Objective(ABC):
 
 
 def objective_of(config: RunConfig) -> type[Objective]:
-    """The class that `training.update` names."""
+    """The class that `training.update` names. ConfigError where it refuses the
+    configuration.
+    """
     found: type[Objective] = resolve(config.training.update, UPDATES, "training.update")
+    if config.own_step:
+        found.check_config(config)
     return found
 
 

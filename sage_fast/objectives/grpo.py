@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -435,6 +435,10 @@ class TwoPhase(GRPO):
     """
 
     same_gradient = "single_pass"
+    step_loss: ClassVar[type[StepLoss]] = StepLoss
+    """The loss of a step; a subclass may have another one. A video without advantage
+    takes no pass where the KL of this one has no gradient.
+    """
 
     @staticmethod
     def check_config(config: RunConfig) -> None:
@@ -501,7 +505,7 @@ class TwoPhase(GRPO):
             scored: ScoredRollout, rows: slice, trajectory: Trajectory, place: Place
         ) -> StepLoss:
             steps = [order[place[1]] for order in scored.orders[rows]]
-            return StepLoss(
+            return self.step_loss(
                 kernels=self.kernels,
                 settings=self.settings,
                 table=trajectory.table,

@@ -647,7 +647,8 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
         yield "reward.url", "http://HOST:8000"
     if plan.gathered.sharded and not config.distributed.cpu_offload:
         yield "distributed.cpu_offload", True
-    if (update := objective_of(config).same_gradient) is not None:
+    # one of the user's own may have inherited it
+    if not config.own_step and (update := objective_of(config).same_gradient):
         yield "training.update", update
     # Only values that keep less than the present one.
     if model.checkpointing not in ("selective", "full"):

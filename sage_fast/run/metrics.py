@@ -32,6 +32,7 @@ from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
+from sage_fast.config.registry import TRACKERS, resolve
 from sage_fast.models.media_files import read_picture, video_frames
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import GAIN, LOSS
@@ -46,14 +47,39 @@ Samples = Sequence[tuple[str, Path]]
 logger = logging.getLogger(__name__)
 
 
-class TensorBoard:
+class Tracker:
+    """A further place for the metrics of a run, on rank 0. An error of a method is one
+    warning, and the run goes on.
+
+    Args:
+        directory: of the run.
+        settings: what the run is made with: name -> JSON values.
+    """
+
+    def __init__(self, directory: RunDirectory, settings: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.settings = settings
+
+    def log(self, update: int, values: Mapping[str, Scalar]) -> None:
+        """Take a record of metrics."""
+
+    def show(self, update: int, sheet: Path, samples: Samples) -> None:
+        """Take an evaluation's contact sheet, and its prompts with their videos."""
+
+    def truncate_after(self, update: int) -> None:
+        """The updates after this one are made again."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class TensorBoard(Tracker):
     """Curves in ``<run_dir>/tensorboard``, with the settings as text and a contact
     sheet of each evaluation.
     """
 
     def __init__(self, directory: RunDirectory, settings: Mapping[str, Any]) -> None:
-        self._folder = directory.tensorboard
-        self._settings = settings
+        super().__init__(directory, settings)
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
 
@@ -90,18 +116,21 @@ class TensorBoard:
 
             # Not before the first point: only then is it known from which update on a
             # resumed run writes again.
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
-            for name, tree in self._settings.items():
+            self._writer = SummaryWriter(
+                str(self.directory.tensorboard), purge_step=self._purge_step
+            )
+            for name, tree in self.settings.items():
                 text = json.dumps(tree, indent=1, ensure_ascii=False)
                 self._writer.add_text(name, f"```json\n{text}\n```")
         return self._writer
 
 
-class WeightsAndBiases:
+class WeightsAndBiases(Tracker):
     """A run of the project in WANDB_PROJECT.
 
     Its identity is kept in ``<run_dir>/wandb_run_id``, so that a resumed run goes on
-    with it.
+    with it. Its history only grows: the rows of updates that are made again come after
+    the earlier ones.
 
     Raises:
         ConfigError: wandb is not installed, or begins no run.
@@ -160,20 +189,9 @@ class WeightsAndBiases:
             }
         )
 
-    def truncate_after(self, update: int) -> None:
-        """Nothing: its history only grows; the rows of updates that are made again come
-        after the earlier ones.
-        """
-
     def close(self) -> None:
         """Send what is left and end the run."""
         self._run.finish()
-
-
-TRACKERS: dict[str, type[TensorBoard] | type[WeightsAndBiases]] = {
-    "tensorboard": TensorBoard,
-    "wandb": WeightsAndBiases,
-}
 
 
 class MetricsLogger:
@@ -201,7 +219,7 @@ class MetricsLogger:
         report_to: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._trackers: list[TensorBoard | WeightsAndBiases] = []
+        self._trackers: list[Tracker] = []
         self._warned: set[tuple[object, str]] = set()
         self._file: FileIO | None = None
         if run_dir is None:
@@ -210,7 +228,9 @@ class MetricsLogger:
         settings = settings or {}
         self.path = directory.metrics
         directory.path.mkdir(parents=True, exist_ok=True)
-        self._trackers = [TRACKERS[name](directory, settings) for name in report_to]
+        for name in report_to:
+            tracker = resolve(name, TRACKERS, "logging.report_to")
+            self._trackers.append(tracker(directory, settings))
         self._file = self._open(math.inf)
 
     def log(self, record: Mapping[str, Any]) -> None:

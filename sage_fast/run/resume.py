@@ -17,13 +17,16 @@ of FlashAttention-4 and cuDNN on a B200 differ by a factor of two, in both direc
 """
 
 import difflib
+import inspect
 import logging
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +35,11 @@ import torch
 from sage_fast.checkpoint.folder import agree, list_checkpoints
 from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
+from sage_fast.config.load import outside_code
+from sage_fast.config.registry import PARTS, resolve
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
-from sage_fast.config.sections import FIXED, FREE, marked_keys
+from sage_fast.config.sections import FIXED, FREE, digest, marked_keys
+from sage_fast.distributed.failure import check_same_everywhere
 from sage_fast.distributed.start import rank_device
 from sage_fast.distributed.world import World
 from sage_fast.models.attention.attention import (
@@ -136,6 +142,34 @@ def time_backend(name: str, size: tuple[int, int, int, int], use: Use) -> float:
     return min(seconds[1:])  # the first round warms up
 
 
+def recorded(config: RunConfig) -> dict[str, Any]:
+    """A run's configuration as its checkpoints keep it, `config`, and as `code`, by
+    dotted key, the parts of the user's own with the digest of their source.
+
+    They are those whose keys `--allow-changes` may name: a family and the rewards are
+    held by other means.
+    """
+    marked = marked_keys(RunConfig, FIXED) | marked_keys(RunConfig, FREE)
+    code = {
+        key: f"{name} (source {source_digest(resolve(name, PARTS[key], key))[:12]})"
+        for key, (name, *_) in outside_code(config).items()
+        if key not in marked
+    }
+    return {"config": to_dict(config), "code": code}
+
+
+@cache
+def source_digest(part: Any) -> str:
+    """SHA-256 of the source of a part's module, as it was when it was first asked for;
+    of the part itself where it was written in a notebook.
+    """
+    try:
+        source = inspect.getsource(sys.modules[part.__module__])
+    except TypeError:
+        source = inspect.getsource(part)
+    return digest(source)
+
+
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted key -> (value in the checkpoint, value now)."""
 
@@ -165,6 +199,9 @@ def find_start(
         key.strip() for word in allow_changes for key in word.split(",") if key.strip()
     ]
     check_allowed(allow_changes, config)
+    present = recorded(config)
+    # A module may be another file on another node.
+    check_same_everywhere(present["code"])
     directory = RunDirectory(config.output_dir)
     resume = config.resume
     _refuse_repetition(directory, world)
@@ -202,8 +239,12 @@ def find_start(
             " Continue that run by --resume auto, move it aside, or choose another "
             "output_dir."
         )
+    saved = checkpoint.state
     changes = check_same_run(
-        checkpoint.state["config"], to_dict(config), checkpoint.folder, allow_changes
+        {**saved["config"], **saved.get("code", {})},
+        {**present["config"], **present["code"]},
+        checkpoint.folder,
+        allow_changes,
     )
     done = int(checkpoint.state["trainer"]["update"])
     step = config.training.updates_per_rollout

@@ -69,6 +69,7 @@ from sage_fast.run.resume import (
     find_start,
     keep_videos,
     move_aside,
+    recorded,
     settle_attention,
 )
 from sage_fast.run.run_status import (
@@ -627,10 +628,8 @@ class Run:
 
     def _has_logged(self, update: int, keys: Collection[str]) -> bool:
         """Look for a record of an update with these keys in the metrics. Collective."""
-        found = False
-        if self.world.is_main:
-            for row in read_metrics(self.files.metrics):
-                found |= row["update"] == update and set(keys) <= row.keys()
+        rows = read_metrics(self.files.metrics) if self.world.is_main else []
+        found = any(row["update"] == update and set(keys) <= row.keys() for row in rows)
         return self.world.broadcast(found)
 
     def _save(
@@ -659,7 +658,7 @@ class Run:
             "pending": pending,
             "changes": changes,
             "baseline": None if baseline is None else asdict(baseline),
-            "config": to_dict(self.config),
+            **recorded(self.config),
         }
         data = CheckpointData(tensors=trainer.tensors(), state=state)
         self.writer.save(trainer.update, data, extra=self._add_adapter)

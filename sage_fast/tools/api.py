@@ -349,8 +349,8 @@ def generate(
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
     config = _config_of(run, {})
-    other: dict[str, Any] = {"sde_type": sampler}
-    replace(config.rollout, **other)  # refuses what the sampler cannot have
+    # refuses what the sampler cannot have
+    replace(config.rollout, sde_type=sampler)
     refuse_cpu(config, allow_cpu)
     evaluation = config.evaluation
     if seed is not None:

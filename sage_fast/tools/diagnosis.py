@@ -22,7 +22,7 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CheckpointError, ConfigError
-from sage_fast.config.registry import REWARDS
+from sage_fast.config.registry import REWARDS, TRACKERS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ModelConfig, RewardConfig
 from sage_fast.distributed.failure import version_of
@@ -267,7 +267,7 @@ def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         fix = "mend the file, or name another"
         yield Check(section, "prompts", "missing", str(error), fix)
     uses: dict[str, str] = {}
-    for tracker in config.logging.report_to:
+    for tracker in set(config.logging.report_to).intersection(TRACKERS):
         uses[tracker] = "logging.report_to"
     if config.distributed.zero_stage is not None:
         uses["deepspeed"] = "distributed.zero_stage"

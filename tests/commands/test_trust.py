@@ -10,7 +10,8 @@ from sage_fast import open_run
 from sage_fast.commands.cli import main, parse
 from sage_fast.commands.common import load_run_config
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import check_trust, load_config
+from sage_fast.config.load import check_trust, load_config, named_code
+from sage_fast.config.registry import PARTS
 from sage_fast.tools.exporting import export
 
 
@@ -120,6 +121,20 @@ def test_a_model_family_needs_trust_for_every_command(
     with pytest.raises(ConfigError, match="'downloaded_code:load' under model.family"):
         check_trust(config, foreign_run, (), rewards=False)
     check_trust(config, foreign_run, {"downloaded_code:load"})
+
+
+@pytest.mark.parametrize("key", PARTS)
+def test_every_key_that_may_name_code_needs_trust_and_is_not_imported_before(
+    key: str, foreign_run: Path
+) -> None:
+    name = "downloaded_code:part"
+    value = f"[{name}]" if key in ("reward.rewards", "logging.report_to") else name
+    words = ["--reward.rewards=[toy]", f"--{key}={value}", "--reward.weights.VQ=1"]
+    config = load_config(foreign_run / "config.yaml", words)
+    with pytest.raises(ConfigError, match=f"'{name}' under {key}"):
+        check_trust(config, foreign_run, ())
+    check_trust(config, foreign_run, named_code([], [f"--{key}={value}"]))
+    assert "downloaded_code" not in sys.modules
 
 
 def test_no_check_of_a_configuration_imports_its_family(foreign_run: Path) -> None:

@@ -96,13 +96,13 @@ def make_groups(
     members = group_members(prompts, num_generations)
     samples = []
     # Of a group there may be some alone.
-    for _, places in itertools.groupby(
+    for number, places in itertools.groupby(
         numbers, lambda number: number // num_generations
     ):
         group = [members[place] for place in places]
         embeds = embed(group[0][0])
         samples += [
-            Sample(prompt=prompt, embeds=embeds, member=member)
+            Sample(prompt=prompt, embeds=embeds, member=member, group=number)
             for prompt, member in group
         ]
     return samples

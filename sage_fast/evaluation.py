@@ -435,6 +435,7 @@ def evaluate(
         RewardError: a reward failed and `on_failure` is stop, or no prompt could be
             scored. On all ranks.
     """
+    scoring = replace(scoring, evaluating=True, group_size=section.noises)
     world = scoring.world
     sampled: list[tuple[int, int, Trajectory]] = []
     # The first videos of all prompts come first, so a video's number is its prompt's
@@ -442,7 +443,12 @@ def evaluate(
     members = [
         (prompt, member) for member in range(section.noises) for prompt in prompts
     ]
-    batches = list(micro_batches(members, section.batch_size))
+    places = list(range(len(members)))
+    if scoring.reward.whole_groups:
+        # Prompt by prompt, so that a rank has all videos of each of its prompts.
+        places.sort(key=lambda place: place % len(prompts))
+    ordered = [members[place] for place in places]
+    batches = list(micro_batches(ordered, section.batch_size))
     rounds = range(math.ceil(len(batches) / world.dp_degree))
     for done in rounds:
         # A rank that has run out samples the first batch again and drops it: ranks that
@@ -460,11 +466,15 @@ def evaluate(
         if len(sampled) < world.sp and done + 1 < len(rounds):
             continue
         for first, turn, trajectory in sampled:
-            for place, video in scoring.add(trajectory, first=first, turn=turn):
+            for number, video in scoring.add(trajectory, first=first, turn=turn):
+                place = places[number]
                 if on_video is not None and place < len(prompts):
                     on_video(place, video)
         sampled.clear()
     scores, failed = scoring.gather(len(members))
+    usual = torch.tensor(places).argsort()
+    scores = {name: column[usual] for name, column in scores.items()}
+    failed = failed[usual]
     # A prompt that has lost one video is left out: its mean would be of fewer noises.
     failed = failed.view(section.noises, -1).any(0)
     if bool(failed.all()):

@@ -12,7 +12,7 @@ per prompt.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -30,7 +30,8 @@ class Prompt:
     `index` names the prompt in the run: the noise of a sample is a function of it, so
     it must be unique and must not depend on the order in which prompts are visited.
     `seed` is mixed with the run's seed, see `noise_seed`. `image` is the file of the
-    picture that an image-to-video model animates.
+    picture that an image-to-video model animates. `columns` has the other columns of
+    its row in the file, for rewards.
 
     Example: `Prompt(text="a red circle moving left", index=17)`
     """
@@ -39,6 +40,7 @@ class Prompt:
     index: int
     seed: int | None = None
     image: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def asked(self, height: int, width: int) -> "str | Pictured":
         """The question to a prompt encoder for videos of a size, in pixels: the text,
@@ -137,8 +139,10 @@ class PromptEmbeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One video of a rollout: which prompt it answers and which member of the prompt's
-    group it is.
+    """One video of a rollout: which prompt it answers, which member of the prompt's
+    group it is, and the number of that group; in an evaluation the prompt's index.
+    `latents` are those sampled, (C, F, H, W) float32 on the CPU, for rewards that read
+    them.
 
     Example: with num_generations = 4, the samples of one prompt have `member` 0, 1, 2
     and 3.
@@ -147,6 +151,8 @@ class Sample:
     prompt: Prompt
     embeds: PromptEmbeds
     member: int
+    group: int = 0
+    latents: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

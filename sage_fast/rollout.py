@@ -8,6 +8,7 @@ same videos.
 
 import hashlib
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -350,7 +351,7 @@ class Sampler:
     def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
         """Samples of prompts and their members."""
         return [
-            Sample(prompt=p, embeds=self.embed(p), member=member)
+            Sample(prompt=p, embeds=self.embed(p), member=member, group=p.index)
             for p, member in members
         ]
 
@@ -417,7 +418,9 @@ class VideoScoring:
 
     phase: entered with "decode" and "reward", for timing. progress: as in an iteration.
     seed: of the global generators before each batch, together with the number of its
-    first video; None leaves them alone.
+    first video; None leaves them alone. evaluating: the judges score too, and every
+    video is decoded, to be shown. group_size: videos of a group. held: what waits for
+    the rest of its group, where a reward needs it whole.
     """
 
     decoder: VideoDecoder
@@ -427,9 +430,15 @@ class VideoScoring:
     phase: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
     progress: Progress = lambda phase, done, total, subject: None
     seed: tuple[int, int] | None = None
+    evaluating: bool = False
+    group_size: int = 1
     scored: list[ScoredBatch] = field(default_factory=list)
+    held: list[tuple[int, Sample, Tensor | None]] = field(default_factory=list)
     error: str | None = None
     pending: list[Future[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reward.evaluating = self.evaluating
 
     def add(
         self, trajectory: Trajectory, *, first: int, turn: int
@@ -446,19 +455,33 @@ class VideoScoring:
         """
         samples = trajectory.samples
         world = self.world
+        # Ranks take turns by groups where these must be whole.
+        whole = self.reward.whole_groups
+        turns = [s.group if whole else turn + row for row, s in enumerate(samples)]
         rows = [
-            row
-            for row in range(len(samples))
-            if (turn + row) % world.sp == world.rank % world.sp
+            r for r, at in enumerate(turns) if at % world.sp == world.rank % world.sp
         ]
         if not rows:
             return []
         own = [samples[row] for row in rows]
-        self.progress("decode", rows[0], len(samples), describe_batch(own))
-        with self.phase("decode"):
-            videos = decode(self.decoder, trajectory.final[rows])
+        read = self.reward.reads
+        videos = None
+        if self.evaluating or "video" in read:
+            self.progress("decode", rows[0], len(samples), describe_batch(own))
+            with self.phase("decode"):
+                videos = decode(self.decoder, trajectory.final[rows])
+        if "latents" in read:
+            latents = trajectory.final[rows].cpu()
+            own = [replace(s, latents=x) for s, x in zip(own, latents, strict=True)]
         numbers = [first + row for row in rows]
-        if thread := self.reward.thread:
+        decoded = [] if videos is None else list(zip(numbers, videos, strict=True))
+        if whole:
+            numbers, own, videos = self._whole(numbers, own, videos)
+        # A judge of this process must not score in that thread.
+        thread = None if self.evaluating and self.reward.judges else self.reward.thread
+        if not own:
+            pass
+        elif thread:
             self.pending.append(thread.submit(self._score, videos, own, numbers))
         else:
             if self.seed is not None:
@@ -468,10 +491,23 @@ class VideoScoring:
                 seed_generators(int.from_bytes(key.digest()[:8], "little"))
             with self.phase("reward"):
                 self._score(videos, own, numbers)
-        return list(zip(numbers, videos, strict=True))
+        return decoded
+
+    def _whole(
+        self, numbers: list[int], samples: list[Sample], videos: Tensor | None
+    ) -> tuple[list[int], list[Sample], Tensor | None]:
+        """Hold some videos, and hand out all whose group is whole."""
+        shown = [None] * len(numbers) if videos is None else videos
+        self.held += zip(numbers, samples, shown, strict=True)
+        counts = Counter(sample.group for _, sample, _ in self.held)
+        whole = [one for one in self.held if counts[one[1].group] == self.group_size]
+        self.held = [one for one in self.held if counts[one[1].group] < self.group_size]
+        found = [video for _, _, video in whole if video is not None]
+        numbers = [number for number, _, _ in whole]
+        return numbers, [s for _, s, _ in whole], torch.stack(found) if found else None
 
     def _score(
-        self, videos: Tensor, samples: Sequence[Sample], numbers: Sequence[int]
+        self, videos: Tensor | None, samples: Sequence[Sample], numbers: Sequence[int]
     ) -> None:
         failed = torch.zeros(len(samples), dtype=torch.bool)
         try:
@@ -498,6 +534,7 @@ class VideoScoring:
     def gather(self, count: int) -> tuple[dict[str, Tensor], Tensor]:
         """The scores of `count` videos from all ranks, see `gather_scores`. Collective."""
         self.wait()
+        assert not self.held
         return gather_scores(self.scored, self.error, count, self.world)
 
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from sage_fast.checkpoint.reader import Checkpoint
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import (
@@ -72,9 +73,6 @@ from sage_fast.rollout import (
     shares_first_steps,
 )
 from sage_fast.sharding.parallelize import TorchEngine, check_lockstep, parallelize
-
-if TYPE_CHECKING:
-    from sage_fast.checkpoint.reader import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +140,7 @@ class Trainer:
         self.prompts_per_rollout = self.videos_per_rollout // members
         chosen = objective_of(config)
         chosen.check_run(config, self.prompts_per_rollout)
+        reward.check_layout(config.rollout, config.evaluation, world.dp_degree)
 
         components.check_guidance(config.rollout.guidance_scale)
         key = "forward_process.sampling_guidance"
@@ -365,6 +364,7 @@ class Trainer:
             on_failure=self.config.reward.on_failure,
             world=self.world,
             progress=self.progress,
+            group_size=self.config.rollout.num_generations,
             **options,
         )
 
@@ -456,8 +456,7 @@ class Trainer:
         prompts = self._prompts()
         samples = partial(make_groups, prompts, self._embed_of_rollout, members)
         own = exchange_trajectories(trajectories, dealt, samples, keys, self.world)
-        rows = dealt[:, :, None] * size + torch.arange(size)
-        return own, rows.flatten(1)
+        return own, (dealt[:, :, None] * size + torch.arange(size)).flatten(1)
 
     def _warn_of_no_spread(self, none: bool) -> None:
         """Say once that a rollout has nothing to learn from, because no group has two
@@ -657,7 +656,7 @@ class Trainer:
         for group in self._snapshots():
             check_same_shapes(own, shapes.get(group, own), group)
 
-    def load(self, checkpoint: "Checkpoint", state: Mapping[str, Any]) -> None:
+    def load(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         """Take over the state of a checkpoint that fits. Collective."""
         self.engine.load_tensors(checkpoint)
         for group, snapshot in self._snapshots().items():

@@ -237,7 +237,7 @@ def read_tree(
     # --config among the words is one more file, and so below every override.
     values = [(key, value) for key, value in given if key != "config"]
     # First, because the options and weights among the words are those of these rewards.
-    values.sort(key=lambda pair: pair[0] != "reward.rewards")
+    values.sort(key=lambda pair: pair[0] not in ("reward.evaluation", "reward.rewards"))
     tree: Tree = {}
     for file in (*files, *(value for key, value in given if key == "config")):
         tree = _merged(tree, read_config_file(file))
@@ -380,8 +380,8 @@ def _merged(base: Tree, top: Tree, prefix: str = "") -> Tree:
     a whole.
     """
     result = dict(base)
-    if prefix == "reward." and "rewards" in top:
-        _leave_behind(result, top["rewards"])
+    if prefix == "reward." and {"rewards", "evaluation"} & top.keys():
+        _leave_behind(result, {**result, **top})
     for name, value in top.items():
         inside = is_dataclass(_fields()[f"{prefix}{name}"].type) and name in base
         result[name] = (
@@ -390,18 +390,21 @@ def _merged(base: Tree, top: Tree, prefix: str = "") -> Tree:
     return result
 
 
-def _leave_behind(reward: Tree, rewards: Any) -> None:
+def _leave_behind(reward: Tree, after: Tree) -> None:
     """Take out of the section `reward`, in place, what belongs to rewards that others
-    replace.
+    replace in the section `after`.
 
     Which scores are whose is not known before they are called: the weights go as soon
     as one reward goes.
     """
-    if not isinstance(rewards, list):
+    rewards = after.get("rewards", _default("reward.rewards"))
+    judges = after.get("evaluation", [])
+    if not (isinstance(rewards, list) and isinstance(judges, list)):
         return  # refused later
     if isinstance(options := reward.get("options"), dict):
+        named = [*rewards, *judges]
         reward["options"] = {
-            name: given for name, given in options.items() if name in rewards
+            name: given for name, given in options.items() if name in named
         }
     if any(
         name not in rewards

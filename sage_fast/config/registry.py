@@ -70,6 +70,7 @@ PARTS: dict[str, dict[str, str]] = {
     "rollout.sde_type": SAMPLERS,
     "advantage.normalization": ADVANTAGES,
     "reward.rewards": REWARDS,
+    "reward.evaluation": REWARDS,
     "logging.report_to": TRACKERS,
 }
 """Dotted key -> its short names. What else stands there is `package.module:attribute`,

@@ -562,9 +562,12 @@ class RewardConfig:
     """Short names, or `package.module:Class` or `package.module:function` of your own;
     each yields named scores.
     """
+    evaluation: list[str] = field(default_factory=list, metadata={FIXED: PAIRS})
+    """More rewards, which evaluations alone compute: judges that nothing is trained on."""
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Arguments per entry of `rewards`. A reward that has an option `device` is on the
-    policy's unless it is given here, such as `cuda:1` next to a policy on cuda:0.
+    """Arguments per entry of `rewards` and `evaluation`. A reward that has an option
+    `device` is on the policy's unless it is given here, such as `cuda:1` next to a
+    policy on cuda:0.
     """
     weights: dict[str, Annotated[float, Field(ge=-MANY, le=MANY)]] = field(
         default_factory=lambda: {"VQ": 1.0, "MQ": 1.0, "TA": 1.0},
@@ -602,9 +605,9 @@ class RewardConfig:
         )
         require(bool(self.rewards), "reward.rewards", self.rewards, "a non-empty list")
         require(
-            len(set(self.rewards)) == len(self.rewards),
-            "reward.rewards",
-            self.rewards,
+            len(set(self.named)) == len(self.named),
+            "reward.rewards and reward.evaluation",
+            self.named,
             "a list without repeats",
         )
         require(
@@ -613,13 +616,18 @@ class RewardConfig:
             self.weights,
             "at least one non-zero weight",
         )
-        unknown = set(self.options) - set(self.rewards)
+        unknown = set(self.options) - set(self.named)
         if unknown:
             raise ConfigError(
                 f"reward.options has an entry for {sorted(unknown)}, which "
                 f"reward.rewards = {self.rewards} lacks. "
                 "Add it there or remove its options."
             )
+
+    @property
+    def named(self) -> list[str]:
+        """The trained rewards and those of evaluations."""
+        return [*self.rewards, *self.evaluation]
 
 
 @dataclass(kw_only=True)

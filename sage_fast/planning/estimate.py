@@ -545,10 +545,8 @@ def _phases(
     # sampled.
     in_turn = math.ceil(videos / layout.sp) / videos
     seconds = {name: getattr(decode, name) * in_turn for name in ("predicted", "bound")}
-    scoring = (
-        sum(c.seconds for c in reward_costs(config.reward, config.video).values())
-        * in_turn
-    )
+    costs = reward_costs(config.reward, config.video)
+    scoring = sum(costs[name].seconds for name in config.reward.rewards) * in_turn
     return (
         phase("rollout", rollout, slower),
         replace(decode, cost=decode.cost.times(in_turn), **seconds),

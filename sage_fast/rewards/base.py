@@ -19,6 +19,7 @@ from sage_fast.config.sections import RewardConfig, VideoConfig
 from sage_fast.models.hub import Requirement
 from sage_fast.records import Sample
 from sage_fast.rewards.guard import Guard
+from sage_fast.rewards.server import RewardSample as RewardSample
 
 OnFailure = Literal["stop", "drop_group"]
 
@@ -26,6 +27,14 @@ OnFailure = Literal["stop", "drop_group"]
 class Reward(Protocol):
     """Scores generated videos. Implementations are frozen: they carry no gradient and
     no state between calls.
+
+    A reward may have a method `score_samples(samples)` instead, which gets a list of B
+    `RewardSample`s and returns the same. Its attribute `READS` names the fields video,
+    latents and picture that it reads; videos are not decoded for rewards that read
+    none. With `WHOLE_GROUPS` every call holds all videos of a group, or of several.
+
+        READS: Collection[str] = ("video",)
+        WHOLE_GROUPS: bool = False
 
     What follows is optional. A reward that cannot score every text has a method
     `check_prompts(prompts)` that raises a RewardError; it is shown the prompts that a
@@ -118,8 +127,8 @@ def scored_elsewhere(config: RewardConfig) -> list[str]:
     interpreter have no short name.
     """
     if config.url is not None:
-        return config.rewards
-    names = outside_names(config.rewards, REWARDS) if config.python is not None else []
+        return config.named
+    names = outside_names(config.named, REWARDS) if config.python is not None else []
     return [name for name in names if name not in REGISTERED]
 
 
@@ -129,7 +138,7 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
     """
     found = {}
     elsewhere = scored_elsewhere(config)
-    for name in config.rewards:
+    for name in config.named:
         found[name] = RewardCosts()
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         if costs is not None:

@@ -5,18 +5,21 @@ checked, none is made up.
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
-from sage_fast.config.sections import RewardConfig
+from sage_fast.config.sections import EvaluationConfig, RewardConfig, RolloutConfig
 from sage_fast.distributed.world import World
+from sage_fast.models.media_files import read_picture
 from sage_fast.records import Sample
 from sage_fast.rewards.base import (
     Reward,
@@ -29,10 +32,14 @@ from sage_fast.rewards.guard import Guard, end_processes, running_threads
 from sage_fast.rewards.remote import RemoteReward, connect
 from sage_fast.rewards.server import (
     TAKEN,
+    RewardSample,
     SetupError,
     build_reward,
+    call_reward,
     fill_options,
     lower_is_better,
+    reads,
+    whole_groups,
 )
 
 LARGEST = 1e30
@@ -105,12 +112,17 @@ class CompositeReward:
         rewards: Mapping[str, Reward],
         weights: Mapping[str, float],
         guards: Mapping[str, Guard] | None = None,
+        judges: Collection[str] = (),
     ) -> None:
         self.rewards = dict(rewards)
+        self.judges = frozenset(judges)
+        """Names of the rewards that evaluations alone call."""
+        self.evaluating = False
+        """Set by whoever has videos scored, see `VideoScoring`."""
         if guards is None:
             guards = {name: Guard(name) for name in rewards}
         self._guards = guards
-        remote = all(isinstance(reward, RemoteReward) for reward in rewards.values())
+        remote = all(isinstance(rewards[name], RemoteReward) for name in self.called)
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
         """Waits for the scores while the next videos are sampled, where this process
         scores nothing itself.
@@ -120,7 +132,7 @@ class CompositeReward:
         None once such a call ends.
         """
         self._compares_next = False
-        self._again: tuple[Tensor, Sequence[Sample], Mapping[str, Tensor]] | None = None
+        self._again: tuple[_Batch, Mapping[str, Tensor]] | None = None
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
         if taken := weights.keys() & TAKEN:
@@ -132,6 +144,7 @@ class CompositeReward:
         for name, reward in rewards.items():
             try:
                 lower.update(lower_is_better(reward))
+                reads(reward)
             except TypeError as error:
                 raise ConfigError(f"Reward {name!r}: {error}") from error
         for name in lower & self.weights.keys():
@@ -168,7 +181,7 @@ class CompositeReward:
         """
         rewards: dict[str, Reward] = {}
         elsewhere = scored_elsewhere(config)
-        guards = {name: Guard(name) for name in config.rewards if name not in elsewhere}
+        guards = {name: Guard(name) for name in config.named if name not in elsewhere}
         for name, guard in guards.items():
             found = find_reward(name, guard)
             given = config.options.get(name, {})
@@ -184,8 +197,13 @@ class CompositeReward:
                     rewards[name] = build_reward(name, found, options)
                 except SetupError as error:
                     raise ConfigError(str(error)) from error
+        judges = set(config.evaluation)
         if remote := connect(config, device, fps):
-            rewards[f"{', '.join(elsewhere)} at {remote.url}"] = remote
+            for part in (config.rewards, config.evaluation):
+                if names := [name for name in elsewhere if name in part]:
+                    label = f"{', '.join(names)} at {remote.url}"
+                    rewards[label] = remote.only(names)
+                    judges |= {label} if part is config.evaluation else set()
         for name, reward in rewards.items():
             check = getattr(reward, "check_prompts", None)
             if check is None:
@@ -197,7 +215,7 @@ class CompositeReward:
                     raise ConfigError(
                         f"data.prompts or evaluation.prompts: {error}"
                     ) from error
-        return cls(rewards, config.weights, guards)
+        return cls(rewards, config.weights, guards, judges)
 
     def close(self) -> None:
         """End the processes that the rewards have started, and warn of threads that
@@ -221,11 +239,48 @@ class CompositeReward:
             [weight * scores[name] for name, weight in self.weights.items()]
         ).sum(0)
 
-    def score(self, videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    @property
+    def called(self) -> list[str]:
+        """Names of the rewards that are called now."""
+        return [n for n in self.rewards if self.evaluating or n not in self.judges]
+
+    @property
+    def whole_groups(self) -> bool:
+        """True where every batch must hold whole groups."""
+        return any(whole_groups(self.rewards[name]) for name in self.called)
+
+    @property
+    def reads(self) -> set[str]:
+        """Fields of a `RewardSample` that some reward reads."""
+        return {key for name in self.called for key in reads(self.rewards[name])}
+
+    def check_layout(
+        self, rollout: RolloutConfig, evaluation: EvaluationConfig, dp_degree: int
+    ) -> None:
+        """ConfigError where a group that a reward needs whole would span ranks."""
+        groups = []
+        if self.whole_groups:
+            size = rollout.num_generations
+            groups += [("rollout", rollout.batch_size, "num_generations", size)]
+        if evaluation.every and any(map(whole_groups, self.rewards.values())):
+            size = evaluation.noises
+            groups += [("evaluation", evaluation.batch_size, "noises", size)]
+        for section, given, key, size in groups:
+            if dp_degree > 1 and given % size:
+                raise ConfigError(
+                    f"{section}.batch_size is {given} on each of {dp_degree} "
+                    "data-parallel ranks, but a reward with WHOLE_GROUPS needs all "
+                    f"{section}.{key} = {size} videos of a group on the same rank. "
+                    "Make it a multiple of that."
+                )
+
+    def score(
+        self, videos: Tensor | None, samples: Sequence[Sample]
+    ) -> dict[str, Tensor]:
         """Scores of one batch.
 
         Args:
-            videos: (B, F, 3, H, W) uint8.
+            videos: (B, F, 3, H, W) uint8; None where no reward reads them.
             samples: B records, for the prompts and for error messages.
 
         Returns:
@@ -238,8 +293,8 @@ class CompositeReward:
         scores: dict[str, Tensor] = {}
         prompts = [sample.prompt.text for sample in samples]
         when = f"on {describe_batch(samples)}"
-        for name in self.rewards:
-            result = self.call(name, videos, prompts, when)
+        for name in self.called:
+            result = self.call(name, videos, prompts, when, samples)
             if not isinstance(result, Mapping):
                 raise RewardError(
                     f"Reward {name!r} returned a {type(result).__name__}, but it must "
@@ -257,6 +312,12 @@ class CompositeReward:
                         f"Two rewards return a score named {key!r}; the second is "
                         f"{name!r}."
                     )
+                if name in self.judges and key in self.weights:
+                    raise ConfigError(
+                        f"reward.weights.{key} is {self.weights[key]:g}, but {name!r} "
+                        "is in reward.evaluation and not trained on. Remove the "
+                        "weight, or move the reward to reward.rewards."
+                    )
                 scores[key] = _checked(
                     f"Reward {name!r} returned {key}", returned, samples
                 )
@@ -268,7 +329,7 @@ class CompositeReward:
             )
         if self._compares_next and len(samples) > 1:
             self._compares_next = False
-            self._compare_alone(videos, samples, scores)
+            self._compare_alone((videos, samples), scores)
         return scores
 
     # ----------------------------------------------------------------------------------
@@ -276,7 +337,7 @@ class CompositeReward:
 
     def compare_next(self) -> None:
         """Score a video of the next batch once more, alone: its score must not depend
-        on the others.
+        on the others. Where a reward needs whole groups it is a group.
         """
         self._compares_next = True
 
@@ -285,30 +346,35 @@ class CompositeReward:
         itself.
         """
         if self._again is not None:
-            video, sample, before = self._again
-            after = self._score_again(video, sample)
-            self._tell_difference(before, "when the run began", after, "now")
+            one, before = self._again
+            after = self._score_again(one)
+            rows = list(range(len(one[1])))
+            self._tell_difference(before, "when the run began", after, "now", rows)
 
-    def _compare_alone(
-        self, videos: Tensor, samples: Sequence[Sample], batch: Mapping[str, Tensor]
-    ) -> None:
+    def _compare_alone(self, batch: "_Batch", scores: Mapping[str, Tensor]) -> None:
         # The best: what a reward does with the whole batch shows least in its middle.
-        row = int(self.overall(batch).argmax())
-        one = slice(row, row + 1)
-        video = videos[one].clone()
-        alone = self._score_again(video, samples[one])
-        self._again = (video, samples[one], alone)
-        self._tell_difference(batch, "in its batch", alone, "alone", row)
+        row = int(self.overall(scores).argmax())
+        rows = next(rows for rows in self._units(batch[1]) if row in rows)
+        one = _part(batch, rows)
+        alone = self._score_again(one)
+        self._again = (one, alone)
+        self._tell_difference(scores, "in its batch", alone, "alone", rows)
 
-    def _score_again(
-        self, video: Tensor, sample: Sequence[Sample]
-    ) -> Mapping[str, Tensor]:
+    def _units(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Rows that can be scored by themselves: each, or each group."""
+        whole = self.whole_groups
+        units: dict[int, list[int]] = {}
+        for row, sample in enumerate(samples):
+            units.setdefault(sample.group if whole else row, []).append(row)
+        return list(units.values())
+
+    def _score_again(self, one: "_Batch") -> Mapping[str, Tensor]:
         """Scores outside the run's own sequence of calls: a reward that draws finds its
         generators as they were.
         """
         with kept_generators():
             try:
-                return self.score(video, sample)
+                return self.score(*one)
             except (RewardError, RewardServerError) as error:
                 logger.warning(
                     "A video that was scored in a batch cannot be scored again, "
@@ -323,14 +389,15 @@ class CompositeReward:
         when_first: str,
         second: Mapping[str, Tensor],
         when_second: str,
-        row: int = 0,
+        rows: list[int],
     ) -> None:
-        """Warn of scores of the only video of `second` that are not those of `row` of
+        """Warn of scores of the videos of `second` that are not those of `rows` of
         `first`.
         """
         for name in first.keys() & second.keys():
-            one = first[name][row].item()
-            other = second[name].item()
+            worst = int((first[name][rows] - second[name]).abs().argmax())
+            one = first[name][rows[worst]].item()
+            other = second[name][worst].item()
             # A model may round otherwise in another batch, in bfloat16 by some percent.
             rounding = 0.02 * abs(one) + 0.1 * first[name].std(correction=0).item()
             if abs(one - other) > rounding + 1e-6:
@@ -341,12 +408,20 @@ class CompositeReward:
                     *(name, one, when_first, other, when_second),
                 )
 
-    def call(self, name: str, videos: Tensor, prompts: Sequence[str], when: str) -> Any:
+    def call(
+        self,
+        name: str,
+        videos: Tensor | None,
+        prompts: Sequence[str],
+        when: str,
+        samples: Sequence[Sample] = (),
+    ) -> Any:
         """Result of one reward, unchecked. The reward gets copies.
 
         Args:
             videos, prompts: see `Reward.score`.
             when: for messages, such as "on prompt 3".
+            samples: for a reward with `score_samples`.
 
         Raises:
             RewardError: it raised or tried to exit. RewardServerError: its server is
@@ -355,10 +430,14 @@ class CompositeReward:
         guard = self._guards.get(name)
         # A clone, which is compared afterwards; what goes to a server is a copy
         # already.
-        given = videos.clone() if guard else videos
+        given = videos if videos is None or not guard else videos.clone()
+        reward = self.rewards[name]
+        records = _records(given, samples, reads(reward))
         with self._watched(name, when), _reward_code(name, guard, when):
-            result = self.rewards[name].score(given, list(prompts))
-        if guard and not (given.dtype == videos.dtype and torch.equal(given, videos)):
+            result = call_reward(reward, given, list(prompts), records)
+        if given is None or videos is None or guard is None:
+            return result
+        if not (given.dtype == videos.dtype and torch.equal(given, videos)):
             guard.tell("the videos that it was given", when)
         return result
 
@@ -391,9 +470,10 @@ class CompositeReward:
             self.on_hang(None)
 
     def score_or_mark(
-        self, videos: Tensor, samples: Sequence[Sample]
+        self, videos: Tensor | None, samples: Sequence[Sample]
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """As `score`, but a failure marks its sample instead of raising.
+        """As `score`, but a failure marks its sample instead of raising, or its group
+        where a reward needs whole ones.
 
         Returns:
             scores: those that could be computed, 0 where a reward failed; a name that
@@ -412,9 +492,10 @@ class CompositeReward:
                 error,
             )
         singles: list[dict[str, Tensor]] = []
-        for row, sample in enumerate(samples):
+        units = self._units(samples)
+        for rows in units:
             try:
-                singles.append(self.score(videos[row : row + 1], [sample]))
+                singles.append(self.score(*_part((videos, samples), rows)))
             except RewardError:
                 singles.append({})
         names = dict.fromkeys(name for single in singles for name in single)
@@ -422,13 +503,48 @@ class CompositeReward:
             name: torch.zeros(len(samples), dtype=torch.float64) for name in names
         }
         failed = torch.ones(len(samples), dtype=torch.bool)
-        for row, single in enumerate(singles):
+        for rows, single in zip(units, singles, strict=True):
             # One that lacks a score of the others has failed too.
             if single and single.keys() == names.keys():
-                failed[row] = False
+                failed[rows] = False
                 for name, value in single.items():
-                    scores[name][row] = value.item()
+                    scores[name][rows] = value
         return scores, failed
+
+
+_Batch = tuple[Tensor | None, Sequence[Sample]]
+"""Videos and samples."""
+
+
+def _part(batch: _Batch, rows: list[int]) -> _Batch:
+    """Some rows of a batch, copied."""
+    videos, samples = batch
+    return None if videos is None else videos[rows], [samples[row] for row in rows]
+
+
+def _records(
+    videos: Tensor | None, samples: Sequence[Sample], fields: Sequence[str]
+) -> list[RewardSample]:
+    """Samples for a reward that reads these fields; of latents and pictures, copies."""
+    found = []
+    for row, sample in enumerate(samples):
+        prompt = sample.prompt
+        place = (prompt.text, dict(prompt.columns), sample.group, sample.member)
+        parts: dict[str, Any] = {}
+        if videos is not None and "video" in fields:
+            parts["video"] = videos[row]
+        if sample.latents is not None and "latents" in fields:
+            parts["latents"] = sample.latents.clone()
+        if prompt.image is not None and "picture" in fields:
+            parts["picture"] = _picture(prompt.image).clone()
+        found.append(RewardSample(*place, **parts))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _picture(file: str) -> Tensor:
+    pixels = torch.from_numpy(np.array(read_picture(file)))
+    return pixels.permute(2, 0, 1).contiguous()
 
 
 def _checked(what: str, returned: Any, samples: Sequence[Sample]) -> Tensor:

@@ -2,6 +2,7 @@
 interpreter `reward.python`.
 """
 
+import copy
 import json
 import os
 import secrets
@@ -10,7 +11,7 @@ import subprocess
 import time
 import urllib.request
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.files import loads
 from sage_fast.config.sections import RewardConfig
 from sage_fast.rewards.base import scored_elsewhere
-from sage_fast.rewards.server import TOKEN
+from sage_fast.rewards.server import READABLE, TOKEN, RewardSample
 
 PATIENCE = 120.0
 """Seconds for which a server is asked again after it has failed to answer; it may have
@@ -59,6 +60,7 @@ class RemoteReward:
         self.url = url.rstrip("/")
         self.child = child
         self._closed = False
+        self._server: RemoteReward | None = None
         # Without the handlers of proxies, which are for the internet, and of statuses:
         # every answer is read.
         self._opener = urllib.request.OpenerDirector()
@@ -68,11 +70,30 @@ class RemoteReward:
             self._opener.addheaders = [("Authorization", f"Bearer {token}")]
         health = self._ask("/health", patience=min(FIRST_PATIENCE, PATIENCE))
         self.served: dict[str, Any] = health["rewards"]
-        self.LOWER_IS_BETTER = [
-            name
-            for reward in self.served.values()
-            for name in reward["lower_is_better"]
-        ]
+        self.names = list(self.served)
+        """Rewards that a batch is scored by."""
+
+    def only(self, names: Sequence[str]) -> "RemoteReward":
+        """Some rewards of the same server, as one reward."""
+        part = copy.copy(self)
+        part.names = list(names)
+        part._server = self  # whose end would be the child's
+        return part
+
+    def _said(self, key: str) -> list[Any]:
+        return [self.served[name].get(key) for name in self.names]
+
+    @property
+    def LOWER_IS_BETTER(self) -> list[str]:
+        return [name for names in self._said("lower_is_better") for name in names]
+
+    @property
+    def WHOLE_GROUPS(self) -> bool:
+        return any(self._said("whole_groups"))
+
+    @property
+    def READS(self) -> list[str]:
+        return [name for names in self._said("reads") for name in names or ["video"]]
 
     def close(self) -> None:
         """End the child, and whatever it has started; nothing is waited for any more."""
@@ -83,6 +104,24 @@ class RemoteReward:
     def check_prompts(self, prompts: Sequence[str]) -> None:
         self._ask("/prompts", json.dumps(list(prompts)).encode())
 
+    @property
+    def score_samples(self) -> Callable[[list[RewardSample]], Mapping[str, Any]] | None:
+        """As `score`, where a reward of the server takes samples."""
+        return self._score_samples if any(self._said("takes_samples")) else None
+
+    def _score_samples(self, samples: list[RewardSample]) -> Mapping[str, Any]:
+        fields = [dict(vars(sample)) for sample in samples]
+        tensors = {
+            f"{key}.{row}": value
+            for row, known in enumerate(fields)
+            for key in READABLE
+            if (value := known.pop(key)) is not None
+        }
+        videos = [tensors.pop(key) for key in list(tensors) if key.startswith("video.")]
+        if videos:
+            tensors["videos"] = torch.stack(videos)
+        return self._scores(tensors, [sample.prompt for sample in samples], fields)
+
     def score(self, videos: Tensor, prompts: Sequence[str]) -> Mapping[str, Any]:
         """Scores as the lists of numbers that the server sent. Asks until it answers.
 
@@ -90,9 +129,13 @@ class RemoteReward:
             RewardError: the reward failed. RewardServerError: the server is gone, or is
                 not the same any more.
         """
-        body = save(
-            {"videos": videos.contiguous()}, {"prompts": json.dumps(list(prompts))}
-        )
+        return self._scores({"videos": videos.contiguous()}, list(prompts), [])
+
+    def _scores(
+        self, tensors: dict[str, Tensor], prompts: list[str], samples: list[Any]
+    ) -> Mapping[str, Any]:
+        given = {"prompts": prompts, "names": self.names, "samples": samples}
+        body = save(tensors, {key: json.dumps(value) for key, value in given.items()})
         answer = self._ask("/score", body)
         if answer["rewards"] != self.served:
             raise RewardServerError(

@@ -9,13 +9,17 @@ options}}.
 
     GET  /health    nothing
     POST /prompts   JSON list of texts, which a reward may refuse
-    POST /score     safetensors: `videos` (B, F, 3, H, W) uint8, and in its metadata the
-                    JSON list `prompts`
+    POST /score     safetensors: `videos` (B, F, 3, H, W) uint8, `latents.ROW` (C, F, H,
+                    W) float32 and `picture.ROW` (3, h, w) uint8, as far as they are
+                    read; in its metadata the JSON lists `prompts`, `names` of the
+                    rewards that are called (without it all), and `samples`, the other
+                    fields of a `RewardSample`, where a reward takes them
 
 Each connection carries one request and one answer, a JSON object: `rewards` {name:
-{"options": ..., "lower_is_better": ...}}, `error` where a reward failed, and `scores`
-{name: B numbers} of a batch. Spaces come before it while a batch is scored. A client
-whose connection breaks sends the batch again.
+{"options": ..., "lower_is_better": ..., "reads": ..., "whole_groups": ...,
+"takes_samples": ...}}, `error` where a reward failed, and `scores` {name: B numbers} of
+a batch. Spaces come before it while a batch is scored. A client whose connection breaks
+sends the batch again.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
 
@@ -107,6 +111,33 @@ def lasting_streams() -> Iterator[None]:
 # rewards
 
 
+@dataclass(frozen=True, eq=False)
+class RewardSample:
+    """A generated video and its place in the run, for `score_samples(samples)`.
+
+    prompt: its text. columns: the other columns of its row in the prompt file, as
+    texts. group: number that the videos of its group share, and no others of the
+    rollout or evaluation. member: number of the video among those of its prompt.
+
+    A reward gets what its attribute `READS` names of the following, else None. video:
+    (F, 3, H, W) uint8 RGB. latents: (C, F, H, W) float32, which the video is decoded
+    from. picture: (3, h, w) uint8 RGB that the video begins with, in the size of its
+    file; None without one.
+    """
+
+    prompt: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    group: int = 0
+    member: int = 0
+    video: Any = None
+    latents: Any = None
+    picture: Any = None
+
+
+READABLE = ("video", "latents", "picture")
+"""Fields of a `RewardSample` that `READS` may name."""
+
+
 class SetupError(ValueError):
     """A reward that cannot be built; the message names the key, the value and the fix."""
 
@@ -137,8 +168,8 @@ def function_score(name: str) -> str:
 
 
 WANTED = (
-    "Name a class with score(videos, prompts), a function f(videos, prompts), or a "
-    "function that returns an object with such a method."
+    "Name a class with score(videos, prompts) or score_samples(samples), a function "
+    "f(videos, prompts), or a function that returns an object with such a method."
 )
 
 
@@ -154,13 +185,13 @@ def check_reward(
     Raises:
         SetupError: the options do not fit, or it cannot be a reward.
     """
-    if hasattr(found, "score") and not inspect.isclass(found):
+    if _has_scores(found) and not inspect.isclass(found):
         if options:
             raise SetupError(
                 f"reward.options.{name} = {options}, but {name} is an object and "
                 "takes no options."
             )
-        _check_order(name, found.score)
+        _check_order(name, getattr(found, "score", None))
         return "object"
     if not callable(found):
         raise SetupError(
@@ -198,10 +229,10 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
     Args:
         name: the entry. options: its `reward.options`.
         found: what the entry names. A class is constructed with the options, and an
-            object with a method `score` is used as it is. A function whose first two
-            parameters have no default is called as f(videos, prompts, **options) for
-            every batch; any other function is called with the options and must return a
-            reward.
+            object with a method `score` or `score_samples` is used as it is. A function
+            whose first two parameters have no default is called as f(videos, prompts,
+            **options) for every batch; any other function is called with the options
+            and must return a reward.
 
     Raises:
         SetupError: the options do not fit, the reward refuses them or lacks a file, or
@@ -220,20 +251,24 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
         raise SetupError(
             f"reward.rewards: {name!r} cannot be set up{given}: {error}"
         ) from error
-    if not callable(getattr(reward, "score", None)):
+    if not _has_scores(reward):
         raise SetupError(
             f"reward.rewards: {name!r} gives a {type(reward).__name__}, which has no "
             f"method score. {WANTED}"
         )
-    _check_order(name, reward.score)
+    _check_order(name, getattr(reward, "score", None))
     return reward
+
+
+def _has_scores(found: Any) -> bool:
+    return callable(getattr(found, "score", None)) or takes_samples(found)
 
 
 FIRST_OF_OTHERS = ("prompts", "prompt", "completions", "captions", "texts")
 """First parameters of functions that would take the videos for something else."""
 
 
-def _check_order(name: str, function: Callable[..., Any]) -> None:
+def _check_order(name: str, function: Any) -> None:
     """SetupError for a function that would take the videos for the prompts, as TRL's
     f(prompts, completions) does.
     """
@@ -271,15 +306,46 @@ def lower_is_better(reward: Any) -> list[str]:
     """Names of its scores that fall as videos get better. TypeError for other than
     names.
     """
-    declared = getattr(getattr(reward, "function", reward), "LOWER_IS_BETTER", ())
+    return _declared(reward, "LOWER_IS_BETTER", ())
+
+
+def takes_samples(reward: Any) -> bool:
+    """True for a reward that is called as `score_samples(samples)`."""
+    return callable(getattr(reward, "score_samples", None))
+
+
+def whole_groups(reward: Any) -> bool:
+    """True for a reward whose every call must hold whole groups."""
+    return bool(getattr(getattr(reward, "function", reward), "WHOLE_GROUPS", False))
+
+
+def reads(reward: Any) -> list[str]:
+    """Fields of a `RewardSample` that it reads. TypeError for others than `READABLE`."""
+    found = _declared(reward, "READS", ("video",))
+    if not set(found) <= set(READABLE):
+        raise TypeError(f"READS is {found}, but it must be names of {READABLE}.")
+    return found
+
+
+def _declared(reward: Any, key: str, usual: tuple[str, ...]) -> list[str]:
+    declared = getattr(getattr(reward, "function", reward), key, usual)
     # A lone name instead of a tuple would count as its letters.
     names = [declared] if isinstance(declared, str) else declared
     if not isinstance(names, Iterable) or not all(isinstance(n, str) for n in names):
         raise TypeError(
-            f"LOWER_IS_BETTER is {declared!r}, but it must be a tuple of names of "
-            'scores, such as ("distance",).'
+            f"{key} is {declared!r}, but it must be a tuple of names, such as "
+            '("distance",).'
         )
     return list(names)
+
+
+def call_reward(
+    reward: Any, videos: Any, prompts: list[str], samples: list[RewardSample]
+) -> Any:
+    """Return what a reward of either kind returns."""
+    if takes_samples(reward):
+        return reward.score_samples(samples)
+    return reward.score(videos, prompts)
 
 
 class RewardServer(ThreadingHTTPServer):
@@ -336,9 +402,13 @@ class RewardServer(ThreadingHTTPServer):
             takes = parameters(found)
             if "fps" in takes:  # a trainer compares it with the rate of its videos
                 options = {"fps": takes["fps"].default, **options}
+            reward = self.rewards[name]
             self.served[name] = {
                 "options": options,
-                "lower_is_better": lower_is_better(self.rewards[name]),
+                "lower_is_better": lower_is_better(reward),
+                "reads": reads(reward),
+                "whole_groups": whole_groups(reward),
+                "takes_samples": takes_samples(reward),
             }
 
     def work(self, path: str, body: bytearray) -> dict[str, Any]:
@@ -353,10 +423,15 @@ class RewardServer(ThreadingHTTPServer):
                         reward.check_prompts(json.loads(body))
                     continue
                 # a copy, which the reward may change
-                videos, prompts = read_batch(bytearray(body))
+                videos, prompts, names, samples = read_batch(
+                    bytearray(body), reads(reward)
+                )
+                if name not in (names or self.rewards):
+                    continue
+                found = dict(call_reward(reward, videos, prompts, samples))
                 # As a trainer will read it: what JSON cannot hold is an error of this
                 # reward.
-                result = json.loads(to_json(dict(reward.score(videos, prompts))))
+                result = json.loads(to_json(found))
                 if twice := sorted(scores.keys() & result.keys()):
                     raise ValueError(f"another reward also returns {twice}")
                 scores.update(result)
@@ -365,24 +440,41 @@ class RewardServer(ThreadingHTTPServer):
         return {"scores": scores}
 
 
-def read_batch(body: bytearray) -> tuple[Any, list[str]]:
-    """Videos and prompts of a request: uint8 (B, F, 3, H, W) of torch, or of numpy
-    where that is not installed.
+def read_batch(
+    body: bytearray, fields: Iterable[str]
+) -> tuple[Any, list[str], list[str], list[RewardSample]]:
+    """Videos, prompts, names of rewards, and samples with these fields, of a request.
+    Arrays are torch's, or numpy's where that is not installed.
 
     The format is safetensors', read here so that no package has to be installed for it.
     """
     start = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(bytes(body[8:start]))
-    shape = header["videos"]["shape"]
-    prompts = json.loads(header["__metadata__"]["prompts"])
+    given = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
     values = memoryview(body)[start:]
+    arrays = {
+        key: _array(values[slice(*found["data_offsets"])], found)
+        for key, found in header.items()
+    }
+    videos = arrays.get("videos")
+    if videos is not None:
+        arrays.update({f"video.{row}": video for row, video in enumerate(videos)})
+    samples = []
+    for row, known in enumerate(given.get("samples", ())):
+        known.update({key: arrays.get(f"{key}.{row}") for key in fields})
+        samples.append(RewardSample(**known))
+    return videos, given["prompts"], given.get("names", []), samples
+
+
+def _array(values: memoryview, found: Mapping[str, Any]) -> Any:
+    kind = {"U8": "uint8", "F32": "float32"}[found["dtype"]]
     try:
         import torch
     except ImportError:
         import numpy
 
-        return numpy.frombuffer(values, numpy.uint8).reshape(shape), prompts
-    return torch.frombuffer(values, dtype=torch.uint8).view(shape), prompts
+        return numpy.frombuffer(values, kind).reshape(found["shape"])
+    return torch.frombuffer(values, dtype=getattr(torch, kind)).view(found["shape"])
 
 
 def to_json(value: Any) -> bytes:
@@ -474,7 +566,7 @@ def read_spec(files: list[str], overrides: list[str]) -> dict[str, Any]:
         None, unused | {key: tree[key] for key in ("reward", "video") if key in tree}
     )
     rewards = {
-        name: config.reward.options.get(name, {}) for name in config.reward.rewards
+        name: config.reward.options.get(name, {}) for name in config.reward.named
     }
     return {"rewards": rewards, "targets": REWARDS, "fps": config.video.fps}
 

@@ -11,12 +11,13 @@ order mark.
 ``index`` (default: the prompt's number, from 0) tells prompts apart in the random state
 and in file names. ``seed`` is mixed with the run's for a prompt's noise. ``image`` is
 the file of the picture that an image-to-video model animates, relative to the prompt
-file. Other columns are ignored. `data.prompt_key` names the column of prompts where it
-is not ``prompt``.
+file. Rewards may read other columns. `data.prompt_key` names the column of prompts
+where it is not ``prompt``.
 """
 
 import csv
 import io
+import json
 import logging
 import os
 import re
@@ -97,13 +98,14 @@ def run_prompts(
 
 
 def prompts_digest(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> str:
-    """Digest of the training and evaluation prompts with their indices, seeds and the
-    content of their pictures.
+    """Digest of the training and evaluation prompts with their indices, seeds, other
+    columns and the content of their pictures.
     """
 
     def values(prompt: Prompt) -> tuple[object, ...]:
         picture = () if prompt.image is None else (content_digest(prompt.image),)
-        return prompt.text, prompt.index, prompt.seed, *picture
+        columns = (prompt.columns,) if prompt.columns else ()
+        return prompt.text, prompt.index, prompt.seed, *picture, *columns
 
     return digest(
         [[values(prompt) for prompt in group] for group in (prompts, eval_prompts)]
@@ -203,11 +205,12 @@ def _listed_prompts(given: Sequence[Row]) -> list[Prompt]:
                 f"a prompt has {', '.join(sorted(unknown))}; a row of a list has "
                 "prompt, seed and image"
             )
-        prompts.append(_prompt(f"prompt {number}", text, row, number, Path()))
+        rest = {name: value for name, value in row.items() if name != "prompt"}
+        prompts.append(_prompt(f"prompt {number}", text, rest, number, Path()))
     return prompts
 
 
-# A reader yields (path:line, prompt, its row by column).
+# A reader yields (path:line, prompt, the rest of its row by column).
 _Rows = Iterator[tuple[str, str, Mapping[str, object]]]
 
 
@@ -233,7 +236,7 @@ def _read_csv(path: Path, text: str, key: str) -> _Rows:
                     'quotes: "a cat, running"'
                 )
             # A row may have fewer cells than the header.
-            yield where, row[key] or "", row
+            yield where, row.pop(key) or "", row
     except csv.Error as error:
         raise ValueError(
             f"{path}:{reader.reader.line_num}: not valid CSV ({error}); a quote inside "
@@ -273,7 +276,7 @@ def _read_json(path: Path, text: str, key: str) -> _Rows:
             raise ValueError(
                 f"{where}: {key!r} must be a string, not {shown(row[key])}"
             )
-        yield where, row[key] or "", row
+        yield where, row.pop(key) or "", row
 
 
 def _read_lines(path: Path, text: str, key: str) -> _Rows:
@@ -313,6 +316,11 @@ def _prompt(
         index=number if index is None else index,
         seed=_whole(where, row, "seed"),
         image=str(file.absolute()) if image else None,
+        columns={
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in row.items()
+            if name not in ("index", "seed", "image") and value is not None
+        },
     )
 
 

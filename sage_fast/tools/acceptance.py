@@ -149,7 +149,12 @@ def _stored_scores(config: RunConfig, scores: Path | None) -> Iterator[Check]:
             changes = {"fps": fps} if "fps" in takes else {}
             options = {name: config.reward.options.get(name, {}) | changes}
             section = replace(
-                config.reward, rewards=[name], options=options, url=None, python=None
+                config.reward,
+                rewards=[name],
+                evaluation=[],
+                options=options,
+                url=None,
+                python=None,
             )
             reward = CompositeReward.from_config(
                 section, device=str(rank_device(config.model.device))

@@ -38,7 +38,7 @@ from sage_fast.policy.adapters import weights_digest
 from sage_fast.policy.layouts import adapter_files, read_adapter
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
-from sage_fast.rewards.server import function_score, lasting_streams
+from sage_fast.rewards.server import function_score, lasting_streams, takes_samples
 from sage_fast.run import run as training
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.prompt_files import load_eval_prompts
@@ -165,8 +165,8 @@ def train(
             them.
         reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos
             are (B, F, 3, H, W) uint8 and the result is B numbers or {score name: B
-            numbers}; or a class or an object with such a method `score`; or a name as
-            in `reward.rewards`; or a list of these. Higher is better.
+            numbers}; or a class or an object with such a method `score`, or with
+            `score_samples`; or a name as in `reward.rewards`; or a list of these. Higher is better.
         reward_weights: score name -> weight. None: the score of a function is named
             after it (`lambda` without a name) and has weight 1; others have the weights
             of `reward.weights`.
@@ -491,7 +491,8 @@ def _with_reward(
     names = list[str]()
     own = dict[str, float]()
     for reward in rewards:
-        is_function = not isinstance(reward, str) and not hasattr(reward, "score")
+        scores = hasattr(reward, "score") or takes_samples(reward)
+        is_function = not isinstance(reward, str) and not scores
         if is_function and not callable(reward):
             raise ConfigError(
                 f"reward is {reward!r}. Give a function f(videos, prompts), an object "
@@ -506,7 +507,9 @@ def _with_reward(
         # nothing returns.
         weights = own if len(own) == len(rewards) else {**config.reward.weights, **own}
     options = {
-        name: chosen for name, chosen in config.reward.options.items() if name in names
+        name: chosen
+        for name, chosen in config.reward.options.items()
+        if name in (*names, *config.reward.evaluation)
     }
     return replace(
         config,

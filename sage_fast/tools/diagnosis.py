@@ -251,7 +251,7 @@ def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         yield Check(
             section, "model.device", "missing", str(error), "--model.device=auto"
         )
-    for name in config.reward.rewards:
+    for name in config.reward.named:
         yield _reward(config.reward, config.video.fps, name)
     try:
         prompts, evaluated = load_prompts(config)
@@ -362,7 +362,7 @@ def needed_files(model: ModelConfig, reward: RewardConfig) -> list[Requirement]:
     needed: list[Requirement] = []
     with suppress(ConfigError):
         needed += model_family(model.family).requirements(model)
-    for name in reward.rewards:
+    for name in reward.named:
         if name not in scored_elsewhere(reward):
             with suppress(ConfigError):
                 needed += reward_requirements(name, reward.options.get(name, {}))

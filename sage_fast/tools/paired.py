@@ -158,7 +158,7 @@ class PairedEvaluation:
             },
             videos={i: self.files[i] for i in shown},
             pictures=self._pictures(shown),
-            scales=reward_scales(self.config.reward.rewards),
+            scales=reward_scales(self.config.reward.named),
         )
 
     def _pictures(self, numbers: Sequence[int]) -> dict[int, str]:
@@ -247,7 +247,8 @@ class PairedEvaluation:
             "reward": {
                 key: getattr(self.config.reward, key)
                 for key in ("rewards", "options", "weights")
-            },
+            }
+            | {"rewards": self.config.reward.named},
             "prompts": prompts_digest([], self.prompts),
         }
         return json.loads(json.dumps(settings))  # as it is read back, tuples and all

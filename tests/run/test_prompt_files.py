@@ -109,6 +109,7 @@ PICTURED = Prompt(text="a fox", index=3, seed=5, image="fox.png")
         {"seed": None},
         {"image": "wolf.png"},
         {"image": None},
+        {"columns": {"count": "2"}},
     ],
     ids=str,
 )
@@ -120,6 +121,7 @@ def test_the_digest_knows_every_field_of_a_prompt(
         "index",
         "seed",
         "image",
+        "columns",
     }
     monkeypatch.chdir(tmp_path)
     for name in ("fox", "wolf"):

@@ -16,8 +16,7 @@ from experiments.claims import (
     Judgement,
     judge,
 )
-from experiments.findings import COST, PER_PROMPT, Findings
-from experiments.testbed import FASTEST, SLOWEST
+from experiments.findings import PER_PROMPT, Findings
 
 IMAGES = "images/reproduction"
 """Folder of the figures beside the page."""
@@ -42,22 +41,15 @@ def render(findings: Findings) -> str:
         picture = ""
         if experiment.key in measured:
             picture = f"![Figure]({IMAGES}/{experiment.key}.png)\n\n"
-        caption = experiment.caption
-        if experiment.rates:
-            # Arms whose best rate is at an end of the search; the picture has all.
-            ends = [
-                arm
-                for arm in experiment.runs
-                if findings.mean(experiment.key, "rate", arm) in (SLOWEST, FASTEST)
-            ]
-            if ends:
-                caption += f" At an end of the search: {'; '.join(ends)}."
         lines = [
-            f"## {experiment.title}\n\n{picture}{caption}\n",
-            "| claim | paper | here | difference | verdict |",
-            "|---|---|---|---|---|",
+            f"## {experiment.title}\n\n{picture}{experiment.caption}\n",
+            "| claim | paper | measured | verdict |",
+            "|---|---|---|---|",
         ]
-        lines += [_row(judged) for judged in judge(experiment.claims, findings)]
+        lines += [
+            _row(judged, experiment.title)
+            for judged in judge(experiment.claims, findings)
+        ]
         parts.append("\n".join([*lines, ""]))
     if left:
         lines = [
@@ -86,8 +78,8 @@ def _summary(findings: Findings) -> str:
     lines = [
         "Counts: the paper's claims + this project's own.",
         "",
-        f"| table, figure | {' | '.join(VERDICTS)} | seeds | core-minutes |",
-        "|---" * 9 + "|",
+        f"| table, figure | {' | '.join(VERDICTS)} | seeds |",
+        "|---" * 8 + "|",
     ]
     measured = {row.experiment for row in findings.rows}
     for experiment in EXPERIMENTS:
@@ -108,28 +100,27 @@ def _summary(findings: Findings) -> str:
         seeds = "-"
         if planned:
             seeds = str(done) if done == planned else f"{done} of {planned}"
-        minutes = sum(row.value for row in findings.select(experiment.key, COST)) / 60
-        cost = f"{minutes:.0f}" if minutes else "-"
         short = experiment.title.partition(":")[0]
         name = f"[{short}](#{anchor})" if _has_section(experiment, measured) else short
-        lines.append(f"| {' | '.join([name, *counts, seeds, cost])} |")
+        lines.append(f"| {' | '.join([name, *counts, seeds])} |")
     return "\n".join([*lines, ""])
 
 
-def _row(judgement: Judgement) -> str:
+def _row(judgement: Judgement, title: str) -> str:
     claim = judgement.claim
     evidence = judgement.evidence
-    reported = ": ".join(part for part in (claim.source, claim.reported) if part)
+    source = "✓" if claim.source and claim.source in title else claim.source
+    reported = ": ".join(part for part in (source, claim.reported) if part)
     verdict = f"**{judgement.verdict}**"
     if evidence is None:
-        return f"| {claim.text} | {reported} | {claim.cannot} | | {verdict} |"
+        return f"| {claim.text} | {reported} | {claim.cannot} | {verdict} |"
     effect = evidence.effect
-    size = "" if evidence.holds is None else "exact"
+    measured = evidence.ours
     if effect is not None:
-        size = f"{effect.mean:+.3g} ± {effect.high - effect.mean:.2g}"
+        measured = f"{effect.mean:+.3g} ± {effect.high - effect.mean:.2g}"
         if judgement.verdict == "undetectable":
             verdict += f" ({effect.detectable:.2g})"
-    return f"| {claim.text} | {reported} | {evidence.ours} | {size} | {verdict} |"
+    return f"| {claim.text} | {reported} | {measured} | {verdict} |"
 
 
 PLACE = re.compile(

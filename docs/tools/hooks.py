@@ -142,6 +142,11 @@ def _notebook_page(path: Path) -> str:
 
 
 def _source_page(path: Path) -> str:
+    """A file or folder of the repository as a page, which the search leaves out."""
+    return "---\nsearch: {exclude: true}\n---\n" + _listing(path)
+
+
+def _listing(path: Path) -> str:
     name = path.relative_to(ROOT)
     if path.is_dir():
         listed = sorted(

@@ -117,8 +117,8 @@ setup(
     name="sage-fast",
     version=VERSION.group(1),
     description=(
-        "Fast GRPO post-training of HunyuanVideo-1.5 (SAGE-GRPO, DanceGRPO, FlowGRPO, "
-        "CPS)"
+        "Fast GRPO post-training of HunyuanVideo-1.5 and Wan 2.1 (SAGE-GRPO, DanceGRPO, "
+        "FlowGRPO, CPS, DiffusionNFT, AWM)"
     ),
     long_description=README.read_text("utf-8") if README.exists() else "",
     long_description_content_type="text/markdown",

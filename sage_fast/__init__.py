@@ -1,5 +1,5 @@
-"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5. Importing this package loads
-nothing heavy.
+"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5 and Wan 2.1. Importing this
+package loads nothing heavy.
 
 run = train("toy_cpu")              docs/how_to/python.md
 accelerate(pipe.transformer)        docs/how_to/generate.md

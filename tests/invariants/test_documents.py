@@ -179,10 +179,10 @@ def test_every_program_explains_itself(
 
 COMMANDS_IN_ORDER = (
     "sage-fast configs",
-    "sage-fast doctor hv15_quick_lora_1gpu",
-    "sage-fast plan hv15_quick_lora_1gpu",
+    "sage-fast doctor wan_quick_lora_24gb",
+    "sage-fast plan wan_quick_lora_24gb",
     "sage-fast train toy_cpu --dry-run",
-    "sage-fast train hv15_quick_lora_1gpu --output_dir runs/mine",
+    "sage-fast train wan_quick_lora_24gb --output_dir runs/mine",
     "sage-fast status runs",
     "sage-fast train runs/mine --resume auto",
     "sage-fast evaluate runs/mine --output_dir scores",
@@ -205,6 +205,7 @@ PROGRAMS_IN_ORDER = (
 )
 
 STARTED_BY = {
+    "python -m docs.tools.rows": "invariants/test_results.py::test_the_readmes_picture_is_two_rows_of_the_whole_one",
     "python -m sage_fast": "distributed/test_failures.py::test_torchrun_restarts_and_the_run_goes_on_by_itself",
     "python -m sage_fast.rewards.server": "rewards/test_server.py::test_the_command_serves_a_preset",
     "python -m experiments": "experiments/test_runner.py::test_the_command_measures_what_is_missing",
@@ -244,7 +245,7 @@ def test_the_commands_run_one_after_another(
     file.write_text(dump_config(tiny_run(*words)))
     monkeypatch.chdir(tmp_path)
     for command in COMMANDS_IN_ORDER:
-        tiny = re.sub(r"\b(?:hv15_quick_lora_1gpu|toy_cpu)\b", str(file), command)
+        tiny = re.sub(r"\b(?:wan_quick_lora_24gb|toy_cpu)\b", str(file), command)
         tiny = tiny.replace("runs/demo", "runs/mine")
         assert main(shlex.split(tiny)[1:]) == 0, command
 

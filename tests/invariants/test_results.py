@@ -7,8 +7,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from benchmarks import report
+from docs.tools import rows as picture_rows
 from tests.test_sde import dispersion_rows, leftover_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,6 +57,20 @@ def test_the_readme_shows_the_demos_results() -> None:
         distance = row["manifold_distance"]
         assert row["aligned"]["mean"] > 0.25
         assert distance["after"] < 1.1 * distance["before"]
+
+
+def test_the_readmes_picture_is_two_rows_of_the_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`python -m docs.tools.rows` mends this one."""
+    name = "demo_before_after.png"
+    (tmp_path / name).symlink_to(picture_rows.IMAGES / name)
+    shown = Image.open(picture_rows.IMAGES / "demo_rows.png").tobytes()
+    with Image.open(tmp_path / name) as whole:
+        assert len(picture_rows.rows_of(whole)) == 10
+    monkeypatch.setattr(picture_rows, "IMAGES", tmp_path)
+    assert picture_rows.main([]) == 0
+    assert Image.open(tmp_path / "demo_rows.png").tobytes() == shown
 
 
 def test_the_demo_page_shows_its_controls() -> None:

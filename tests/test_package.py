@@ -121,6 +121,31 @@ def test_the_lowest_releases_are_made_from_the_ranges(make):
     )
 
 
+def dockerfile() -> dict[str, list[str]]:
+    """What the Dockerfile copies from the repository, and the words of the rest by
+    instruction.
+    """
+    text = (ROOT / "Dockerfile").read_text("utf-8").replace("\\\n", "")
+    found: dict[str, list[str]] = {"copied": []}
+    for line in text.splitlines():
+        instruction, *words = line.split() or "#"
+        if instruction == "COPY":
+            found["copied"] += words[:-1]
+        found.setdefault(instruction, []).extend(words)
+    return found
+
+
+def test_the_container_has_an_admitted_python_and_starts_the_program() -> None:
+    found = dockerfile()
+    assert found["FROM"] == ["python:3.12-slim"]
+    assert '["sage-fast"]' in found["ENTRYPOINT"]
+    text = (ROOT / "setup.py").read_text("utf-8")
+    assert '"sage-fast = sage_fast.commands.cli:main"' in text
+    (admitted,) = re.findall(r'python_requires="([^"]+)"', text)
+    assert SpecifierSet(admitted).contains("3.12")
+    assert not [name for name in found["copied"] if not (ROOT / name).exists()]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a minute of one core
 def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empty_folder(
@@ -134,16 +159,8 @@ def test_kernels_and_trainer_install_alone_and_side_by_side_and_run_from_an_empt
     away = tmp_path / "away"
     tree.mkdir()
     away.mkdir()
-    for name in (
-        "setup.py",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        "NOTICE",
-        "sage_fast",
-        "kernels",
-        "configs",
-    ):
+    # what the container is built from
+    for name in dockerfile()["copied"]:
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(
             ROOT / name, tree / name
         )

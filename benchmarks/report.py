@@ -25,7 +25,7 @@ from benchmarks import harness, predicted, results
 from benchmarks.results import Result
 from benchmarks.suites.iteration import STEP
 from benchmarks.suites.transformer import LAYERS
-from sage_fast.config.load import load_config, preset_names
+from sage_fast.config.load import load_config, preset_evidence, preset_names
 from sage_fast.planning.devices import DEVICES, key_of
 from sage_fast.planning.estimate import Plan, make_plan
 from sage_fast.planning.work import least_gpus
@@ -271,10 +271,14 @@ def presets_block(found: Results) -> str:
     """
     names = (name for name in preset_names() if name.startswith("hv15_"))
     rows = [
-        [f"[`{name}`](../../configs/{name}.yaml)", *cells_of_plan(plan_of(name))]
+        [
+            f"[`{name}`](../../configs/{name}.yaml)",
+            *cells_of_plan(plan_of(name)),
+            preset_evidence(name),
+        ]
         for name in names
     ]
-    return markdown(("preset", "peak, GB", "update"), rows)
+    return markdown(("preset", "peak, GB", "update", "tried by"), rows)
 
 
 def plan_of(preset: str, device: str = "h100", memory: float | None = None) -> Plan:

@@ -1,7 +1,7 @@
 """List the presets, or print one.
 
 examples:
-  sage-fast configs                          every preset with one line
+  sage-fast configs                          every preset with one line, and how far it was tried
   sage-fast configs show toy_cpu             the whole of one; `> mine.yaml` starts one of your own
 
 A preset is named wherever a YAML file is: `sage-fast train toy_cpu`. Those under
@@ -30,15 +30,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the list or the file."""
-    from sage_fast.config.load import find_shipped, preset_names, preset_summary
+    from sage_fast.config.load import (
+        EVIDENCE,
+        find_shipped,
+        preset_evidence,
+        preset_names,
+        preset_summary,
+    )
 
     match options.config:
         case []:
             names = preset_names()
             width = max(map(len, names))
             text = "".join(
-                f"{name:{width}}  {preset_summary(name)}\n" for name in names
+                f"{name:{width}}  {preset_evidence(name):4}  {preset_summary(name)}\n"
+                for name in names
             )
+            tried = "".join(f"  {key:7}  {said}\n" for key, said in EVIDENCE.items())
+            text += f"\nThe word after a name says how far it was tried:\n{tried}"
         case ["show", name]:
             file = find_shipped(name)
             text = file.read_text("utf-8")

@@ -57,6 +57,28 @@ def preset_summary(name: str) -> str:
     return find_shipped(name).read_text("utf-8").partition("\n")[0].removeprefix("# ")
 
 
+EVIDENCE = {
+    "weights": "trained on the published weights",
+    "GPU": "one or more updates on a GPU; a large model had random weights",
+    "CPU": "trained whole on a CPU, with a small model of this project",
+    "plan": "planned alone",
+}
+"""How far a preset has been tried, the most first."""
+
+_TRIED = {
+    "toy_cpu": "GPU",
+    "toy_nft": "GPU",
+    "hv15_480p_lora_1gpu": "GPU",
+    "study_cpu": "CPU",
+    "words_cpu": "CPU",
+}
+
+
+def preset_evidence(name: str) -> str:
+    """The key of `EVIDENCE` of a preset. A test holds it to the committed results."""
+    return _TRIED.get(name, "plan")
+
+
 def find_shipped(name: str) -> Path:
     """The file of a preset, or another file that ships, such as
     `prompts/toy_train.csv`.

@@ -256,10 +256,10 @@ def test_the_presets_are_listed_and_shown(
     monkeypatch.chdir(tmp_path)
     assert main(["configs"]) == 0
     lines = dict(
-        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()
+        line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line
     )
     assert (
-        lines["toy_cpu"].startswith("The main job")
+        lines["toy_cpu"].startswith("GPU   The main job")
         and "ablations/kl_none" in lines
         and len(lines) > 25
     )

@@ -3,6 +3,7 @@ the reference does.
 """
 
 import csv
+import json
 import re
 from functools import cache
 from math import ceil
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from sage_fast.config.load import config_file, load_config, preset_names, preset_summary
+from benchmarks.suites import iteration
+from sage_fast.config.load import (
+    config_file,
+    load_config,
+    preset_evidence,
+    preset_names,
+    preset_summary,
+)
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.hunyuan15 import DISTILLED_STEPS, HUNYUAN_VIDEO_15
 from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, objective_of
@@ -340,6 +348,31 @@ def test_the_plan_of_a_preset(preset: Path) -> None:
         re.M,
     )
     assert row is None or row[1] == f"{plan.seconds_per_video:.0f}"
+
+
+def test_no_preset_claims_more_than_what_was_committed() -> None:
+    claimed = {name: preset_evidence(name) for name in preset_names()}
+    results = ROOT / "benchmarks/results"
+    rows = [
+        json.loads(line)
+        for file in results.glob("nvidia-*/*-toy.jsonl")
+        for line in file.read_text("utf-8").splitlines()
+    ]
+    on_gpu = {row["preset"] for row in rows if "NVIDIA" in row["device"]}
+    timed = [
+        device.result["cells"]
+        for device in report.read_results(results.glob("nvidia-*/*.json"))
+    ]
+    if any("iteration B" in cells for cells in timed):
+        on_gpu.add(iteration.RECIPE)
+    # laid over by `python -m experiments`, and trained by `python -m experiments.readers`
+    in_toys = {"study_cpu": "reproduction", "words_cpu": "words"}
+    assert {name for name, level in claimed.items() if level == "GPU"} == on_gpu
+    assert {name for name, level in claimed.items() if level == "CPU"} == set(in_toys)
+    assert all(
+        (ROOT / f"docs/results/{file}.jsonl").is_file() for file in in_toys.values()
+    )
+    assert set(claimed.values()) == {"GPU", "CPU", "plan"}
 
 
 @pytest.mark.slow

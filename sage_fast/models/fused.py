@@ -6,6 +6,7 @@ parameters, their names and `state_dict` stay, so LoRA adapters, `save_pretraine
 FSDP work as before.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -84,12 +85,22 @@ class Rotary(NamedTuple):
 _NOTHING = nullcontext()
 
 
-def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
+def without_autocast(
+    tensor: Tensor, weights_dtype: torch.dtype | None = None
+) -> AbstractContextManager[Any]:
     """Products write into given memory, which autocast cannot handle; the weights'
-    dtype decides.
+    dtype decides, and a warning says so where it is float32.
     """
     device = tensor.device.type
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
+    if on and weights_dtype == torch.float32:
+        # by default Python shows it once
+        warnings.warn(
+            "torch.autocast is on, but the fused forward computes in its weights' type, "
+            "float32. Load the transformer in bfloat16 (adapters may stay float32), or "
+            "call undo() of its handle.",
+            stacklevel=2,
+        )
     return torch.autocast(device, enabled=False) if on else _NOTHING
 
 

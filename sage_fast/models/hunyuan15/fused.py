@@ -319,7 +319,8 @@ class Acceleration(BlockwiseForward):
         groups: dict[tuple[int, int, int], list[int]] = {}
         for row, prompt in enumerate(prompts):
             groups.setdefault(prompt.lengths, []).append(row)
-        with without_autocast(latents):
+        weights = self.transformer.x_embedder.proj.weight
+        with without_autocast(latents, weights.dtype):
             if len(groups) == 1:
                 return self._dense(latents, timestep, prompts)
             parts = [

@@ -79,7 +79,7 @@ def _fused_forward(
             "sample and adapters at full scale. For "
             "anything else set model.forward to stock."
         )
-    with without_autocast(hidden_states):
+    with without_autocast(hidden_states, self.patch_embedding.weight.dtype):
         sample = self._acceleration.forward(
             hidden_states, timestep, encoder_hidden_states
         )

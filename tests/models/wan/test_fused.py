@@ -3,7 +3,10 @@ shares of tokens, its refusals.
 """
 
 import copy
+import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from sage_fast.sharding.ulysses import shard_sequence
 from tests.distributed.test_ulysses import thread_collectives, thread_group
 from tests.tiny.wan import TEXT_WIDTH, build_wan, tiny_transformer
 
+ROOT = Path(__file__).resolve().parents[3]
 CHECKPOINTING = ("none", "feed_forward", "selective", "full")
 Result = tuple[Tensor, dict[str, Tensor]]
 """Velocity, and gradients by parameter."""
@@ -248,3 +252,35 @@ def test_what_it_does_not_compute_is_refused() -> None:
                 }
                 | given
             )
+
+
+def test_autocast_is_warned_of_once_where_the_weights_stay_float32() -> None:
+    latents = torch.randn(1, 4, 2, 4, 4)
+    text = torch.randn(1, 512, TEXT_WIDTH)
+    for dtype, said in ((torch.float32, 1), (torch.bfloat16, 0)):
+        model = tiny_transformer().to(dtype)
+        fuse(model)
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            warnings.simplefilter("default")
+            for _ in range(2):
+                inputs = latents.to(dtype), torch.tensor([300.0]), text.to(dtype)
+                assert model(*inputs)[0].dtype == dtype
+        assert sum("torch.autocast is on" in str(w.message) for w in caught) == said
+
+
+def test_the_example_with_peft_trains_as_with_the_stock_forward(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = (ROOT / "examples/accelerate_peft.py").read_text("utf-8")
+    call = "acceleration = accelerate(model)"
+    assert code.count(call) == 1
+    losses = []
+    for version in (code, code.replace(call, "")):
+        torch.manual_seed(0)
+        exec(version, {"__name__": "example"})
+        losses.append(re.findall(r"loss (\S+)", capsys.readouterr().out))
+    ours, stock = [[float(loss) for loss in found] for found in losses]
+    assert len(ours) == 3 and ours == pytest.approx(stock, abs=2e-4)

@@ -479,11 +479,9 @@ class VideoScoring:
             numbers, own, videos = self._whole(numbers, own, videos)
         # A judge of this process must not score in that thread.
         thread = None if self.evaluating and self.reward.judges else self.reward.thread
-        if not own:
-            pass
-        elif thread:
+        if thread and own:
             self.pending.append(thread.submit(self._score, videos, own, numbers))
-        else:
+        elif own:
             if self.seed is not None:
                 # A function of the first video's number, so a resumed run's rewards
                 # draw alike.

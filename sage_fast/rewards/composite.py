@@ -403,8 +403,9 @@ class CompositeReward:
             if abs(one - other) > rounding + 1e-6:
                 logger.warning(
                     "The same video has %s %.4g %s and %.4g %s. A score must depend "
-                    "on its video and prompt alone: else the gain of a run is not that "
-                    "of its videos (docs/rewards.md).",
+                    "on its video and prompt alone, or with WHOLE_GROUPS on its group: "
+                    "else the gain of a run is not that of its videos "
+                    "(docs/rewards.md).",
                     *(name, one, when_first, other, when_second),
                 )
 
@@ -487,9 +488,9 @@ class CompositeReward:
             )
         except RewardError as error:
             logger.warning(
-                "%s Its videos are scored one by one; a group with one that fails "
-                "again is dropped.",
-                error,
+                "%s Its %s are scored one by one; a group with one that fails again is "
+                "dropped.",
+                *(error, "groups" if self.whole_groups else "videos"),
             )
         singles: list[dict[str, Tensor]] = []
         units = self._units(samples)

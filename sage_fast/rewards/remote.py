@@ -70,30 +70,23 @@ class RemoteReward:
             self._opener.addheaders = [("Authorization", f"Bearer {token}")]
         health = self._ask("/health", patience=min(FIRST_PATIENCE, PATIENCE))
         self.served: dict[str, Any] = health["rewards"]
-        self.names = list(self.served)
-        """Rewards that a batch is scored by."""
+        self._take(list(self.served))
 
-    def only(self, names: Sequence[str]) -> "RemoteReward":
+    def _take(self, names: list[str]) -> None:
+        """Score by these rewards of the server, and say what they say."""
+        self.names = names
+        facts = [self.served[name] for name in names]
+        self.LOWER_IS_BETTER = [n for known in facts for n in known["lower_is_better"]]
+        self.WHOLE_GROUPS = any(known.get("whole_groups") for known in facts)
+        self.READS = [n for known in facts for n in known.get("reads") or ["video"]]
+        self.takes_samples = any(known.get("takes_samples") for known in facts)
+
+    def only(self, names: list[str]) -> "RemoteReward":
         """Some rewards of the same server, as one reward."""
         part = copy.copy(self)
-        part.names = list(names)
+        part._take(names)
         part._server = self  # whose end would be the child's
         return part
-
-    def _said(self, key: str) -> list[Any]:
-        return [self.served[name].get(key) for name in self.names]
-
-    @property
-    def LOWER_IS_BETTER(self) -> list[str]:
-        return [name for names in self._said("lower_is_better") for name in names]
-
-    @property
-    def WHOLE_GROUPS(self) -> bool:
-        return any(self._said("whole_groups"))
-
-    @property
-    def READS(self) -> list[str]:
-        return [name for names in self._said("reads") for name in names or ["video"]]
 
     def close(self) -> None:
         """End the child, and whatever it has started; nothing is waited for any more."""
@@ -107,7 +100,7 @@ class RemoteReward:
     @property
     def score_samples(self) -> Callable[[list[RewardSample]], Mapping[str, Any]] | None:
         """As `score`, where a reward of the server takes samples."""
-        return self._score_samples if any(self._said("takes_samples")) else None
+        return self._score_samples if self.takes_samples else None
 
     def _score_samples(self, samples: list[RewardSample]) -> Mapping[str, Any]:
         fields = [dict(vars(sample)) for sample in samples]

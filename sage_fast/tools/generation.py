@@ -246,7 +246,7 @@ def write_videos(
         # The parts of a prompt that decide its video; of a picture its content, not its
         # place.
         identity = asdict(prompt)
-        del identity["image"]
+        del identity["image"], identity["columns"]
         if prompt.image is not None:
             identity["image"] = content_digest(prompt.image)
         seed = noise_seed(prompt, config.evaluation.seed, EvaluationConfig.seed)

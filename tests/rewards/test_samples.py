@@ -5,6 +5,7 @@ and latents; and judges, which evaluations alone call.
 import os
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from sage_fast.config.load import check_trust, load_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, RewardConfig, RolloutConfig
-from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.records import Prompt, PromptEmbeds, RolloutRecord, Sample
 from sage_fast.rewards.base import RewardSample
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.server import RewardServer
@@ -72,6 +73,14 @@ class ByBatch(Ranks):
     """The same, without saying so."""
 
     WHOLE_GROUPS = False
+
+
+class Pairs(Ranks):
+    """The same, of groups of two."""
+
+    def score_samples(self, samples: Sequence[RewardSample]) -> dict[str, list[float]]:
+        assert set(Counter(sample.group for sample in samples).values()) == {2}
+        return super().score_samples(samples)
 
 
 class Unreadable(Ranks):
@@ -173,6 +182,19 @@ def test_a_layout_that_splits_a_group_is_refused() -> None:
     reward.check_layout(rollout, evaluation, 2)
     with pytest.raises(ConfigError, match=r"all evaluation\.noises = 4 videos"):
         reward.check_layout(rollout, replace(evaluation, noises=4), 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_group_is_scored_whole_at_any_micro_batch(
+    size: int, tiny_run: MakeRun
+) -> None:
+    words = [f"--reward.rewards=[{__name__}:Pairs]", "--reward.weights={rank: 1.0}"]
+    words.append(f"--rollout.micro_batch_size={size}")
+    trainer = build_trainer(tiny_run(*words))
+    records: list[RolloutRecord] = []
+    trainer.on_rollout = records.append
+    trainer.iterate()
+    assert records[0].scores["rank"].sort().values.tolist() == [[0, 1], [0, 1]]
 
 
 def test_a_group_fails_as_a_whole_and_alone() -> None:

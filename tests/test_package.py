@@ -122,9 +122,7 @@ def test_the_lowest_releases_are_made_from_the_ranges(make):
 
 
 def dockerfile() -> dict[str, list[str]]:
-    """What the Dockerfile copies from the repository, and the words of the rest by
-    instruction.
-    """
+    """Words of the Dockerfile by instruction; `copied` are the sources of its COPY."""
     text = (ROOT / "Dockerfile").read_text("utf-8").replace("\\\n", "")
     found: dict[str, list[str]] = {"copied": []}
     for line in text.splitlines():

@@ -347,6 +347,8 @@ class CompositeReward:
         """
         if self._again is not None:
             one, before = self._again
+            # Judges may need a video that the rollout did not decode.
+            self.evaluating = False
             after = self._score_again(one)
             rows = list(range(len(one[1])))
             self._tell_difference(before, "when the run began", after, "now", rows)

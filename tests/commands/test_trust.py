@@ -128,7 +128,8 @@ def test_every_key_that_may_name_code_needs_trust_and_is_not_imported_before(
     key: str, foreign_run: Path
 ) -> None:
     name = "downloaded_code:part"
-    value = f"[{name}]" if key in ("reward.rewards", "logging.report_to") else name
+    lists = ("reward.rewards", "reward.evaluation", "logging.report_to")
+    value = f"[{name}]" if key in lists else name
     words = ["--reward.rewards=[toy]", f"--{key}={value}", "--reward.weights.VQ=1"]
     config = load_config(foreign_run / "config.yaml", words)
     with pytest.raises(ConfigError, match=f"'{name}' under {key}"):

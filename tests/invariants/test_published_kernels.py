@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
+from sage_fast.config.registry import UPDATES
 from sage_fast.config.sections import TrainingConfig
 from sage_fast.run.run import build_trainer
 from sage_kernels import common, launchers, registry
@@ -32,7 +33,7 @@ MODES = [
         f"--training.guidance={guidance}",
         "--rollout.micro_batch_size=1",
     ]
-    for update in TYPES["update"].__args__
+    for update in UPDATES
     for guidance in TYPES["guidance"].__args__
     if update != "forward_process"
 ]

@@ -83,6 +83,8 @@ EXTRAS_REQUIRE = {
     # metrics.jsonl and TensorBoard need nothing extra; Weights & Biases only where
     # `logging.report_to` has it.
     "logging": ["wandb>=0.19"],
+    # Prompts by `data.prompts: hf:NAME`.
+    "datasets": ["datasets>=3"],
     # The documentation as a site (`make docs`). MkDocs 2 has another configuration.
     "docs": [
         "mkdocs>=1.6,<2",

@@ -264,8 +264,9 @@ class DataConfig:
 
     prompts: str | list[str | dict[str, str | int]] = field(metadata={FREE: PLACE})
     """CSV (columns prompt, optional index, seed and image), JSON or text file of
-    prompts, or a list of texts and rows `{prompt: ..., image: ...}`. A relative path is
-    looked for in the folder of the YAML that names it, then in the working directory,
+    prompts, or a list of texts and rows `{prompt: ..., image: ...}`, or `hf:NAME` or
+    `hf:NAME:SPLIT` (default train) of the Hugging Face hub, by the package `datasets`.
+    A relative path is looked for in the folder of the YAML that names it, then in the working directory,
     then among the files that ship; that of a listed picture is relative to the working
     directory.
     """

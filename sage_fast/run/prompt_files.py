@@ -21,7 +21,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -119,8 +119,9 @@ def read_prompts(
     space around a prompt is dropped.
 
     Args:
-        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above, or the texts
-            or rows themselves. key: column or JSON key of the prompts.
+        path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above,
+            ``hf:NAME:SPLIT`` for a dataset of the Hugging Face hub, or the texts or
+            rows themselves. key: column or JSON key of the prompts.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.
@@ -132,6 +133,8 @@ def read_prompts(
     """
     if not isinstance(path, str | os.PathLike):
         return _listed_prompts(path)
+    if isinstance(path, str) and path.startswith("hf:"):
+        return list(_read_dataset(path, key))
     path = Path(path)
     if path.suffix.lower() not in _READERS:
         raise ValueError(
@@ -155,15 +158,43 @@ def read_prompts(
 def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
     """The prompts of a file; a plan asks for the same ones many times."""
     # `version` is for the cache alone: a file that has changed since is read again.
+    read = _READERS[path.suffix.lower()]
+    return _numbered(read(path, read_text(path, MAX_BYTES), key), path, path.parent)
+
+
+@lru_cache(maxsize=8)
+def _read_dataset(name: str, key: str) -> tuple[Prompt, ...]:
+    """The prompts of ``hf:NAME:SPLIT``; without a split it is ``train``. Columns that
+    are neither text nor number, such as pictures, are left out.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ValueError(
+            f"{name}: datasets of the hub are read by the package datasets; run pip "
+            "install datasets, or fetch a file"
+        ) from error
+    repository, _, split = name.removeprefix("hf:").partition(":")
+    rows = (
+        (
+            f"{name}:row {number}",
+            {k: v for k, v in row.items() if isinstance(v, str | int | float | None)},
+        )
+        for number, row in enumerate(load_dataset(repository, split=split or "train"))
+    )
+    return _numbered(_of_objects(rows, key), name, Path())
+
+
+def _numbered(rows: "_Rows", source: object, folder: Path) -> tuple[Prompt, ...]:
+    """The prompts of rows; `folder` is that of their pictures. ValueError."""
     prompts: list[Prompt] = []
     empty: list[str] = []
     places: dict[int, str] = {}
-    read = _READERS[path.suffix.lower()]
-    for where, text, row in read(path, read_text(path, MAX_BYTES), key):
+    for where, text, row in rows:
         if not text.strip():
             empty.append(where)
             continue
-        prompt = _prompt(where, text, row, len(prompts), path.parent)
+        prompt = _prompt(where, text, row, len(prompts), folder)
         if prompt.index in places:
             raise ValueError(
                 f"{where}: index {prompt.index} is taken by {places[prompt.index]}; "
@@ -173,12 +204,12 @@ def _read_file(path: Path, key: str, *version: int) -> tuple[Prompt, ...]:
         places[prompt.index] = where
         prompts.append(prompt)
     if not prompts:
-        raise ValueError(f"{path}: holds no prompts; write at least one")
+        raise ValueError(f"{source}: holds no prompts; write at least one")
     # Every rank reads the file; one of them tells.
     if empty and rank() == 0:
         logger.warning(
             "%s: %d empty prompts were skipped, the first at %s.",
-            *(path, len(empty), empty[0]),
+            *(source, len(empty), empty[0]),
         )
     return tuple(prompts)
 
@@ -259,6 +290,10 @@ def _read_json(path: Path, text: str, key: str) -> _Rows:
             (where, read_json(line, where, hint))
             for where, line, _ in _read_lines(path, text, key)
         ]
+    return _of_objects(rows, key)
+
+
+def _of_objects(rows: Iterable[tuple[str, object]], key: str) -> _Rows:
     for where, row in rows:
         if isinstance(row, str):
             row = {key: row}

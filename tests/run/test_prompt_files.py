@@ -2,8 +2,10 @@
 
 import os
 import re
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -276,3 +278,28 @@ def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) 
         load_prompts(replace(config, evaluation=other))[1][0].text
         == "a red circle moving up"
     )
+
+
+def test_a_dataset_of_the_hub_is_read_like_a_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def load_dataset(name: str, split: str) -> list[dict[str, object]]:
+        asked.append((name, split))
+        row = {"caption": " a red car ", "seed": 3, "count": "2", "picture": object()}
+        return [row, {"caption": None}, {"caption": "a dog"}]
+
+    package = SimpleNamespace(load_dataset=load_dataset)
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    found = read_prompts("hf:them/captions", "caption")
+    first = Prompt(text="a red car", index=0, seed=3, columns={"count": "2"})
+    assert found == [first, Prompt(text="a dog", index=1)]
+    with pytest.raises(
+        ValueError, match="hf:them/more:test:row 0: no key named 'promp"
+    ):
+        read_prompts("hf:them/more:test", "prompt")
+    assert asked == [("them/captions", "train"), ("them/more", "test")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="run pip install datasets"):
+        read_prompts("hf:them/other")

@@ -133,7 +133,9 @@ def refuse(monkeypatch: pytest.MonkeyPatch, path: Path, code: int) -> None:
         return wrapped
 
     monkeypatch.setattr(io, "open", refusing(io.open))
+    # what Path.iterdir asks before Python 3.13, and since
     monkeypatch.setattr(os, "listdir", refusing(os.listdir))
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
 
 
 @pytest.mark.parametrize(

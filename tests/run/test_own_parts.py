@@ -34,6 +34,8 @@ def parts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "code").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "code")
     monkeypatch.delitem(sys.modules, "my_parts", raising=False)
+    # Bytecode is known by size and second: a file changed twice would be the first.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
     file = tmp_path / "code/my_parts.py"
     file.write_text("\n\n".join(BLOCKS))
     return file

@@ -328,12 +328,15 @@ def cards_block(found: Results) -> str:
         peak, update = cells_of_plan(plan)
         card = plan.device.name.removesuffix(" SXM").removesuffix(" SXM 80 GB")
         ratio = evidence(found, device)
-        rows.append([f"{memory} ({card})", f"`{preset}`", f"{peak} GB", update, ratio])
+        gpu = f"{memory} ({card})"
+        tried = preset_evidence(preset)
+        rows.append([gpu, f"`{preset}`", f"{peak} GB", update, tried, ratio])
     head = (
         "GPU",
         "preset",
         "peak (predicted)",
         "update (predicted)",
+        "tried by",
         "measured over predicted there",
     )
     return markdown(head, rows)

@@ -109,16 +109,19 @@ def test_every_sample_has_the_values_and_columns_of_its_own_step() -> None:
 
 
 def test_ranks_that_share_a_video_count_its_terms_once() -> None:
+    """Of two pairs of ranks, the first one with videos 0 and 1, the other with 2 and 3."""
     scored = ScoredRollout(
-        trajectories=[SimpleNamespace(samples=range(4))],  # type: ignore[list-item]
+        trajectories=[SimpleNamespace(samples=range(2))],  # type: ignore[list-item]
         all_orders=[[0]] * 4,
-        rows=torch.arange(4)[None],
+        rows=torch.tensor([[0, 1], [2, 3]]),
         rank=0,
         all_advantages=torch.ones(4),
         all_trained=torch.tensor([True, False, True, True]),
     )
-    world = SimpleNamespace(size=2, sp=2, gather=lambda value: [value, value])
-    own = PolicyTerms(*[torch.arange(4.0)] * len(PolicyTerms._fields))
+    fields = len(PolicyTerms._fields)
+    other = (torch.tensor([[2.0, 3.0]] * fields), "")
+    world = SimpleNamespace(size=4, sp=2, gather=lambda own: [own, own, other, other])
+    own = PolicyTerms(*[torch.arange(2.0)] * fields)
     terms, fault = gather_terms(scored, own, [0], world)  # type: ignore[arg-type]
     assert fault is None and terms.loss.tolist() == terms.ratio.tolist() == [0, 2, 3]
 

@@ -444,7 +444,7 @@ def evaluate(
         (prompt, member) for member in range(section.noises) for prompt in prompts
     ]
     places = list(range(len(members)))
-    if scoring.reward.whole_groups:
+    if scoring.reward.whole_groups(evaluating=True):
         # Prompt by prompt, so that a rank has all videos of each of its prompts.
         places.sort(key=lambda place: place % len(prompts))
     ordered = [members[place] for place in places]

@@ -437,9 +437,6 @@ class VideoScoring:
     error: str | None = None
     pending: list[Future[None]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.reward.evaluating = self.evaluating
-
     def add(
         self, trajectory: Trajectory, *, first: int, turn: int
     ) -> list[tuple[int, Tensor]]:
@@ -456,7 +453,7 @@ class VideoScoring:
         samples = trajectory.samples
         world = self.world
         # Ranks take turns by groups where these must be whole.
-        whole = self.reward.whole_groups
+        whole = self.reward.whole_groups(self.evaluating)
         turns = [s.group if whole else turn + row for row, s in enumerate(samples)]
         rows = [
             r for r, at in enumerate(turns) if at % world.sp == world.rank % world.sp
@@ -464,7 +461,7 @@ class VideoScoring:
         if not rows:
             return []
         own = [samples[row] for row in rows]
-        read = self.reward.reads
+        read = self.reward.reads(self.evaluating)
         videos = None
         if self.evaluating or "video" in read:
             self.progress("decode", rows[0], len(samples), describe_batch(own))
@@ -508,11 +505,12 @@ class VideoScoring:
         self, videos: Tensor | None, samples: Sequence[Sample], numbers: Sequence[int]
     ) -> None:
         failed = torch.zeros(len(samples), dtype=torch.bool)
+        whose = {"evaluating": self.evaluating}
         try:
             if self.on_failure == "drop_group":
-                scores, failed = self.reward.score_or_mark(videos, samples)
+                scores, failed = self.reward.score_or_mark(videos, samples, **whose)
             else:
-                scores = self.reward.score(videos, samples)
+                scores = self.reward.score(videos, samples, **whose)
         except (RewardError, RewardServerError) as error:
             if self.world.size == 1:
                 raise

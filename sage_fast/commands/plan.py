@@ -14,7 +14,6 @@ the configuration fits, 1 if not. How to read the output: docs/planning.md.
 import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from sage_fast.commands.common import (
     add_config_argument,
@@ -61,10 +60,9 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         )
     config = load_run_config(options, overrides)
     description = describe_model(config.model)
-    name = options.device
-    if name is None and any("_24gb" in Path(word).stem for word in options.config):
-        name = "rtx4090"
-    device = choose_device(name, config.model.device, description.width)
+    device = choose_device(
+        options.device, config.model.device, description.width, options.config
+    )
     if options.gpus is None:
         gpus = least_gpus(config.distributed, config.rollout)
     else:

@@ -15,7 +15,7 @@ than 0.02 % of a video's time in every preset.
 import math
 import os
 import timeit
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -267,18 +267,22 @@ def measure_cpu(memory_gb: float) -> Device:
     )
 
 
-def choose_device(name: str | None, device: str, width: int) -> Device:
+def choose_device(
+    name: str | None, device: str, width: int, presets: Sequence[str] = ()
+) -> Device:
     """The device of `--device`.
 
     Args:
         name: of `--device`; without one it is what `device` means.
-        device: `model.device`; "auto" is an H100, or for a small model the processor.
-        width: of the model.
+        device: `model.device`; "auto" is a GPU, or for a small model the processor.
+        width: of the model. presets: that the configuration was made of; those of 24 GB
+            are named after it.
     """
     if name is None:
-        automatic = "cpu" if width < SMALL_MODEL else "h100"
-        # `cuda` does not say which GPU: an H100 stands for it.
-        name = {"cpu": "cpu", "auto": automatic}.get(device, "h100")
+        # `cuda` does not say which GPU.
+        gpu = "rtx4090" if any("_24gb" in Path(p).stem for p in presets) else "h100"
+        automatic = "cpu" if width < SMALL_MODEL else gpu
+        name = {"cpu": "cpu", "auto": automatic}.get(device, gpu)
     if name != "cpu":
         return DEVICES[name]
     memory = host_memory()

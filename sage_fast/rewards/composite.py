@@ -39,6 +39,7 @@ from sage_fast.rewards.server import (
     fill_options,
     lower_is_better,
     reads,
+    takes_samples,
     whole_groups,
 )
 
@@ -117,12 +118,10 @@ class CompositeReward:
         self.rewards = dict(rewards)
         self.judges = frozenset(judges)
         """Names of the rewards that evaluations alone call."""
-        self.evaluating = False
-        """Set by whoever has videos scored, see `VideoScoring`."""
         if guards is None:
             guards = {name: Guard(name) for name in rewards}
         self._guards = guards
-        remote = all(isinstance(rewards[name], RemoteReward) for name in self.called)
+        remote = all(isinstance(rewards[name], RemoteReward) for name in self.called())
         self.thread = ThreadPoolExecutor(1, "reward") if remote else None
         """Waits for the scores while the next videos are sampled, where this process
         scores nothing itself.
@@ -239,30 +238,29 @@ class CompositeReward:
             [weight * scores[name] for name, weight in self.weights.items()]
         ).sum(0)
 
-    @property
-    def called(self) -> list[str]:
-        """Names of the rewards that are called now."""
-        return [n for n in self.rewards if self.evaluating or n not in self.judges]
+    def called(self, evaluating: bool = False) -> list[str]:
+        """Names of the rewards that score: in an evaluation the judges too."""
+        return [name for name in self.rewards if evaluating or name not in self.judges]
 
-    @property
-    def whole_groups(self) -> bool:
+    def whole_groups(self, evaluating: bool = False) -> bool:
         """True where every batch must hold whole groups."""
-        return any(whole_groups(self.rewards[name]) for name in self.called)
+        return any(whole_groups(self.rewards[name]) for name in self.called(evaluating))
 
-    @property
-    def reads(self) -> set[str]:
+    def reads(self, evaluating: bool = False) -> set[str]:
         """Fields of a `RewardSample` that some reward reads."""
-        return {key for name in self.called for key in reads(self.rewards[name])}
+        return {
+            key for name in self.called(evaluating) for key in reads(self.rewards[name])
+        }
 
     def check_layout(
         self, rollout: RolloutConfig, evaluation: EvaluationConfig, dp_degree: int
     ) -> None:
         """ConfigError where a group that a reward needs whole would span ranks."""
         groups = []
-        if self.whole_groups:
+        if self.whole_groups():
             size = rollout.num_generations
             groups += [("rollout", rollout.batch_size, "num_generations", size)]
-        if evaluation.every and any(map(whole_groups, self.rewards.values())):
+        if evaluation.every and self.whole_groups(evaluating=True):
             size = evaluation.noises
             groups += [("evaluation", evaluation.batch_size, "noises", size)]
         for section, given, key, size in groups:
@@ -275,13 +273,18 @@ class CompositeReward:
                 )
 
     def score(
-        self, videos: Tensor | None, samples: Sequence[Sample]
+        self,
+        videos: Tensor | None,
+        samples: Sequence[Sample],
+        *,
+        evaluating: bool = False,
     ) -> dict[str, Tensor]:
         """Scores of one batch.
 
         Args:
             videos: (B, F, 3, H, W) uint8; None where no reward reads them.
             samples: B records, for the prompts and for error messages.
+            evaluating: whether the judges score too.
 
         Returns:
             name -> (B,) float64, all finite.
@@ -293,7 +296,7 @@ class CompositeReward:
         scores: dict[str, Tensor] = {}
         prompts = [sample.prompt.text for sample in samples]
         when = f"on {describe_batch(samples)}"
-        for name in self.called:
+        for name in self.called(evaluating):
             result = self.call(name, videos, prompts, when, samples)
             if not isinstance(result, Mapping):
                 raise RewardError(
@@ -329,7 +332,7 @@ class CompositeReward:
             )
         if self._compares_next and len(samples) > 1:
             self._compares_next = False
-            self._compare_alone((videos, samples), scores)
+            self._compare_alone((videos, samples), scores, evaluating)
         return scores
 
     # ----------------------------------------------------------------------------------
@@ -347,36 +350,39 @@ class CompositeReward:
         """
         if self._again is not None:
             one, before = self._again
-            # Judges may need a video that the rollout did not decode.
-            self.evaluating = False
             after = self._score_again(one)
             rows = list(range(len(one[1])))
             self._tell_difference(before, "when the run began", after, "now", rows)
 
-    def _compare_alone(self, batch: "_Batch", scores: Mapping[str, Tensor]) -> None:
+    def _compare_alone(
+        self, batch: "_Batch", scores: Mapping[str, Tensor], evaluating: bool
+    ) -> None:
         # The best: what a reward does with the whole batch shows least in its middle.
         row = int(self.overall(scores).argmax())
-        rows = next(rows for rows in self._units(batch[1]) if row in rows)
+        units = self._units(batch[1], evaluating)
+        rows = next(rows for rows in units if row in rows)
         one = _part(batch, rows)
-        alone = self._score_again(one)
+        alone = self._score_again(one, evaluating)
         self._again = (one, alone)
         self._tell_difference(scores, "in its batch", alone, "alone", rows)
 
-    def _units(self, samples: Sequence[Sample]) -> list[list[int]]:
+    def _units(self, samples: Sequence[Sample], evaluating: bool) -> list[list[int]]:
         """Rows that can be scored by themselves: each, or each group."""
-        whole = self.whole_groups
+        whole = self.whole_groups(evaluating)
         units: dict[int, list[int]] = {}
         for row, sample in enumerate(samples):
             units.setdefault(sample.group if whole else row, []).append(row)
         return list(units.values())
 
-    def _score_again(self, one: "_Batch") -> Mapping[str, Tensor]:
+    def _score_again(
+        self, one: "_Batch", evaluating: bool = False
+    ) -> Mapping[str, Tensor]:
         """Scores outside the run's own sequence of calls: a reward that draws finds its
         generators as they were.
         """
         with kept_generators():
             try:
-                return self.score(*one)
+                return self.score(*one, evaluating=evaluating)
             except (RewardError, RewardServerError) as error:
                 logger.warning(
                     "A video that was scored in a batch cannot be scored again, "
@@ -435,7 +441,9 @@ class CompositeReward:
         # already.
         given = videos if videos is None or not guard else videos.clone()
         reward = self.rewards[name]
-        records = _records(given, samples, reads(reward))
+        records = (
+            _records(given, samples, reads(reward)) if takes_samples(reward) else []
+        )
         with self._watched(name, when), _reward_code(name, guard, when):
             result = call_reward(reward, given, list(prompts), records)
         if given is None or videos is None or guard is None:
@@ -473,7 +481,11 @@ class CompositeReward:
             self.on_hang(None)
 
     def score_or_mark(
-        self, videos: Tensor | None, samples: Sequence[Sample]
+        self,
+        videos: Tensor | None,
+        samples: Sequence[Sample],
+        *,
+        evaluating: bool = False,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """As `score`, but a failure marks its sample instead of raising, or its group
         where a reward needs whole ones.
@@ -485,20 +497,20 @@ class CompositeReward:
         try:
             # A server that is gone raises no RewardError: no video is at fault, so that
             # ends the run.
-            return self.score(videos, samples), torch.zeros(
-                len(samples), dtype=torch.bool
-            )
+            scores = self.score(videos, samples, evaluating=evaluating)
+            return scores, torch.zeros(len(samples), dtype=torch.bool)
         except RewardError as error:
             logger.warning(
                 "%s Its %s are scored one by one; a group with one that fails again is "
                 "dropped.",
-                *(error, "groups" if self.whole_groups else "videos"),
+                *(error, "groups" if self.whole_groups(evaluating) else "videos"),
             )
         singles: list[dict[str, Tensor]] = []
-        units = self._units(samples)
+        units = self._units(samples, evaluating)
         for rows in units:
             try:
-                singles.append(self.score(*_part((videos, samples), rows)))
+                part = _part((videos, samples), rows)
+                singles.append(self.score(*part, evaluating=evaluating))
             except RewardError:
                 singles.append({})
         names = dict.fromkeys(name for single in singles for name in single)

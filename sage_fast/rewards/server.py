@@ -416,19 +416,18 @@ class RewardServer(ThreadingHTTPServer):
         scores: dict[str, Any] = {}
         scoring = "the request"
         try:
+            named = None if path == "/prompts" else read_header(body)[1].get("names")
             for name, reward in self.rewards.items():
                 scoring = name
                 if path == "/prompts":
                     if hasattr(reward, "check_prompts"):
                         reward.check_prompts(json.loads(body))
                     continue
-                # a copy, which the reward may change
-                videos, prompts, names, samples = read_batch(
-                    bytearray(body), reads(reward)
-                )
-                if name not in (names or self.rewards):
+                if name not in (named or self.rewards):
                     continue
-                found = dict(call_reward(reward, videos, prompts, samples))
+                # a copy, which the reward may change
+                batch = read_batch(bytearray(body), reads(reward))
+                found = dict(call_reward(reward, *batch))
                 # As a trainer will read it: what JSON cannot hold is an error of this
                 # reward.
                 result = json.loads(to_json(found))
@@ -440,17 +439,25 @@ class RewardServer(ThreadingHTTPServer):
         return {"scores": scores}
 
 
-def read_batch(
-    body: bytearray, fields: Iterable[str]
-) -> tuple[Any, list[str], list[str], list[RewardSample]]:
-    """Videos, prompts, names of rewards, and samples with these fields, of a request.
-    Arrays are torch's, or numpy's where that is not installed.
+def read_header(body: bytearray) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Type, shape and place of the arrays of a request, the JSON values of its
+    metadata, and the byte that the arrays begin at.
 
     The format is safetensors', read here so that no package has to be installed for it.
     """
     start = 8 + int.from_bytes(body[:8], "little")
     header = json.loads(bytes(body[8:start]))
     given = {key: json.loads(text) for key, text in header.pop("__metadata__").items()}
+    return header, given, start
+
+
+def read_batch(
+    body: bytearray, fields: Iterable[str]
+) -> tuple[Any, list[str], list[RewardSample]]:
+    """Videos, prompts, and samples with these fields, of a request. Arrays are torch's,
+    or numpy's where that is not installed.
+    """
+    header, given, start = read_header(body)
     values = memoryview(body)[start:]
     arrays = {
         key: _array(values[slice(*found["data_offsets"])], found)
@@ -463,7 +470,7 @@ def read_batch(
     for row, known in enumerate(given.get("samples", ())):
         known.update({key: arrays.get(f"{key}.{row}") for key in fields})
         samples.append(RewardSample(**known))
-    return videos, given["prompts"], given.get("names", []), samples
+    return videos, given["prompts"], samples
 
 
 def _array(values: memoryview, found: Mapping[str, Any]) -> Any:

@@ -175,13 +175,10 @@ def _read_dataset(name: str, key: str) -> tuple[Prompt, ...]:
             "install datasets, or fetch a file"
         ) from error
     repository, _, split = name.removeprefix("hf:").partition(":")
-    rows = (
-        (
-            f"{name}:row {number}",
-            {k: v for k, v in row.items() if isinstance(v, str | int | float | None)},
-        )
-        for number, row in enumerate(load_dataset(repository, split=split or "train"))
-    )
+    rows = []
+    for number, row in enumerate(load_dataset(repository, split=split or "train")):
+        kept = {k: v for k, v in row.items() if isinstance(v, str | int | float | None)}
+        rows.append((f"{name}:row {number}", kept))
     return _numbered(_of_objects(rows, key), name, Path())
 
 

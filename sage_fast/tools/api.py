@@ -166,7 +166,8 @@ def train(
         reward: replaces `reward.rewards`: a function `f(videos, prompts)`, where videos
             are (B, F, 3, H, W) uint8 and the result is B numbers or {score name: B
             numbers}; or a class or an object with such a method `score`, or with
-            `score_samples`; or a name as in `reward.rewards`; or a list of these. Higher is better.
+            `score_samples`; or a name as in `reward.rewards`; or a list of these.
+            Higher is better.
         reward_weights: score name -> weight. None: the score of a function is named
             after it (`lambda` without a name) and has weight 1; others have the weights
             of `reward.weights`.

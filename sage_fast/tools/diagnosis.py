@@ -99,7 +99,7 @@ def examine(
                 )
                 for name in presets
             ),
-            *settings(config, gpus),
+            *settings(config, gpus, presets),
             *files(config),
             *memory(config, gpus),
             *disk(config),
@@ -252,7 +252,9 @@ def _description(model: ModelConfig) -> ModelDescription | None:
     return None
 
 
-def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
+def settings(
+    config: RunConfig, gpus: int, presets: Sequence[str] = ()
+) -> Iterator[Check]:
     """Device, rewards, prompts, packages, processes, directory and learning rate."""
     section = "configuration"
     description = _description(config.model)
@@ -271,7 +273,7 @@ def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
         yield Check(section, "prompts", "ok", detail)
         if description is not None:
-            planned = choose_device(None, device, description.width)
+            planned = choose_device(None, device, description.width, presets)
             encoding = plan_encoding(config, planned, description, gpus)
             if encoding is not None:
                 detail = f"{encoding_text(encoding)}; predicted for {planned.name}"

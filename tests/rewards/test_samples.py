@@ -4,10 +4,10 @@ and latents; and judges, which evaluations alone call.
 
 import os
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -105,22 +105,16 @@ def composite(
 
 
 @pytest.fixture
-def served() -> Iterator[Callable[[list[str]], str]]:
+def served(
+    started: Callable[[ThreadingHTTPServer], str],
+) -> Callable[[list[str]], str]:
     """Serve rewards of this process, and give the address."""
-    running: list[RewardServer] = []
 
     def start(names: list[str]) -> str:
-        server = RewardServer(
-            {"rewards": {name: {} for name in names}, "targets": REWARDS}
-        )
-        running.append(server)
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
+        spec = {"rewards": {name: {} for name in names}, "targets": REWARDS}
+        return started(RewardServer(spec))
 
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 def train_here(file: str, words: list[str]) -> Any:

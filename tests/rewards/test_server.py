@@ -8,9 +8,8 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -104,22 +103,6 @@ def rewards(
     config = {"rewards": [here("brightness")], "weights": {"brightness": 1.0}} | config
     section = RewardConfig(url=url, python=python and str(python), **config)
     return CompositeReward.from_config(section, prompts, fps=fps)
-
-
-@pytest.fixture
-def started() -> Iterator[Callable[[ThreadingHTTPServer], str]]:
-    """Run a server in a thread, and give its address."""
-    running = []
-
-    def start(server: ThreadingHTTPServer) -> str:
-        running.append(server)
-        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}"
-
-    yield start
-    for each in running:
-        each.shutdown()
-        each.server_close()
 
 
 @pytest.fixture
@@ -621,9 +604,9 @@ def test_sampling_goes_on_while_a_server_scores(
     running: list[object] = []
     scored_while_decoding = []
 
-    def watched_score(videos: Tensor, prompts: Sequence[str]) -> Any:
+    def watched_score(videos: Tensor, samples: Any, **options: Any) -> Any:
         running.append(videos)
-        scores = score(videos, prompts)
+        scores = score(videos, samples, **options)
         running.clear()
         return scores
 

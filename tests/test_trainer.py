@@ -747,7 +747,7 @@ def test_latents_that_are_not_finite_are_no_fault_of_the_reward(
 ) -> None:
     """The toy's codec clips them to pixels like any others."""
     trainer = build_trainer(tiny_run(*first_steps))
-    monkeypatch.setattr(trainer.reward, "score", lambda *_: pytest.fail("scored"))
+    monkeypatch.setattr(trainer.reward, "score", lambda *_, **__: pytest.fail("scored"))
     trainer.policy.transformer.proj_out.bias.data.fill_(value)
     with pytest.raises(
         DecodeError,

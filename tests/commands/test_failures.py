@@ -152,9 +152,11 @@ def test_scores_that_come_and_go_are_refused(
     score = trainer.reward.score
     calls: list[int] = []
 
-    def fickle(videos: Tensor, samples: Sequence[Sample]) -> dict[str, Tensor]:
+    def fickle(
+        videos: Tensor, samples: Sequence[Sample], **options: bool
+    ) -> dict[str, Tensor]:
         calls.append(1)
-        scores = score(videos, samples)
+        scores = score(videos, samples, **options)
         return (
             scores
             if len(calls) > 1

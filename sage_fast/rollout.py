@@ -58,7 +58,7 @@ names the videos being worked on.
 
 def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
     """Transition table of rollout number `rollout` (from 0): the configured sampler,
-    restricted to its SDE window.
+    restricted to its SDE window, in steps of the configured order.
 
     A sliding window wraps around: with 8 steps and size 3 it covers steps 6, 7 and 0 in
     rollout 6, and steps 2, 3 and 0 where it stays within the first half.
@@ -67,11 +67,11 @@ def rollout_table(config: RolloutConfig, rollout: int) -> TransitionTable:
         config.sde_type, sigma_schedule(config.num_steps, config.shift), config.eta
     )
     window = config.sde_window
-    if window.size is None:
-        return table
-    first = rollout * window.stride
-    span = window.span(config.num_steps)
-    return table.restrict([(first + i) % span for i in range(window.size)])
+    if window.size is not None:
+        first = rollout * window.stride
+        span = window.span(config.num_steps)
+        table = table.restrict([(first + i) % span for i in range(window.size)])
+    return table.second_order() if config.solver_order == 2 else table
 
 
 def rollout_tables(config: RolloutConfig) -> list[TransitionTable]:
@@ -211,17 +211,22 @@ def sample_trajectory(
     latents = []
     velocities = []
     x = initial
+    last: Tensor | None = None
     for step in range(table.num_steps) if steps is None else steps:
         v = velocity(step, x, step_sigma(table, [step] * len(samples)))
         if keep_steps:
             latents.append(x)
             velocities.append(v)
+        direction = v
+        if table.extrapolation is not None and last is not None:
+            direction = torch.lerp(last, v, 1 + float(table.extrapolation[step]))
+        last = v
         # Numbers of Python: a step costs no copy to the GPU, and float64 is rounded
         # once, by the kernel.
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         x = kernels.sde_step(
             x,
-            v,
+            direction,
             noise_ids(keys, [step] * len(keys), x.device) if std else None,
             a,
             b,

@@ -107,6 +107,10 @@ class TransitionTable:
     """
     trainable: Tensor
     """(T,) bool, steps that draw noise and therefore have a policy gradient."""
+    extrapolation: Tensor | None = None
+    """(T,) float64, how far a step's velocity is led on from the one of the step
+    before; 0 takes it as it is, and None does so at every step.
+    """
     degenerate: tuple[int, ...] = ()
     """Steps that a noisy sampler had to take deterministically because its variance is
     not positive there. Empty where determinism was asked for (`ode`, eta = 0). Meant to
@@ -114,7 +118,10 @@ class TransitionTable:
     """
 
     def __post_init__(self) -> None:
-        for column in (self.a, self.b, self.std, self.gain, self.scale):
+        columns = [self.a, self.b, self.std, self.gain, self.scale]
+        if self.extrapolation is not None:
+            columns.append(self.extrapolation)
+        for column in columns:
             assert column.shape == (self.num_steps,)
             assert column.isfinite().all()
 
@@ -155,6 +162,20 @@ class TransitionTable:
             scale=torch.where(kept, self.scale, zero),
             trainable=kept,
         )
+
+    def second_order(self) -> "TransitionTable":
+        """Take the steps without noise by the Adams-Bashforth method of second order.
+
+        Step i follows v_i + D_i / (2 D_{i-1}) (v_i - v_{i-1}) and costs one velocity,
+        as before. The first step and those next to a noisy one stay Euler steps: noise
+        between two velocities is not the flow's own change.
+        """
+        step = -self.sigmas.diff()
+        still = self.std == 0
+        led = still[1:] & still[:-1]
+        extrapolation = torch.zeros_like(step)
+        extrapolation[1:] = torch.where(led, step[1:] / (2 * step[:-1]), 0.0)
+        return replace(self, extrapolation=extrapolation)
 
 
 def transition_table(

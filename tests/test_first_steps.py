@@ -37,15 +37,15 @@ WINDOW = [
     "--rollout.initial_noise=shared",
     "--rollout.num_steps=6",
     "--rollout.sde_window.size=2",
+    "--rollout.solver_order=2",
 ]
 OPENS = 3
 """Rollout of a window that begins at this step."""
 
 
 def window_table(first: int) -> TransitionTable:
-    return transition_table("sage_grpo", sigma_schedule(6, 3.0), 0.5).restrict(
-        [first, first + 1]
-    )
+    table = transition_table("sage_grpo", sigma_schedule(6, 3.0), 0.5)
+    return table.restrict([first, first + 1]).second_order()
 
 
 class Elementwise:

@@ -3,11 +3,15 @@ tests/parity.
 """
 
 import math
+from collections.abc import Callable
 from itertools import pairwise, product
 
 import pytest
 import torch
+from torch import Tensor
 
+from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.rollout import noise_keys, sample_trajectory
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
 
 NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
@@ -147,6 +151,68 @@ def test_restrict_keeps_the_window_and_makes_the_rest_ode(sde_type: str) -> None
     )
     assert window.degenerate == full.degenerate
     assert not bool(full.restrict([]).trainable.any())
+
+
+def flow_error(num_steps: int, table: Callable[[Tensor], TransitionTable]) -> float:
+    """Error of a sampler at data ~ N(m, d^2) in one dimension, whose flow is known: x
+    keeps its distance from the mean in units of the standard deviation.
+    """
+    mean, deviation = 0.7, 0.4
+    start = torch.tensor([-1.5, 0.2, 1.1], dtype=torch.float64).view(3, 1, 1, 1, 1)
+
+    def velocity(step: int, x: Tensor, sigma: Tensor) -> Tensor:
+        s = sigma.double().view(-1, 1, 1, 1, 1)
+        variance = (1 - s).square() * deviation**2 + s.square()
+        slope = (s - (1 - s) * deviation**2) / variance
+        return slope * (x - (1 - s) * mean) - mean
+
+    prompt = Prompt(text="", index=0)
+    empty = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    samples = [
+        Sample(prompt=prompt, embeds=empty, member=member, group=0)
+        for member in range(3)
+    ]
+    found = sample_trajectory(
+        velocity,
+        samples,
+        noise_keys(samples, 0, 0),
+        table(sigma_schedule(num_steps, 3.0)),
+        start,
+    )
+    return float((found.final - (mean + deviation * start)).abs().max())
+
+
+def test_second_order_steps_follow_the_flow_more_closely() -> None:
+    """Twice the steps leave half of Euler's error, and less than a quarter of theirs."""
+
+    def euler(sigmas: Tensor) -> TransitionTable:
+        return transition_table("ode", sigmas, 0.0)
+
+    def second(sigmas: Tensor) -> TransitionTable:
+        return euler(sigmas).second_order()
+
+    errors = {n: (flow_error(n, euler), flow_error(n, second)) for n in (6, 8, 64, 128)}
+    halved = [wide / fine for wide, fine in zip(errors[64], errors[128], strict=True)]
+    assert halved[0] == pytest.approx(2, rel=0.05)
+    assert halved[1] > 4
+    assert errors[6][1] < errors[8][0]
+
+
+@pytest.mark.parametrize("window", [[], [0], [3], [2, 3], [5], [1, 4]])
+def test_second_order_steps_keep_away_from_noise(window: list[int]) -> None:
+    sigmas = sigma_schedule(6, 5.0)
+    table = transition_table("dance_grpo", sigmas, 0.5).restrict(window)
+    second = table.second_order()
+    assert second.extrapolation is not None
+    noisy = set(window)
+    for step, led in enumerate(second.extrapolation.tolist()):
+        if step == 0 or {step, step - 1} & noisy:
+            assert led == 0.0
+        else:
+            now, before = -sigmas.diff()[[step, step - 1]]
+            assert led == pytest.approx(float(now / before) / 2)
+    for name in ("a", "b", "std", "gain", "scale", "trainable", "sigmas"):
+        assert torch.equal(getattr(second, name), getattr(table, name))
 
 
 def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:

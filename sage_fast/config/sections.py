@@ -348,6 +348,11 @@ class RolloutConfig:
     """Denoising steps T."""
     shift: Positive = fixed(5.0, PAIRS)
     """Timestep shift of the sigma schedule."""
+    solver_order: Literal[1, 2] = 1
+    """Steps that draw no noise: 1 are Euler's, as the samplers define them; 2 are
+    Adams-Bashforth's, one velocity each too, for fewer `num_steps`. Evaluations take
+    Euler steps.
+    """
     eta: NotNegative = 0.5
     """Noise scale of the sampler; 0 is the ODE."""
     guidance_scale: NotNegative = fixed(6.0, PAIRS)

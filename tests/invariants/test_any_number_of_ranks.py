@@ -233,6 +233,7 @@ def test_draws_do_not_depend_on_the_ranks(
     of_layout = [word for word in words if word.startswith("--distributed")]
     given = [word for word in words if word not in of_layout]
     given += ["--rollout.initial_noise=shared", "--rollout.sde_window.size=2"]
+    given += ["--rollout.solver_order=2"]
     sizes = {
         "num_generations": group,
         "batch_size": group * groups,

@@ -43,7 +43,8 @@ RUNS = {
         "optimizer.warmup_updates=3"
     ),
     "best-and-worst-shared-start": "training.best_and_worst=1 rollout.num_generations=4 "
-    "rollout.initial_noise=shared rollout.sde_window.size=2 rollout.micro_batch_size=2",
+    "rollout.initial_noise=shared rollout.sde_window.size=2 rollout.micro_batch_size=2 "
+    "rollout.solver_order=2",
 }
 SLOW = ("full-muon-ema", "window-two-updates", "best-and-worst-shared-start")
 

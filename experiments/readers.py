@@ -59,6 +59,17 @@ its steps.
 
 SINGLE_PASS = {"rollout.sde_type": "sage_exact", "training.update": "single_pass"}
 
+SIX_STEPS = {
+    "rollout.num_steps": 6,
+    "evaluation.num_steps": 8,
+    "training.num_updates": 21,
+}
+
+WINDOW = SINGLE_PASS | {
+    "rollout.sde_type": "sage_grpo",
+    "rollout.sde_window.within": 0.5,
+}
+
 ARMS: dict[str, dict[str, Any]] = {
     "forward_process": {},
     "path": {**PATH, "training.num_updates": 23},
@@ -92,6 +103,16 @@ ARMS: dict[str, dict[str, Any]] = {
         "rollout.sde_window.within": 0.5,
         "training.num_updates": 39,
     },
+    "six_steps": SIX_STEPS,
+    "six_of_order_2": SIX_STEPS | {"rollout.solver_order": 2},
+    "window": WINDOW | {"rollout.sde_window.size": 4, "training.num_updates": 28},
+    "window_of_order_2": WINDOW
+    | SIX_STEPS
+    | {
+        "rollout.solver_order": 2,
+        "rollout.sde_window.size": 2,
+        "training.num_updates": 39,
+    },
     "best_of_group": {"forward_process.old_decay": "null", "training.num_updates": 42},
     "shuffled": {},
     "guidance": {
@@ -108,7 +129,8 @@ backward counted as two. To decode and score a video counts `DECODE`. Of 8 steps
 levels that is 8 + 4 (the old policy) + 12 + DECODE = 29. On the path the old policy is
 known: 8 + 12 + DECODE = 25, or 19 at two levels. A single pass has 8 + 2 a trained
 step: 29 at all steps, 27 with `sage_exact`, whose last draws no noise, 21 and 15 in a
-window of four and of one. `best_of_group`, which trains one of 16, has 8 + 12 / 16 +
+window of four and of one. Six steps have 27 instead of 29, and with a window of two 15.
+`best_of_group`, which trains one of 16, has 8 + 12 / 16 +
 DECODE = 13.75.
 """
 

@@ -42,10 +42,12 @@ from sage_fast.run.prompt_files import load_prompts, read_prompts
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))
 SMALL_RECIPES = [
-    p for p in PRESETS if "quick" in p.stem or p.stem.endswith(("_nft", "_path"))
+    p
+    for p in PRESETS
+    if "quick" in p.stem or p.stem.endswith(("_nft", "_path", "_window"))
 ]
-"""Presets for a first curve or of another method, which keep to the reference's size of
-an update no longer.
+"""Presets for a first curve, of another method or in a window, which keep to the
+reference's size of an update no longer.
 """
 ABLATIONS = sorted((ROOT / "configs/ablations").glob("*.yaml"))
 
@@ -262,6 +264,12 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
     noised = preset.stem.endswith(("_nft", "_24gb"))
     assert forward == (path or noised) and noised == (config.rollout.sde_type == "ode")
     assert (config.rollout.guidance_scale == 1.0) == forward
+    window = config.rollout.sde_window
+    if preset.stem.endswith("_window"):
+        assert (window.size, window.within, window.stride) == (4, 0.5, 1)
+        assert (config.rollout.num_steps, config.rollout.solver_order) == (14, 2)
+    else:
+        assert window.size is None
     process = config.forward_process
     if path:
         assert (process.states, process.within, process.levels) == ("path", 0.5, 2)

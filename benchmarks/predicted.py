@@ -51,6 +51,12 @@ def step_seconds(
     step: str, shape: str, layers: int, backend: str, device: str
 ) -> float:
     """A step of ours at a depth."""
+    cost = step_cost(step, shape, layers, device)
+    return DEVICES[device].seconds(cost, "bfloat16", backend)[0]
+
+
+def step_cost(step: str, shape: str, layers: int, device: str) -> Cost:
+    """Counted work of such a step."""
     plan = plan_of(shape, device)
     description = replace(
         plan.description,
@@ -65,7 +71,7 @@ def step_seconds(
         call = replace(
             call, gradient=True, guidance="paired" if step == "train" else "split"
         )
-    return DEVICES[device].seconds(trace(call), "bfloat16", backend)[0]
+    return trace(call)
 
 
 def seconds(suite: str, row: Record, device: str) -> float | None:

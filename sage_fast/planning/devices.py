@@ -16,7 +16,7 @@ import math
 import os
 import timeit
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -29,10 +29,9 @@ from sage_fast.sharding.ulysses import all_to_all_bytes
 SMALL_MODEL = 1024
 """Width below which a model is planned for the CPU by default."""
 
-LINEAR_SHARE = 0.9
 ATTENTION_SHARE = 0.9
 ELEMENTWISE_SHARE = 0.8
-"""Share of each ceiling that a run is assumed to reach."""
+"""Shares of a ceiling that a run is assumed to reach where they are not measured."""
 
 CONVOLUTION_SHARE = 0.5
 """Share of the products' ceiling that a decoder's convolutions reach: measured on an
@@ -60,8 +59,25 @@ do: 561 / 648, 516 / 595.
 
 
 @dataclass(frozen=True, kw_only=True)
+class Efficiencies:
+    """Shares of a device's ceilings that a run reaches.
+
+    linear: of products. attention: backend -> forward and backward; `ATTENTION_SHARE`
+    for others. elementwise: of a copy. source: "assumed", or what they are derived
+    from by benchmarks/efficiencies.py.
+
+    Example: `DEVICES["h200"].efficiencies.attention["cudnn"]` is 0.92.
+    """
+
+    linear: float = 0.9
+    attention: Mapping[str, float] = field(default_factory=dict)
+    elementwise: float = ELEMENTWISE_SHARE
+    source: str = "assumed"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
-    """Ceilings of one device.
+    """Ceilings of one device, and how much of them a run reaches.
 
     memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and
     in float32 without TF32. attention: backend -> TFLOP/s forward and backward (five
@@ -82,10 +98,24 @@ class Device:
     link: float
     network: float
     source: str
+    efficiencies: Efficiencies = Efficiencies()
 
     @property
     def is_gpu(self) -> bool:
         return self.link > 0
+
+    def backend(self, name: str) -> str:
+        """The key of `attention` that a backend is planned by."""
+        # both run its kernels
+        kin = "flash2" if name in ("sdpa", "xformers") else name
+        return next(n for n in (name, kin, *self.attention) if n in self.attention)
+
+    def attention_share(self, dtype: str, backend: str) -> float:
+        """Share of the rates of attention that a run reaches."""
+        if dtype == "float32":
+            return ATTENTION_SHARE
+        known = self.efficiencies.attention
+        return known.get(self.backend(backend), ATTENTION_SHARE)
 
     def rates(self, dtype: str, backend: str) -> tuple[float, float, float, str]:
         """FLOP/s of products, of attention forward and backward, and the backend that
@@ -99,11 +129,7 @@ class Device:
                 product / 2,
                 "float32 attention at half the rate of products",
             )
-        # both run its kernels
-        kin = "flash2" if backend in ("sdpa", "xformers") else backend
-        chosen = next(
-            name for name in (backend, kin, *self.attention) if name in self.attention
-        )
+        chosen = self.backend(backend)
         forward, backward = self.attention[chosen]
         return (
             self.matmul * 1e12,
@@ -119,9 +145,9 @@ class Device:
         attention = cost.attention / forward + cost.attention_backward / backward
         elementwise = cost.elementwise / (self.bandwidth * 1e12)
         predicted = (
-            linear / LINEAR_SHARE
-            + attention / ATTENTION_SHARE
-            + elementwise / ELEMENTWISE_SHARE
+            linear / self.efficiencies.linear
+            + attention / self.attention_share(dtype, backend)
+            + elementwise / self.efficiencies.elementwise
         )
         return predicted, linear + attention + elementwise
 
@@ -203,6 +229,12 @@ DEVICES = {
         source=(
             "bfloat16 product, copy and attention measured "
             "(benchmarks/results/nvidia-h200)"
+        ),
+        efficiencies=Efficiencies(
+            linear=0.79,
+            attention={"cudnn": 0.92, "flash2": 0.99},
+            elementwise=0.94,
+            source="measured on an H200 (benchmarks/results/nvidia-h200, 2026-11-27)",
         ),
     ),
     "a100": replace(

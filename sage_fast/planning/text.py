@@ -12,10 +12,7 @@ from sage_fast.objectives.base import (
     too_few,
 )
 from sage_fast.planning.devices import (
-    ATTENTION_SHARE,
     CONVOLUTION_SHARE,
-    ELEMENTWISE_SHARE,
-    LINEAR_SHARE,
 )
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
@@ -255,6 +252,7 @@ def assumptions(plan: Plan) -> list[str]:
     """Premises of the figures."""
     config = plan.config
     device = plan.device
+    reached = device.efficiencies
     layout = plan.layout
     product, _, _, attention = device.rates(
         config.compute_dtype, config.model.attention
@@ -272,9 +270,10 @@ def assumptions(plan: Plan) -> list[str]:
         ),
         f"ceilings ({device.source}): products {product / 1e12:,.3g} TFLOP/s, "
         f"attention {attention}, copy {device.bandwidth:,.3g} TB/s",
-        f"reached of them: products {LINEAR_SHARE:.0%}, attention "
-        f"{ATTENTION_SHARE:.0%}, elementwise "
-        f"{ELEMENTWISE_SHARE:.0%}, convolutions {CONVOLUTION_SHARE:.0%}",
+        f"efficiencies, {reached.source}: products {reached.linear:.0%}, attention "
+        f"{device.attention_share(config.compute_dtype, config.model.attention):.0%}, "
+        f"elementwise {reached.elementwise:.0%}",
+        f"convolutions reach {CONVOLUTION_SHARE:.0%} of products",
     ]
     if plan.visits.anchor:
         share = anchor_share(config)

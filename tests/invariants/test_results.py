@@ -1,6 +1,7 @@
 """Tables and figures of the documents are those of the committed results."""
 
 import json
+import math
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -11,6 +12,7 @@ from PIL import Image
 
 from benchmarks import report
 from docs.tools import rows as picture_rows
+from sage_fast.config.sections import ObjectiveConfig
 from tests.test_sde import dispersion_rows, leftover_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,6 +158,65 @@ def test_the_page_of_objectives_says_what_the_path_loses() -> None:
     aligned = noised["aligned"]["after"]
     distance = noised["manifold_distance"]["after"]
     assert f"have {reward:.2f}, {aligned:.2f} and {distance:.3f}" in shown
+
+
+def of_seeds(values: list[float], digits: int = 3) -> str:
+    """Mean and standard error."""
+    error = stdev(values) / len(values) ** 0.5
+    return f"{fmean(values):.{digits}f} ± {error:.{digits}f}"
+
+
+def test_the_page_of_inexact_rollouts_shows_its_results() -> None:
+    """And each step of each rollout has the log-ratio of the formula, within five
+    standard errors of the drawn noise.
+    """
+    shown = page("docs/inexact_rollouts.md")
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in committed("inexact"):
+        found.setdefault(row["sampler"], []).append(row)
+    *others, control = found
+    ways = ("correction", "unclipped", "straight_through")
+    for name in others:
+        rows = found[name]
+        assert (len(rows), {r["videos"] for r in rows}) == (8, {32})
+        mean = {
+            key: [fmean(values) for values in zip(*(r[key] for r in rows), strict=True)]
+            for key in rows[0]
+            if isinstance(rows[0][key], list)
+        }
+        error = [100 * share for share in mean["velocity_error"]]
+        square = mean["mean_square"][-1]
+        stopped = [mean[f"clipped_{sign}"][-1] for sign in ("negative", "positive")]
+        cells = [
+            name,
+            f"{min(error):.1f} to {max(error):.1f} %",
+            f"{mean['log_ratio'][-1]:.2g} ({-square / 2:.2g})",
+            " and ".join(f"{100 * share:.0f} %" for share in stopped),
+            *(of_seeds([r["cosine"][way] for r in rows]) for way in ways),
+        ]
+        assert f"| {' | '.join(cells)} |" in shown, cells
+        for row in rows:
+            for ratio, squared in zip(
+                row["log_ratio"], row["mean_square"], strict=True
+            ):
+                noise = (squared / row["elements"] / row["videos"]) ** 0.5
+                assert abs(ratio + squared / 2) < 5 * noise
+    for row in found[control]:
+        assert not any(row["log_ratio"] + row["mean_square"])
+    other = of_seeds([row["cosine"]["correction"] for row in found[control]])
+    assert f"by different noise have a cosine of {other}" in shown
+    clip = ObjectiveConfig.clip_range
+    assert f"at ratios below {1 - clip:.4f}" in shown
+    assert f"one above {1 + clip:.4f}" in shown
+    # where mean(s^2) / 2 is the clip, and where it is two standard deviations
+    bound = f"{(2 * clip) ** 0.5:.3f}"
+    assert f"on average from rms(s) = {bound} on" in shown
+    assert f"it must stay below {bound}" in shown
+    here = 4 / found[control][0]["elements"] ** 0.5
+    large = 4 / math.prod((32, 21, 30, 52)) ** 0.5  # latents of 81 frames of 480x832
+    assert f"which is {here:.2f} here and {large:.3f} at 81 frames" in shown
+    lost = 1 - fmean(row["cosine"]["correction"] for row in found["bfloat16"])
+    assert f"costs a clipped correction {lost:.2f} of the cosine" in shown
 
 
 def test_the_tables_of_benchmarks_are_what_the_report_writes(

@@ -88,8 +88,10 @@ MINUTES_PER_UPDATE = {
 
 LEVERS = {
     "hv15_352x624_lora_8gpu_fast": "hv15_352x624_lora_8gpu",
+    "hv15_352x624_lora_8gpu_window": "hv15_352x624_lora_8gpu",
     "hv15_480p_distilled_lora_8gpu": "hv15_480p_lora_8gpu",
     "hv15_480p_lora_8gpu_fast": "hv15_480p_lora_8gpu",
+    "hv15_480p_lora_8gpu_window": "hv15_480p_lora_8gpu",
 }
 """Preset -> the one that it changes by levers."""
 
@@ -410,11 +412,13 @@ def planned(name: str, **overrides: Any) -> Plan:
 
 
 def changed_keys(preset: str) -> dict[str, Any]:
-    """Keys of the computation that a preset of `LEVERS` changes; saving and evaluating
-    do not count.
+    """Keys of the computation that a preset of `LEVERS` changes; saving, evaluating and
+    how many videos an update has do not count.
     """
     files = (
         "output_dir",
+        "rollout.batch_size",
+        "rollout.num_generations",
         "model.path",
         "checkpoint.every",
         "evaluation.every",

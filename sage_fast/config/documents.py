@@ -5,6 +5,7 @@ read differently. Apart from `files.py`, which every machine can import.
 import io
 import json
 import re
+from functools import lru_cache
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -15,6 +16,7 @@ from ruamel.yaml.events import (
     CollectionStartEvent,
     ScalarEvent,
 )
+from ruamel.yaml.parser import Parser
 from ruamel.yaml.representer import SafeRepresenter
 
 from sage_fast.config.errors import ConfigError
@@ -34,14 +36,38 @@ class _Representer(SafeRepresenter):
 _Representer.add_representer(float, _Representer.represent_float)
 
 
+class _Parser(Parser):
+    """Refuses events that programs read differently, as it hands them out."""
+
+    depth = 0
+
+    def get_event(self) -> Any:
+        event = super().get_event()
+        self.depth += isinstance(event, CollectionStartEvent)
+        self.depth -= isinstance(event, CollectionEndEvent)
+        problem = _problem(event, self.depth)
+        if problem:
+            raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return event
+
+
 def _yaml() -> YAML:
     """Reader and writer of YAML 1.2 in pure Python: plain values, no code."""
     yaml = YAML(typ="safe", pure=True)
+    yaml.Parser = _Parser
     yaml.Representer = _Representer
     yaml.default_flow_style = False  # type: ignore[assignment]
     yaml.allow_unicode = False
     yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
     return yaml
+
+
+@lru_cache(maxsize=64)
+def _as_json(text: str) -> str:
+    """The document as JSON, whose keys are words and which has no dates. Remembered: a
+    run reads its files again for every page that it writes, at 20 ms each.
+    """
+    return json.dumps(_yaml().load(text), default=str)
 
 
 def read_yaml(text: str, where: str) -> Any:
@@ -57,15 +83,7 @@ def read_yaml(text: str, where: str) -> Any:
             number such as 010; the message names the line.
     """
     try:
-        depth = 0
-        for event in _yaml().parse(text):
-            depth += isinstance(event, CollectionStartEvent)
-            depth -= isinstance(event, CollectionEndEvent)
-            problem = _problem(event, depth)
-            if problem:
-                raise MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
-        # By way of JSON, whose keys are words and which has no dates.
-        return json.loads(json.dumps(_yaml().load(text), default=str))
+        return json.loads(_as_json(text))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark and "\n" in text else ""

@@ -9,6 +9,7 @@ measures.
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -135,6 +136,15 @@ def _cases(limit: Any) -> Iterator[tuple[str, Any]]:
 # measurements
 
 
+@cache
+def _launched() -> set[str]:
+    return {
+        name
+        for spec in specs().values()
+        for name in launched_kernels(spec, ARCHITECTURE)
+    }
+
+
 def measure_kernels() -> dict[str, float]:
     """The Triton kernels as compiled for sm_90."""
     known = specs()
@@ -152,15 +162,12 @@ def measure_kernels() -> dict[str, float]:
         found[f"kernels.registers/{op}"] = max(
             (row.registers for row in rows if row.op == op), default=0
         )
-    launched = {
-        name for spec in known.values() for name in launched_kernels(spec, ARCHITECTURE)
-    }
     found["kernels.local_memory"] = max(row.stack + row.local for row in rows)
     found["kernels.spills"] = sum(row.spills for row in rows)
     found["kernels.narrowest_stream"] = min(
         width for row in rows for width in row.widths.values()
     )
-    found["kernels.unlisted"] = len(launched ^ {row.kernel for row in rows})
+    found["kernels.unlisted"] = len(_launched() ^ {row.kernel for row in rows})
     return found
 
 

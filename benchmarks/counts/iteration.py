@@ -7,6 +7,8 @@ the meta device, which plays the GPU (`traced.answer_of`).
 """
 
 import contextlib
+import json
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -14,11 +16,19 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from safetensors.torch import save_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.counts.traced import answer_of
 from sage_fast.config.load import load_config
+from sage_fast.models.toy.components import (
+    CONFIG_NAME,
+    TRANSFORMER_CONFIG,
+    WEIGHTS_NAME,
+    build_transformer,
+    stored_parameters,
+)
 from sage_fast.run.run import build_trainer
 from sage_fast.trainer import Trainer
 
@@ -30,6 +40,8 @@ NUM_VIDEOS = 2
 NUM_STEPS = 2
 PHASES = ("rollout", "anchor", "update")
 """Of an iteration, where the transformer may run."""
+MODEL = TRANSFORMER_CONFIG | {"num_layers": 1}
+"""The toy model with one block: no count is of blocks."""
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of operators that talk to other processes."""
 
@@ -80,7 +92,9 @@ class Watch(TorchDispatchMode):
         ]
         trainer._phase = phase
         try:
-            with self:
+            # Nothing waits for a CPU.
+            waits = trainer.device.type != "cpu"
+            with self if waits else contextlib.nullcontext():
                 trainer.iterate()
         finally:
             trainer._phase = enter
@@ -113,9 +127,12 @@ def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
         "data.prompts": ROOT / "configs" / "prompts" / "toy_train.csv",
         "evaluation.prompts": ROOT / "configs" / "prompts" / "toy_eval.csv",
     }
-    return build_trainer(
-        load_config(TOY, [f"--{key}={value}" for key, value in values.items()])
-    )
+    words = [f"--{key}={value}" for key, value in values.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = stored_parameters(build_transformer(MODEL))
+        save_file(weights, Path(folder, WEIGHTS_NAME))
+        Path(folder, CONFIG_NAME).write_text(json.dumps(MODEL), encoding="utf-8")
+        return build_trainer(load_config(TOY, [*words, f"--model.path={folder}"]))
 
 
 def measure_iteration() -> dict[str, float]:

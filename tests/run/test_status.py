@@ -148,8 +148,12 @@ def test_a_status_gives_the_terminal_no_orders(
     assert shown.replace("\n", "").isprintable()
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_commands_can_be_pasted_anywhere(
-    tmp_path: Path, tiny_run: MakeRun, tiny_model: Path
+    tmp_path: Path,
+    tiny_run: MakeRun,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From another folder, with a relative path, with code of others, and with a space
     in the path.
@@ -170,11 +174,9 @@ def test_commands_can_be_pasted_anywhere(
     (started / "own.yaml").write_text(dump_config(tiny_run(*words)))
     words += ["--reward.rewards=['own_rewards:dark']", "--reward.weights={dark: 1.0}"]
     (started / "start.yaml").write_text(dump_config(tiny_run(*words)))
-    environment = os.environ | {"PYTHONPATH": str(started)}
-    program = [sys.executable, "-m", "sage_fast", "train", "start.yaml"]
-    subprocess.run(
-        program, check=True, cwd=started, env=environment, capture_output=True
-    )
+    monkeypatch.syspath_prepend(started)
+    monkeypatch.chdir(started)
+    assert main(["train", "start.yaml"]) == 0
     run = started / "run of today"
     status, _ = read_status(run)
     command = command_for(
@@ -190,7 +192,7 @@ def test_commands_can_be_pasted_anywhere(
         shell=True,
         check=True,
         cwd=elsewhere,
-        env=environment,
+        env=os.environ | {"PYTHONPATH": str(started)},
         capture_output=True,
     )
     assert read_status(run)[0].update == 2  # type: ignore[union-attr]

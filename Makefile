@@ -15,6 +15,8 @@ PYTEST_ARGS ?=
 # Test processes: three for two cores, since some wait for ranks, servers or disks. Each computes on one thread.
 JOBS ?= $(shell $(BIN)/python -c 'import os; print((3 * os.cpu_count() + 1) // 2)')
 REPEATS ?= 100
+# glibc gives the memory of large tensors back to the system, which fills it with zeros at the next one.
+KEEP_MEMORY := MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=4294967296
 TYPED := $(wildcard sage_fast kernels/sage_kernels benchmarks experiments examples)
 
 # PyPI's Linux build of PyTorch carries the CUDA libraries (gigabytes). On a machine without a GPU, PIP_INDEX_URL or
@@ -70,7 +72,7 @@ $(READY): setup.py constraints.txt
 	@echo "Ready: $(BIN)/sage-fast --help"
 
 demo: $(READY)  ## train the toy model on the CPU and write runs/demo
-	$(BIN)/sage-fast train toy_nft --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
+	$(KEEP_MEMORY) $(BIN)/sage-fast train toy_nft --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 
 test: $(READY)  ## run the tests, but for the slow ones
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" --durations=15 $(PYTEST_ARGS)

@@ -39,7 +39,11 @@ for number, handler in (
 
 DEFAULT_TIMEOUT = 300  # seconds, as in pyproject.toml
 
-WITH_RANKS = ("tests/distributed/", "tests/invariants/test_any_number_of_ranks.py")
+WITH_RANKS = (
+    "tests/distributed/",
+    "tests/invariants/test_any_number_of_ranks.py",
+    "tests/models/wan/test_training.py",
+)
 
 TINY = {
     "num_attention_heads": 2,

@@ -134,9 +134,11 @@ def copy(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
 def hoard(x_ptr, out_ptr, size, BLOCK: tl.constexpr):
     o = tl.arange(0, BLOCK)
     first = tl.load(x_ptr + o)
+    second = first
     for i in range(size):
+        second += first
         first = first * tl.load(x_ptr + i * BLOCK + o) + tl.sum(first, 0)
-    tl.store(out_ptr + o, first)
+    tl.store(out_ptr + o, first * second)
 
 
 def kernel(function, block, warps):
@@ -145,7 +147,7 @@ def kernel(function, block, warps):
                   streaming=("x_ptr", "out_ptr"))
 
 
-for function, block, warps in ((copy, 1024, 4), (hoard, 8192, 1)):
+for function, block, warps in ((copy, 1024, 4), (hoard, 4096, 1)):
     for line in build("bad", function.__name__, kernel(function, block, warps), 90).violations():
         print(line)
 """

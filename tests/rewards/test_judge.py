@@ -136,6 +136,7 @@ def test_a_wrong_key_is_asked_once(stub: Callable[[Answer], str]) -> None:
     assert calls == [0]
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_the_toy_model_trains_on_it(
     stub: Callable[[Answer], str],
     tiny_run: Callable[..., RunConfig],

@@ -196,6 +196,7 @@ def test_served_scores_are_those_of_this_process_to_the_bit(serve: Serve) -> Non
     assert torch.equal(served["brightness"], expected)
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_another_environment_scores_the_toy_run(
     other_python: Path,
     packages: Path,
@@ -457,6 +458,7 @@ def nap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "nap"
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_a_child_that_is_killed_in_a_batch_stops_the_run_by_name(nap: Path) -> None:
     """No video is at fault, so none is marked as failed."""
     found = rewards(python=Path(sys.executable), **DROWSY)

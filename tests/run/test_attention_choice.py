@@ -127,6 +127,7 @@ def test_ranks_agree_on_the_one_whose_slowest_rank_is_fastest(
     )
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
     machine: Machine,
     tiny_run: TinyRun,

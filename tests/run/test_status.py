@@ -8,7 +8,6 @@ import logging
 import os
 import platform
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace

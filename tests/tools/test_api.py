@@ -99,6 +99,7 @@ def test_a_function_with_several_scores_is_a_reward(tiny_run: MakeRun) -> None:
     )
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
     """The prompts are in the configuration of the run, so the run is complete wherever
     it lies.
@@ -135,6 +136,7 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
     assert video.parent == moved / "generated"
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> None:
     """Objects of one class have one name, and so have functions of one factory."""
     words = ("--evaluation.every=2", "--training.num_updates=2")

@@ -391,6 +391,7 @@ def test_evaluate_writes_everything_and_does_not_repeat_itself(
     assert main(command) == 0
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -436,6 +437,7 @@ def test_evaluate_takes_more_rewards_an_exported_adapter_and_a_size_of_its_own(
     )
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_before_is_the_model_that_the_run_started_from(
     finished_run: Path,
     tiny_run: Callable[..., RunConfig],

@@ -69,10 +69,6 @@ $(READY): setup.py constraints.txt
 	@touch $@
 	@echo "Ready: $(BIN)/sage-fast --help"
 
-# glibc gives the memory of large tensors back to the system, which fills it with zeros at the next one: half of the
-# demo's system time.
-demo: export MALLOC_MMAP_THRESHOLD_ = 1073741824
-demo: export MALLOC_TRIM_THRESHOLD_ = 4294967296
 demo: $(READY)  ## train the toy model on the CPU and write runs/demo
 	$(BIN)/sage-fast train toy_nft --output_dir $(DEMO_DIR) --resume auto $(DEMO_ARGS)
 

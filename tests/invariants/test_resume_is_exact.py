@@ -29,7 +29,7 @@ RUNS = {
     "objective.kl_position_fraction=0.5 "
     "kl_weight.warmup_updates=1 kl_weight.target=2.9e-9",
     "single-pass": "training.update=single_pass rollout.micro_batch_size=1 "
-    "rollout.num_steps=3 training.anchor_interval=2 "
+    "training.anchor_interval=2 "
     "training.ema_decay=0.9",
     "forward-process": "training.update=forward_process rollout.sde_type=ode objective.kl_mode=moving",
     # Of single videos, so that the run that goes on meets the noise levels first in

@@ -27,7 +27,7 @@ from benchmarks.results import LATE, Record
 from benchmarks.session import Cell, Session, timing
 from benchmarks.suites import attention, decode, kernels
 from sage_fast.models.family import Components
-from sage_fast.models.hunyuan15.components import VAEDecoder
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.objectives.grpo import RATIO_TOLERANCE
 from sage_fast.planning.estimate import make_memory_plan, settle_memory
 from sage_fast.records import Prompt, PromptEmbeds
@@ -114,8 +114,7 @@ class Iteration:
         decoder = VAEDecoder(
             decode.random_vae(
                 vae, device, torch.float32 if device.type == "cpu" else torch.float16
-            ),
-            memory_gib=self.config.model.decode_limit_gib,
+            )
         )
         components = Components(
             transformer=workload.random_transformer(model, device, torch.bfloat16),

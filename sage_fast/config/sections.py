@@ -140,10 +140,11 @@ class ModelConfig:
     official code's, and float32 on a CPU.
     """
     decode_memory_gib: Positive | Literal["auto"] | None = free("auto", MACHINE)
-    """Memory that decoding may take for activations. As many videos as fit are decoded
-    at once; one that does not fit is decoded in overlapping tiles, which is more work.
-    `auto` decodes a video whole where the plan has room for it on the GPU beside all
-    else, and is 16 elsewhere; null decodes every video whole.
+    """Memory that decoding a video of Wan may take for activations. One that does not
+    fit is decoded in overlapping tiles, which is more work. `auto` decodes a video
+    whole where the plan has room for it on the GPU beside all else, and is 16
+    elsewhere; null decodes every video whole. HunyuanVideo-1.5 is decoded a latent
+    frame at a time, whatever is given here.
     """
     device: str = free("auto", MACHINE)
     """`auto`, `cpu`, `cuda` or `cuda:N`."""

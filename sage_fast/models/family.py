@@ -206,12 +206,13 @@ class Components(WeightFacts):
 class Decoding:
     """How some videos are decoded at once, and the activations that takes.
 
-    Example: one video of 81 frames of 480x832 takes 66e9 bytes in float16, or 11e9 in
-    tiles.
+    Example: one video of 81 frames of 480x832 takes 4.8e9 bytes in float16.
     """
 
     peak_bytes: float
     tiled: bool = False
+    limited: bool = False
+    """True if `model.decode_memory_gib` decides how."""
     dtype: str | None = None
     """Name of a type of torch; None means that of `model.vae_dtype`."""
 

@@ -1,7 +1,7 @@
 """Latents to pixels with a video autoencoder of diffusers, of any family."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, ClassVar, Self
 
@@ -21,18 +21,14 @@ the bytes that they move.
 
 class AutoencoderDecoder(ABC):
     """Latents (B, C, F, H, W) to videos uint8 (B, frames, 3, height, width), on the
-    CPU.
+    CPU, one video at a time.
 
     kind: diffusers' class. channels: of latents. time, space: frames of a latent, and
-    pixels along its sides. step: what sides of a video are multiples of. most: videos
-    that one call may decode.
+    pixels along its sides. step: what sides of a video are multiples of.
 
     Args:
         vae: owned by the decoder from now on: moved to the device of the latents, and
-            stripped of its encoder. memory_gib: what the activations of a decode may
-            take, in GiB. As many videos as fit are decoded at once; one
-            that does not fit by itself is decoded in diffusers' overlapping tiles of
-            256 pixels. None decodes each video whole, one at a time.
+            stripped of its encoder.
     """
 
     kind: ClassVar[Any]
@@ -40,12 +36,10 @@ class AutoencoderDecoder(ABC):
     time: int
     space: int
     step: int
-    most = 2**31
 
-    def __init__(self, vae: Any, *, memory_gib: float | None = None) -> None:
+    def __init__(self, vae: Any) -> None:
         del vae.encoder
         self.vae = vae.eval().requires_grad_(False)
-        self.memory_gib = memory_gib
 
     @classmethod
     @cache
@@ -68,12 +62,18 @@ class AutoencoderDecoder(ABC):
         """The input of the autoencoder, in its type, by the operations of the pipeline."""
 
     @abstractmethod
-    def peak_bytes(self, frames: int, height: int, width: int) -> int:
-        """Estimated peak of the activations of one video of latents (F, H, W)."""
+    def parts(self, latents: Tensor) -> Iterator[Tensor]:
+        """Pixels (1, 3, frames, height, width) of scaled latents (1, C, F, H, W), in
+        the order of time, each part once it is decoded.
+        """
 
     @abstractmethod
-    def tiles(self) -> tuple[int, int, int, int]:
-        """Rows and columns of a tile, and between the beginnings of two, in latents."""
+    def decoding(
+        self, latent: tuple[int, int, int, int], memory_gib: float | None
+    ) -> Decoding:
+        """How `decode` decodes a video of latents (C, F, H, W) within a limit, for a
+        plan.
+        """
 
     def latent_shape(
         self, num_frames: int, height: int, width: int
@@ -104,33 +104,6 @@ class AutoencoderDecoder(ABC):
             width // self.space,
         )
 
-    def together(
-        self, frames: int, height: int, width: int, memory_gib: float | None
-    ) -> int:
-        """Videos of latents (F, H, W) that one call decodes within a limit; 0: one in
-        tiles.
-        """
-        if memory_gib is None:
-            return 1
-        return min(
-            self.most, int(memory_gib * 2**30 / self.peak_bytes(frames, height, width))
-        )
-
-    def decoding(
-        self, latent: tuple[int, int, int, int], videos: int, memory_gib: float | None
-    ) -> Decoding:
-        """How `decode` decodes a micro-batch within a limit, for a plan."""
-        _, frames, height, width = latent
-        dtype = str(self.vae.dtype).removeprefix("torch.")
-        if together := min(videos, self.together(frames, height, width, memory_gib)):
-            return Decoding(
-                peak_bytes=float(together * self.peak_bytes(frames, height, width)),
-                dtype=dtype,
-            )
-        rows, columns, _, _ = self.tiles()
-        tile = self.peak_bytes(frames, min(height, rows), min(width, columns))
-        return Decoding(peak_bytes=float(tile), tiled=True, dtype=dtype)
-
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Videos uint8 (B, frames, 3, height, width) RGB on the CPU, of latents (B, C,
@@ -143,19 +116,29 @@ class AutoencoderDecoder(ABC):
         Raises:
             DecodeError: a decoded pixel is not finite.
         """
-        vae = self.vae.to(latents.device)
-        _, _, frames, height, width = latents.shape
-        together = self.together(frames, height, width, self.memory_gib)
-        vae.use_tiling = together == 0
-        parts = self.scaled(latents).split(together or 1)
-        return torch.cat(
-            [_to_uint8(vae.decode(part, return_dict=False)[0]) for part in parts]
+        self.vae.to(latents.device)
+        videos, _, frames, height, width = latents.shape
+        result = torch.empty(
+            videos,
+            self.time * (frames - 1) + 1,
+            3,
+            self.space * height,
+            self.space * width,
+            dtype=torch.uint8,
         )
+        for video, one in zip(result, self.scaled(latents).split(1), strict=True):
+            done = 0
+            for pixels in self.parts(one):
+                # Assigned in place, so that no float video is ever on the device.
+                video[done : done + pixels.shape[2]] = _to_uint8(pixels[0])
+                done += pixels.shape[2]
+            assert done == len(video)
+        return result
 
     @torch.no_grad()
     def decode_plainly(self, latents: Tensor) -> Tensor:
-        """As `decode`, whole and through the pipeline's own processor; what `decode` is
-        held against.
+        """As `decode`, by the autoencoder's own method, whole, and through the
+        pipeline's own processor; what `decode` is held against.
         """
         vae = self.vae.to(latents.device)
         vae.use_tiling = False
@@ -175,41 +158,20 @@ class AutoencoderDecoder(ABC):
     ) -> tuple[float, float]:
         """FLOPs of decoding one video, and bytes that it reads and writes outside its
         products; on the meta device.
-
-        81 frames of 480x832 of HunyuanVideo-1.5 are 813e12 and, in float16, 2.5e12,
-        whole. Blending the tiles, less than a part in a thousand, is not counted.
         """
-        _, frames, height, width = latent
-        rows, columns, row_step, column_step = (
-            self.tiles() if tiled else (height, width, height, width)
-        )
-        # Tiles begin where `tiled_decode` of diffusers begins them; those at the end
-        # are smaller.
-        parts = Counter(
-            (frames, min(rows, height - top), min(columns, width - left))
-            for top in range(0, height, row_step)
-            for left in range(0, width, column_step)
-        )
-        works = [(count, *self.work_of(*part)) for part, count in parts.items()]
-        return float(sum(n * flops for n, flops, _ in works)), float(
-            sum(n * moved for n, _, moved in works)
-        )
+        assert not tiled
+        return self.work_of(*latent[1:])
 
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
         """As `work`, of latents that are decoded whole."""
-        return _counts(self, frames, height, width)
+        return counted(self, frames, height, width)
 
     @torch.no_grad()
-    def counts(self, latents: Tensor, *, tiled: bool = False) -> tuple[int, int]:
-        """FLOPs of one call of the autoencoder's decoder, and bytes that it reads and
-        writes outside its products.
-        """
-        self.vae.use_tiling = tiled
-        try:
-            with _Decode() as counter:
-                self.vae.decode(latents)
-        finally:
-            self.vae.use_tiling = False  # an empty decoder serves whoever asks next
+    def counts(self, latents: Tensor) -> tuple[int, int]:
+        """As `work`, of scaled latents (1, C, F, H, W), by running `parts`."""
+        with _Decode() as counter:
+            for pixels in self.parts(latents):
+                del pixels
         return counter.flops.total(), counter.moved
 
 
@@ -224,10 +186,10 @@ class _Decode(CountingMode):
 
 
 @cache
-def _counts(
+def counted(
     decoder: AutoencoderDecoder, frames: int, height: int, width: int
 ) -> tuple[int, int]:
-    """Counted once for each size."""
+    """`AutoencoderDecoder.counts` of a size, counted once."""
     latents = torch.empty(
         1,
         decoder.channels,
@@ -241,7 +203,7 @@ def _counts(
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:
-    """Decoded (B, 3, F, H, W) in [-1, 1] to uint8 (B, F, 3, H, W) on the CPU."""
+    """Decoded (3, F, H, W) in [-1, 1] to uint8 (F, 3, H, W) on the CPU."""
     if not pixels.isfinite().all():
         raise DecodeError(
             f"The VAE decoded to values that are not finite in {pixels.dtype}. Set "
@@ -252,7 +214,7 @@ def _to_uint8(pixels: Tensor) -> Tensor:
         ((pixels.float() / 2 + 0.5).clamp_(0, 1) * 255)
         .round_()
         .to(torch.uint8)
-        .transpose(1, 2)
+        .transpose(0, 1)
         .contiguous()
         .cpu()
     )

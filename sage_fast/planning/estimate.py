@@ -22,7 +22,7 @@ from typing import Any
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig, check_gathering
 from sage_fast.distributed.start import rank_device, world_size
-from sage_fast.models.family import ModelDescription, Work, describe_model
+from sage_fast.models.family import Decoding, ModelDescription, Work, describe_model
 from sage_fast.models.hub import stored_bytes
 from sage_fast.objectives.base import objective_of
 from sage_fast.planning.devices import Device, gpu_memory_gb, waiting
@@ -61,8 +61,8 @@ AUTOMATIC = (
     ("rollout", "micro_batch_size"),
     ("model", "decode_memory_gib"),
 )
-"""Sections and keys that `auto` leaves to the plan. A video is decoded in tiles where
-`decode_memory_gib` stays `auto`.
+"""Sections and keys that `auto` leaves to the plan. A video that may need tiles is
+decoded in them where `decode_memory_gib` stays `auto`.
 """
 
 _words = cache(word_count)  # a plan with options asks many times
@@ -144,7 +144,7 @@ class Plan(MemoryPlan):
     waits: Mapping[str, float]
     seconds_per_evaluation: float | None
     checkpoint: float
-    tiled: bool
+    decoding: Decoding
     encoding: Encoding | None
 
     @property
@@ -199,7 +199,7 @@ def make_memory_plan(
     Returns:
         The plan. Its `config` has what fits instead of `auto` for `model.checkpointing`
         and `rollout.micro_batch_size`, and a number for `model.decode_memory_gib: auto`
-        where a whole video fits.
+        where a video of a family that has tiles fits whole.
 
     Raises:
         ConfigError: the model, the size of the videos or the options do not fit each
@@ -261,7 +261,7 @@ def make_memory_plan(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     # A video is decoded whole if that fits beside what the phase holds anyway, and in
-    # tiles if not.
+    # tiles, if the family has them, if not.
     if on_gpu and config.model.decode_memory_gib == "auto":
         whole = replace(plan.config.model, decode_memory_gib=None)
         needed = description.decoding(latent, 1, whole, on_gpu).peak_bytes
@@ -395,7 +395,9 @@ def make_plan(
     layout = held.layout
     evaluated = held.latent_of(config.evaluation_video)
     visited = visits(config, layout.data_parallel, sharded=held.gathered.sharded)
-    tiled, decode = _decoding(held, device, held.latent, config.rollout.videos_at_once)
+    decoding, decode = _decoding(
+        held, device, held.latent, config.rollout.videos_at_once
+    )
     section = config.evaluation
     _, decode_evaluated = _decoding(held, device, evaluated, section.batch_size)
     if section.every:
@@ -445,7 +447,7 @@ def make_plan(
         waits=waits,
         seconds_per_evaluation=seconds_per_evaluation,
         checkpoint=checkpoint_bytes(config, held.weights) / layout.gpus,
-        tiled=tiled,
+        decoding=decoding,
         encoding=plan_encoding(config, device, description, layout.gpus),
     )
 
@@ -481,16 +483,14 @@ def longest_prompt(config: RunConfig, data_parallel: int) -> float:
 
 def _decoding(
     held: MemoryPlan, device: Device, latent: tuple[int, int, int, int], videos: int
-) -> tuple[bool, Phase]:
-    """(whether a video is decoded in tiles, its cost on the GPU that decodes it)."""
+) -> tuple[Decoding, Phase]:
+    """(how videos are decoded, the cost of one on the GPU that decodes it)."""
     decoding = held.description.decoding(latent, videos, held.config.model, held.on_gpu)
     dtype = decoding.dtype or held.config.model.decode_dtype(held.on_gpu)
     flops, moved = held.description.decode_work(latent, decoding.tiled, dtype)
     cost = Cost(linear=flops, elementwise=moved)
     predicted, bound = device.decode_seconds(cost, dtype)
-    return decoding.tiled, Phase(
-        name="decode", cost=cost, predicted=predicted, bound=bound
-    )
+    return decoding, Phase(name="decode", cost=cost, predicted=predicted, bound=bound)
 
 
 def _phases(
@@ -672,7 +672,11 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
                 yield "evaluation.batch_size", size
     # In GiB. A video that needs more than that is decoded in tiles.
     for limit in (8.0, 1.0):
-        if not plan.tiled and limit < (model.decode_limit_gib or math.inf):
+        if (
+            plan.decoding.limited
+            and not plan.decoding.tiled
+            and limit < (model.decode_limit_gib or math.inf)
+        ):
             yield "model.decode_memory_gib", limit
     if plan.on_gpu and model.decode_dtype(True) == "float32":
         yield "model.vae_dtype", "auto"

@@ -294,10 +294,15 @@ def assumptions(plan: Plan) -> list[str]:
             f"an evaluation; the allocator keeps {CPU_FRAGMENTATION:.0%} of temporary "
             "memory; operators that take microseconds cost more"
         )
-    if plan.tiled:
+    if plan.decoding.tiled:
         lines.append(
             "videos are decoded in tiles: one does not fit model.decode_memory_gib "
             "whole"
+        )
+    if not plan.decoding.limited and plan.asked.model.decode_memory_gib != "auto":
+        lines.append(
+            f"model.decode_memory_gib changes nothing: {plan.asked.model.family} has "
+            "no tiles"
         )
     if layout.gpus > 1:
         fabric = f"NVLink {device.link:,.0f} GB/s"

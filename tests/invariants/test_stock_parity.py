@@ -32,8 +32,9 @@ STEPS = 4
 SHIFT = 5.0
 GUIDANCE = 6.0
 FRAMES = 9
-HEIGHT = 48
-WIDTH = 32
+HEIGHT = 64
+WIDTH = 64
+"""From 16 latents of a frame on, products of one frame have the bits of all frames."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKLHunyuanVideo15
+from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLWan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
@@ -28,7 +28,6 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import Decoding, describe_model
 from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
-from sage_fast.models.hunyuan15.components import VAEDecoder
 from sage_fast.models.hunyuan15.hunyuan15 import (
     END_TOKENS,
     HUNYUAN_VIDEO_15,
@@ -38,7 +37,7 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
     encoding,
     published_model,
 )
-from sage_fast.models.video_decoding import AutoencoderDecoder
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.wan.components import WanDecoder
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, gpu_memory_gb, measure_cpu
@@ -507,6 +506,7 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
     with torch.device("meta"):
         traced = VAEDecoder(AutoencoderKLHunyuanVideo15(**VAE))
     products = []
+    tokens = 4 * 3
 
     def add(
         module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
@@ -518,31 +518,28 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
     for module in decoder.vae.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Conv3d):
             module.register_forward_hook(add)
-    tokens = 3 * 4 * 3
     width = VAE["block_out_channels"][-1]
-    products.append(
-        4 * (2 * tokens * width + tokens**2) + 4 * (tokens**2 + 2 * tokens * width)
-    )
-    decoder._cached_mask.cache_clear()
+    # Queries of a frame and keys of the frames so far, then scores and values.
+    for frames in (1, 2, 3):
+        keys = frames * tokens
+        scores = tokens * keys
+        products.append(4 * (tokens * width + keys * width + scores))
+        products.append(4 * (scores + keys * width + tokens * width))
     with torch.no_grad():
-        others = count(lambda: decoder.vae.decode(latents)).total - sum(products)
+        others = count(lambda: [*decoder.parts(latents)]).total - sum(products)
     assert traced.counts(latents.to("meta"))[1] == decoder.counts(latents)[1] == others
 
 
-@pytest.mark.parametrize(
-    ("kind", "latent"),
-    [(VAEDecoder, (32, 3, 18, 24)), (WanDecoder, (16, 4, 33, 24))],
-    ids=["hunyuan15", "wan"],
-)
-def test_decoding_in_tiles_costs_what_the_tiles_do(
-    kind: type[AutoencoderDecoder], latent: tuple[int, int, int, int]
-) -> None:
+def test_decoding_in_tiles_costs_what_the_tiles_do() -> None:
     """The decoder counts a tile of each size once, and of Wan's frames two and three."""
-    decoder = kind.empty("float16")
-    flops, moved = decoder.work(latent, tiled=True)
+    latent = (16, 4, 33, 24)
+    flops, moved = WanDecoder.empty("float16").work(latent, tiled=True)
+    with torch.device("meta"):
+        decoder = WanDecoder(AutoencoderKLWan().to(torch.float16), memory_gib=1e-9)
     whole = decoder.counts(
-        torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta"), tiled=True
+        torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta")
     )
+    assert decoder.vae.use_tiling
     assert flops == whole[0]
     assert moved == pytest.approx(whole[1], rel=2e-3)
 
@@ -1015,26 +1012,53 @@ def test_the_command_knows_every_device() -> None:
     assert {*plan_command.DEVICES} == {*DEVICES, "cpu"}
 
 
+def test_a_limit_that_changes_nothing_is_said() -> None:
+    """HunyuanVideo-1.5 has no tiles, and the toy's codec has none."""
+    words = "model.decode_memory_gib changes nothing"
+    for name in ("hv15_quick_lora_24gb", "toy_cpu"):
+        found, given = (
+            make_plan(load_config(name, more), DEVICES["h100"], sizes={})
+            for more in ([], ["--model.decode_memory_gib=1"])
+        )
+        assert words not in to_text(found, []) and words in to_text(given, [])
+        assert found.memory == given.memory and not given.decoding.tiled
+        assert not any(
+            key == "model.decode_memory_gib"
+            for key, _ in estimate.possible_changes(found)
+        )
+    wan = load_config("wan_quick_lora_24gb")
+    found = make_plan(wan, DEVICES["rtx4090"], sizes={})
+    assert found.decoding.tiled and words not in to_text(found, [])
+
+
 @pytest.mark.slow
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
-        ROOT / "configs/hv15_352x624_lora_1gpu.yaml", ["--model.device=cpu"]
+        ROOT / "configs/wan_480p_lora_1gpu.yaml",
+        ["--model.device=cpu", "--video.height=1088", "--video.width=1920"],
     )
     assert settle_memory(config) is config
     monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))
     properties: Any = SimpleNamespace(total_memory=80e9, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert settle_memory(config).model.decode_memory_gib == 34
+    assert settle_memory(config).model.decode_memory_gib == 22
     filled = settle_memory(
         replace(config, model=replace(config.model, checkpointing="auto"))
     ).model
-    assert filled.decode_memory_gib == 34 and filled.checkpointing == "selective"
-    properties.total_memory = 40e9
+    assert filled.decode_memory_gib == 22 and filled.checkpointing == "full"
+    properties.total_memory = 24e9
     assert settle_memory(config).model.decode_memory_gib == "auto", (
         "in tiles where a whole video does not fit"
     )
     given = replace(config, model=replace(config.model, decode_memory_gib=8.0))
     assert settle_memory(given) is given
+    properties.total_memory = 80e9
+    frames = load_config(
+        "hv15_352x624_lora_1gpu", ["--model.device=cpu", "--model.checkpointing=auto"]
+    )
+    filled = settle_memory(frames).model
+    assert filled.decode_memory_gib == "auto", "it has no tiles"
+    assert filled.checkpointing == "selective"
 
 
 @pytest.mark.slow

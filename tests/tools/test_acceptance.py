@@ -15,8 +15,8 @@ from torch import Tensor
 from sage_fast.commands.cli import main
 from sage_fast.config.load import load_config, preset_names
 from sage_fast.models.hunyuan15 import components
-from sage_fast.models.hunyuan15.components import VAEDecoder
 from sage_fast.models.hunyuan15.fused import Acceleration
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.media_files import read_video_and_rate, write_video
 from sage_fast.policy import guidance
 from sage_fast.rewards.videoalign import VideoAlignReward

@@ -52,8 +52,8 @@ from sage_fast.models.hunyuan15.components import (
     ENCODERS,
     VISION,
     HunyuanPromptEncoder,
-    VAEDecoder,
 )
+from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.stored import open_transformer, read_json
 
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"
@@ -99,8 +99,7 @@ def load_components(model: ModelConfig) -> Components:
                 AutoencoderKLHunyuanVideo15,
                 root / "vae",
                 model.decode_dtype(device.startswith("cuda")),
-            ),
-            memory_gib=model.decode_limit_gib,
+            )
         ),
         **vars(facts),
     )
@@ -277,7 +276,7 @@ def published_model(**changes: Any) -> ModelDescription:
         "latent_shape": VAEDecoder.empty().latent_shape,
         "decoding": lambda latent, videos, model, on_gpu: VAEDecoder.empty(
             model.decode_dtype(on_gpu)
-        ).decoding(latent, videos, model.decode_limit_gib),
+        ).decoding(latent, model.decode_limit_gib),
         "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(
             latent, tiled
         ),

@@ -16,7 +16,8 @@ Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
   a type that can overflow cannot be checked afterwards.
 """
 
-from collections.abc import Generator, Sequence
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,9 @@ from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 
+from sage_fast.models.family import Decoding
 from sage_fast.models.prompt_cache import CachedPromptEncoder
-from sage_fast.models.video_decoding import AutoencoderDecoder
+from sage_fast.models.video_decoding import AutoencoderDecoder, counted
 from sage_fast.models.wan.fused import TEXT_TOKENS
 from sage_fast.records import PromptEmbeds
 
@@ -105,16 +107,20 @@ class WanDecoder(AutoencoderDecoder):
     """Latents (B, 16, F, H, W) to videos uint8 (B, 4F-3, 3, 8H, 8W), on the CPU.
 
     81 frames of 480 x 832 have latents of (16, 21, 60, 104).
+
+    Args:
+        vae: see `AutoencoderDecoder`. memory_gib: what the activations of a decode may
+            take, in GiB. A video that does not fit is decoded in diffusers' overlapping
+            tiles of 256 pixels. None decodes every video whole.
     """
 
     kind = AutoencoderKLWan
-    most = 1
-    """Its cache is of one call."""
 
     def __init__(
         self, vae: AutoencoderKLWan, *, memory_gib: float | None = None
     ) -> None:
-        super().__init__(vae, memory_gib=memory_gib)
+        super().__init__(vae)
+        self.memory_gib = memory_gib
         self.channels = vae.config["z_dim"]
         self.time = vae.config["scale_factor_temporal"]
         self.space = vae.config["scale_factor_spatial"]
@@ -130,8 +136,22 @@ class WanDecoder(AutoencoderDecoder):
         )
         return latents / (1.0 / std) + mean
 
+    def parts(self, latents: Tensor) -> Iterator[Tensor]:
+        _, _, frames, height, width = latents.shape
+        self.vae.use_tiling = not self.fits(frames, height, width, self.memory_gib)
+        yield self.vae.decode(latents, return_dict=False)[0]
+
+    def fits(
+        self, frames: int, height: int, width: int, memory_gib: float | None
+    ) -> bool:
+        """True if one video of latents (F, H, W) is decoded whole within a limit."""
+        return (
+            memory_gib is None
+            or self.peak_bytes(frames, height, width) <= memory_gib * 2**30
+        )
+
     def peak_bytes(self, frames: int, height: int, width: int) -> int:
-        """See `AutoencoderDecoder`.
+        """Estimated peak of the activations of one video of latents (F, H, W).
 
         The widest layers hold the four frames of one latent frame, and beside them is
         the video in float32.
@@ -142,6 +162,7 @@ class WanDecoder(AutoencoderDecoder):
         return pixels * (widest + 2 * 3 * 4 * frames * item)
 
     def tiles(self) -> tuple[int, int, int, int]:
+        """Rows and columns of a tile, and between the beginnings of two, in latents."""
         vae = self.vae
         space = self.space
         rows = vae.tile_sample_min_height // space
@@ -153,13 +174,49 @@ class WanDecoder(AutoencoderDecoder):
             vae.tile_sample_stride_width // space,
         )
 
+    def decoding(
+        self, latent: tuple[int, int, int, int], memory_gib: float | None
+    ) -> Decoding:
+        _, frames, height, width = latent
+        tiled = not self.fits(frames, height, width, memory_gib)
+        if tiled:
+            rows, columns, _, _ = self.tiles()
+            height = min(height, rows)
+            width = min(width, columns)
+        return Decoding(
+            peak_bytes=float(self.peak_bytes(frames, height, width)),
+            tiled=tiled,
+            limited=True,
+            dtype=str(self.vae.dtype).removeprefix("torch."),
+        )
+
+    def work(
+        self, latent: tuple[int, int, int, int], tiled: bool
+    ) -> tuple[float, float]:
+        """See `AutoencoderDecoder`. Blending the tiles, less than a part in a thousand,
+        is not counted.
+        """
+        _, frames, height, width = latent
+        rows, columns, row_step, column_step = (
+            self.tiles() if tiled else (height, width, height, width)
+        )
+        # Tiles begin where `tiled_decode` of diffusers begins them; those at the end
+        # are smaller.
+        parts = Counter(
+            (frames, min(rows, height - top), min(columns, width - left))
+            for top in range(0, height, row_step)
+            for left in range(0, width, column_step)
+        )
+        works = [(count, *self.work_of(*part)) for part, count in parts.items()]
+        return float(sum(n * flops for n, flops, _ in works)), float(
+            sum(n * moved for n, _, moved in works)
+        )
+
     def work_of(self, frames: int, height: int, width: int) -> tuple[int, int]:
         # The first latent frame is one of pixels, and all others cost the same.
         if frames <= 3:
             return super().work_of(frames, height, width)
-        two, three = (
-            super(WanDecoder, self).work_of(count, height, width) for count in (2, 3)
-        )
+        two, three = (counted(self, count, height, width) for count in (2, 3))
         flops, moved = (
             b + (frames - 3) * (b - a) for a, b in zip(two, three, strict=True)
         )

@@ -131,7 +131,7 @@ class Wan(WanTransformer):
             latent_shape=decoder().latent_shape,
             decoding=lambda latent, videos, section, on_gpu: decoder(
                 section.decode_dtype(on_gpu=False)
-            ).decoding(latent, videos, section.decode_limit_gib),
+            ).decoding(latent, section.decode_limit_gib),
             decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
             forward_work=forward_work,
             decoder_gb=VAE_GB,

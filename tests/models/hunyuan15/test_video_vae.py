@@ -1,18 +1,20 @@
 """The VAE decoder against diffusers' own decode and postprocess."""
 
 import copy
-import weakref
-from functools import lru_cache
 
 import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
-from sage_fast.models.hunyuan15.components import VAEDecoder, causal_mask
+from benchmarks.suites.decode import TINY, random_vae
+from sage_fast.models.hunyuan15.video_vae import FramewiseDecoder, VAEDecoder
 from sage_fast.planning.trace import Tracer
 from tests.tiny.checkpoints import LATENT_CHANNELS
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -53,7 +55,7 @@ def stock_frames(pipeline: HunyuanVideo15Pipeline, latents: Tensor) -> Tensor:
 def test_equals_stock_decode_and_postprocess(
     pipeline: HunyuanVideo15Pipeline, vae: AutoencoderKLHunyuanVideo15
 ) -> None:
-    latents = latents_of(3, 3, 3, 2)
+    latents = latents_of(3, 3, 4, 4)
     expected = stock_frames(pipeline, latents)
     assert expected.min() == 0 and expected.max() == 255, (
         "the tiny VAE covers the range, clipping included"
@@ -62,65 +64,109 @@ def test_equals_stock_decode_and_postprocess(
     videos = decoder.decode(latents)
     assert (
         videos.dtype == torch.uint8
-        and videos.shape == (3, 9, 3, 48, 32)
+        and videos.shape == (3, 9, 3, 64, 64)
         and videos.is_contiguous()
     )
     assert torch.equal(videos, expected)
 
 
-def test_tiles_are_those_of_diffusers(
+DTYPES = [
+    "float32",
+    "bfloat16",
+    pytest.param("float16", marks=pytest.mark.slow),  # a CPU emulates it
+]
+
+
+def test_below_16_latents_of_a_frame_a_level_may_round_otherwise(
     pipeline: HunyuanVideo15Pipeline, vae: AutoencoderKLHunyuanVideo15
 ) -> None:
-    latents = latents_of(1, 1, 18, 2)
-    whole = stock_frames(pipeline, latents)
-    pipeline.vae.enable_tiling()
-    try:
-        tiled = stock_frames(pipeline, latents)
-    finally:
-        pipeline.vae.disable_tiling()
-    assert not torch.equal(whole, tiled)
-    assert torch.equal(VAEDecoder(vae, memory_gib=1e-6).decode(latents), tiled)
-    assert torch.equal(
-        VAEDecoder(copy.deepcopy(pipeline.vae), memory_gib=None).decode(latents), whole
-    )
+    """So small a product of one frame adds up in another order than of all frames."""
+    latents = latents_of(3, 3, 3, 2)
+    found = VAEDecoder(vae).decode(latents).int() - stock_frames(pipeline, latents)
+    assert found.abs().max() <= 1 and found.abs().float().mean() < 1e-3
 
 
-@pytest.mark.parametrize(("fitting", "parts"), [(5, [5]), (2, [2, 2, 1]), (1, [1] * 5)])
-def test_as_many_samples_at_once_as_fit(
-    vae: AutoencoderKLHunyuanVideo15,
-    monkeypatch: pytest.MonkeyPatch,
-    fitting: int,
-    parts: list[int],
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(4, 4, 5), (3, 6, 4), (1, 2, 2)])
+def test_bits_are_those_of_the_whole_video(dtype: str, size: tuple[int, ...]) -> None:
+    """A latent frame at a time against the published class, on a CPU."""
+    vae = random_vae(TINY, CPU, getattr(torch, dtype))
+    z = latents_of(1, *size).to(vae.dtype)
+    with torch.no_grad():
+        whole = vae.decode(z, return_dict=False)[0]
+        parts = [*VAEDecoder(vae).parts(z)]
+    assert [part.shape[2] for part in parts] == [1] + [4] * (size[0] - 1)
+    assert torch.equal(torch.cat(parts, dim=2), whole)
+
+
+@pytest.mark.parametrize("config", ["tiny", "wider"])
+@pytest.mark.parametrize("size", [(4, 3, 3), (7, 1, 1), (3, 1, 4), (2, 5, 7)])
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_any_parts_make_up_the_whole_video(
+    config: str, size: tuple[int, int, int], together: int
 ) -> None:
-    latents = latents_of(5, 1, 2, 2)
-    plain = VAEDecoder(copy.deepcopy(vae))
-    expected = plain.decode(latents)
-    decode = vae.decode
-    sizes = []
-    monkeypatch.setattr(
-        vae, "decode", lambda z, **options: sizes.append(len(z)) or decode(z, **options)
-    )
-    budget = (fitting + 0.5) * plain.peak_bytes(1, 2, 2) / 2**30
-    videos = VAEDecoder(vae, memory_gib=budget).decode(latents)
-    assert sizes == parts
-    # Another batch size may round a pixel the other way.
-    assert (videos.int() - expected.int()).abs().max() <= 1
+    """In float64, at any size and in parts of any length."""
+    channels = {} if config == "tiny" else {"block_out_channels": [8, 16, 32, 32, 64]}
+    vae = random_vae(TINY | channels, CPU, torch.float64)
+    z = latents_of(1, *size, seed=1).double()
+    with torch.no_grad():
+        whole = vae.decode(z, return_dict=False)[0]
+        decode = FramewiseDecoder(vae.decoder)
+        found = torch.cat([decode(part) for part in z.split(together, dim=2)], dim=2)
+    assert whole.abs().max() > 1
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
 
 
-def test_one_mask_serves_a_decode_and_is_freed(
-    vae: AutoencoderKLHunyuanVideo15,
-) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_frame_depends_on_no_later_one_and_on_no_other_video(dtype: str) -> None:
+    """To the byte, at sizes where a CPU's convolutions change with the number of
+    frames.
+    """
+    decoder = VAEDecoder(random_vae(TINY, CPU, getattr(torch, dtype)))
+    latents = latents_of(3, 4, 3, 3)
+    videos = decoder.decode(latents)
+    assert videos.float().std() > 10 and videos.shape == (3, 13, 3, 48, 48)
+    for k in (1, 2, 3):
+        assert torch.equal(decoder.decode(latents[:, :, :k]), videos[:, : 4 * k - 3])
+    for i in range(3):
+        assert torch.equal(decoder.decode(latents[i : i + 1]), videos[i : i + 1])
+
+
+def test_the_class_is_left_as_it_was(pipeline: HunyuanVideo15Pipeline) -> None:
+    vae = copy.deepcopy(pipeline.vae)
+    latents = latents_of(1, 3, 3, 2)
     decoder = VAEDecoder(vae)
-    made = []
+    before = [set(vars(module)) for module in vae.modules()]
+    decoder.decode(latents)
+    assert [set(vars(module)) for module in vae.modules()] == before
+    assert torch.equal(decoder.decode_plainly(latents), stock_frames(pipeline, latents))
 
-    def spy(*arguments: object) -> Tensor:
-        mask = causal_mask(*arguments)
-        made.append(weakref.ref(mask))
-        return mask
 
-    decoder._cached_mask = lru_cache(maxsize=4)(spy)
-    decoder.decode(latents_of(3, 2, 2, 2))
-    assert [mask() for mask in made] == [None]
+def test_work_is_the_class_less_what_its_mask_hides() -> None:
+    """FLOPs by torch's counter: the class multiplies all pairs of queries and keys, of
+    which (F - 1) / 2F are masked.
+    """
+    decoder = VAEDecoder.empty("float16")
+    frames, height, width = size = (4, 5, 3)
+    latents = torch.empty(1, 32, *size, dtype=torch.float16, device="meta")
+    with torch.no_grad(), FlopCounterMode(display=False) as whole:
+        decoder.vae.decode(latents)
+    with torch.no_grad(), FlopCounterMode(display=False) as ours:
+        assert sum(part.shape[2] for part in decoder.parts(latents)) == 13
+    tokens = height * width
+    masked = tokens**2 * frames * (frames - 1) // 2
+    assert whole.get_total_flops() - ours.get_total_flops() == 2 * 2 * 1024 * masked
+    assert decoder.work((32, *size), False)[0] == ours.get_total_flops()
+
+
+def test_work_of_many_frames_follows_from_that_of_few() -> None:
+    decoder = VAEDecoder.empty("float16")
+    for size in ((9, 5, 7), (5, 2, 1)):
+        latents = torch.empty(1, 32, *size, dtype=torch.float16, device="meta")
+        assert decoder.work((32, *size), False) == decoder.counts(latents)
+    flops, moved = decoder.work((32, 21, 30, 52), False)
+    assert flops == pytest.approx(811.19e12, rel=1e-5)
+    assert moved == pytest.approx(2.89e12, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +194,51 @@ def test_values_that_are_not_finite_are_refused(
         decoder.decode(latents_of(1, 1, 1, 1))
 
 
-def test_memory_estimate_of_the_published_vae() -> None:
+def test_values_of_a_later_frame_that_are_not_finite_are_refused(
+    vae: AutoencoderKLHunyuanVideo15,
+) -> None:
+    latents = latents_of(2, 3, 1, 1)
+    latents[1, :, 2] = float("nan")
+    with pytest.raises(RuntimeError, match="model.vae_dtype"):
+        VAEDecoder(vae).decode(latents)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "size", [(2, 16, 16), (9, 16, 24), (5, 22, 39), (3, 1, 1), (21, 30, 52)]
+)
+def test_memory_bound_of_the_published_vae(
+    dtype: str, size: tuple[int, int, int]
+) -> None:
     """The peak of a decode, traced without data at the published size, lies just below
-    the estimate.
+    the bound.
     """
+    decoder = VAEDecoder.empty(dtype)
+    peak = traced_peak(decoder, *size)
+    assert 0.9 < peak / decoder.peak_bytes(*size) < 1
+    assert decoder.decoding((32, *size), 1.0) == decoder.decoding((32, *size), None)
+    if size[0] == 21 and dtype == "float16":
+        assert peak == pytest.approx(4.78e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(("dtype", "frames"), [("float16", 9), ("float32", 17)])
+def test_memory_bound_where_the_attention_is_largest(dtype: str, frames: int) -> None:
+    decoder = VAEDecoder.empty(dtype)
+    size = (frames, 120, 200)
+    peak = traced_peak(decoder, *size)
+    assert peak > 1.1 * decoder.peak_bytes(2, *size[1:]), "the widest blocks alone"
+    assert 0.9 < peak / decoder.peak_bytes(*size) < 1
+
+
+def test_one_frame_takes_no_more_than_the_bound() -> None:
     decoder = VAEDecoder.empty("float16")
-    size = (9, 16, 24)
-    latents = torch.empty(1, 32, *size, dtype=torch.float16, device="meta")
+    for size in ((1, 2, 2), (1, 30, 52)):
+        assert 0.6 < traced_peak(decoder, *size) / decoder.peak_bytes(*size) < 1
+
+
+def traced_peak(decoder: VAEDecoder, *size: int) -> int:
+    latents = torch.empty(1, 32, *size, dtype=decoder.vae.dtype, device="meta")
     with torch.no_grad(), Tracer([latents, *decoder.vae.parameters()]) as tracer:
-        decoder.vae.decode(latents)
-    assert 0.8 < tracer.peak / decoder.peak_bytes(*size) < 1
+        for pixels in decoder.parts(latents):
+            del pixels
+    return tracer.peak

@@ -68,6 +68,7 @@ MINUTES_PER_UPDATE = {
     "hv15_352x624_lora_1gpu": 13,
     "hv15_352x624_lora_8gpu": 3,
     "hv15_352x624_lora_8gpu_fast": 2.3,
+    "hv15_352x624_lora_8gpu_window": 3.8,
     "hv15_480p_distilled_lora_8gpu": 4.6,
     "hv15_480p_distilled_lora_8gpu_nft": 5,
     "hv15_480p_distilled_lora_8gpu_path": 3.2,
@@ -78,6 +79,7 @@ MINUTES_PER_UPDATE = {
     "hv15_480p_lora_64gpu": 5,
     "hv15_480p_lora_8gpu": 9,
     "hv15_480p_lora_8gpu_fast": 6.3,
+    "hv15_480p_lora_8gpu_window": 10,
     "hv15_quick_lora_1gpu": 5.4,
     "hv15_quick_lora_1gpu_nft": 2.5,
     "hv15_quick_lora_24gb": 2.8,
@@ -278,7 +280,11 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
         assert (config.rollout.sde_type, config.rollout.eta) == ("sage_exact", 1.4142)
     if forward:
         assert config.training.ema_decay == 0.9 and config.rollout.num_steps == (
-            10 if "256x384" in preset.stem else 8
+            10
+            if "256x384" in preset.stem
+            else 6
+            if config.rollout.solver_order == 2
+            else 8
         )
     assert "quick" not in preset.stem or (
         config.video.num_frames,

@@ -166,7 +166,7 @@ def test_work_of_many_frames_follows_from_that_of_few() -> None:
         assert decoder.work((32, *size), False) == decoder.counts(latents)
     flops, moved = decoder.work((32, 21, 30, 52), False)
     assert flops == pytest.approx(811.19e12, rel=1e-5)
-    assert moved == pytest.approx(2.89e12, rel=1e-3)
+    assert moved == pytest.approx(3.026e12, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_memory_bound_of_the_published_vae(
     assert 0.9 < peak / decoder.peak_bytes(*size) < 1
     assert decoder.decoding((32, *size), 1.0) == decoder.decoding((32, *size), None)
     if size[0] == 21 and dtype == "float16":
-        assert peak == pytest.approx(4.78e9, rel=2e-3)
+        assert peak == pytest.approx(4.37e9, rel=2e-3)
 
 
 @pytest.mark.parametrize(("dtype", "frames"), [("float16", 9), ("float32", 17)])

@@ -1065,11 +1065,11 @@ def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
     config = load_config("hv15_quick_lora_1gpu")
     found = make_plan(config, DEVICES["h100"], memory_gb=40, sizes={})
-    assert not found.fits and found.memory.peak > 50e9
+    assert not found.fits and found.memory.peak > 47e9
     (only,) = find_options(found)
     assert (
         only.overrides == "--training.update=two_phase"
-        and only.plan.memory.peak == pytest.approx(35.1e9, abs=5e7)
+        and only.plan.memory.peak == pytest.approx(32.2e9, abs=5e7)
     )
 
 

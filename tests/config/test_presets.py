@@ -450,9 +450,8 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
     """
 
     def seconds(*keys: str) -> float:
-        return planned(
-            LEVERS[preset], **{key: changed[key] for key in keys if key in changed}
-        ).seconds_per_video
+        values = {key: changed[key] for key in keys if key in changed}
+        return planned(LEVERS[preset], **values).seconds_per_video
 
     text = config_file(preset).read_text("utf-8")
     changed = changed_keys(preset)
@@ -463,8 +462,11 @@ def test_the_factors_in_a_fast_preset_are_those_of_the_plan(preset: str) -> None
             rf"^ +{key.rpartition('.')[2]}: .*# (\d\.\d\d)x{left}", text, re.M
         )
         assert said, key
-        # The factor of an update in one pass has the share of the KL on both sides.
-        beside = ["objective.kl_position_fraction"] if key == "training.update" else []
+        # On both sides: the share of the KL of an update in one pass, a window's size.
+        beside = {
+            "training.update": ["objective.kl_position_fraction"],
+            "rollout.sde_window.within": ["rollout.sde_window.size"],
+        }.get(key, [])
         without = seconds(*beside) if beside else base
         alone = seconds(key, *beside)
         assert float(said[1]) == pytest.approx(without / alone, abs=0.006), key

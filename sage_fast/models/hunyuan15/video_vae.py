@@ -98,7 +98,7 @@ class FramewiseDecoder:
         return out
 
     def _resnet(self, block: HunyuanVideo15ResnetBlock, x: Tensor) -> Tensor:
-        # What is read is freed before the next result is made.
+        # Frees what is read before the next result is made.
         h = self._convolve(block.conv1, x, block.norm1, block.nonlinearity)
         for frame in h.split(1, dim=2):
             frame.copy_(block.nonlinearity(block.norm2(frame)))

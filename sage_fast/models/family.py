@@ -206,7 +206,7 @@ class Components(WeightFacts):
 class Decoding:
     """How some videos are decoded at once, and the activations that takes.
 
-    Example: one video of 81 frames of 480x832 takes 4.8e9 bytes in float16.
+    Example: one video of 81 frames of 480x832 takes 4.4e9 bytes in float16.
     """
 
     peak_bytes: float

@@ -4,14 +4,16 @@ tests/parity.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 
+from sage_fast.config.sections import RolloutConfig, SDEWindowConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import noise_keys, sample_trajectory
+from sage_fast.rollout import noise_keys, rollout_table, sample_trajectory
 from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
 
 NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
@@ -213,6 +215,16 @@ def test_second_order_steps_keep_away_from_noise(window: list[int]) -> None:
             assert led == pytest.approx(float(now / before) / 2)
     for name in ("a", "b", "std", "gain", "scale", "trainable", "sigmas"):
         assert torch.equal(getattr(second, name), getattr(table, name))
+
+
+def test_a_rollout_is_of_the_order_that_it_is_given() -> None:
+    window = SDEWindowConfig(size=2)
+    config = RolloutConfig(num_steps=6, shift=5.0, sde_window=window, solver_order=2)
+    first = rollout_table(replace(config, solver_order=1), 1)
+    table = rollout_table(config, 1)
+    assert first.extrapolation is None and table.extrapolation is not None
+    assert torch.equal(table.trainable, first.trainable)
+    assert table.extrapolation.nonzero().flatten().tolist() == [4, 5]
 
 
 def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:

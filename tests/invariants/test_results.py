@@ -135,6 +135,50 @@ def test_the_page_of_words_shows_its_results() -> None:
     assert gains_nothing(control)
 
 
+def test_the_page_of_a_faster_update_has_its_results() -> None:
+    shown = page("docs/how_to/faster.md")
+    toy = committed("reproduction")
+    for label, words, rate, updates, arm in (
+        (
+            "forward process, 8 Euler steps",
+            "forward_process",
+            0.03,
+            20,
+            "forward_process",
+        ),
+        ("6 Euler steps", "six_steps", 0.03, 21, "forward-6-steps"),
+        ("6 of second order", "six_of_order_2", 0.03, 21, "forward-6-of-order-2"),
+        ("SAGE-GRPO, noise in all 8 steps", "single_pass", 0.01, 20, "two_phase"),
+        ("noise in the first 4", "window", 0.01, 28, "window"),
+        (
+            "noise in 2 of the first 3 of 6, second order",
+            *("window_of_order_2", 0.01, 39, "window-6-of-order-2"),
+        ),
+    ):
+        gains = [
+            100 * r["judge_right"]["mean"]
+            for r in committed("words")
+            if (r["arm"], r["rate"], r["updates"]) == (words, rate, updates)
+        ]
+        assert len(gains) == 3
+        after = {
+            quantity: [
+                r["value"]
+                for r in toy
+                if (r["experiment"], r["quantity"]) == ("updates", quantity)
+                and r["arm"] in (arm, f"updates-{arm}")
+            ]
+            for quantity in ("final_reward", "final_aligned")
+        }
+        rewards, aligned = after.values()
+        seeds = {3: "", 6: " (six seeds)"}[len(rewards)]
+        cells = (
+            f"| {label} | {fmean(gains):+.0f} | {fmean(rewards):.3f}{seeds} "
+            f"| {fmean(aligned):.3f} |"
+        )
+        assert cells in shown, cells
+
+
 def test_the_page_of_words_has_the_signal_of_each_gradient() -> None:
     shown = page("docs/words.md")
     for row in committed("signal"):

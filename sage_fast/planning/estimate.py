@@ -672,11 +672,8 @@ def possible_changes(plan: Plan) -> Iterator[Change]:
                 yield "evaluation.batch_size", size
     # In GiB. A video that needs more than that is decoded in tiles.
     for limit in (8.0, 1.0):
-        if (
-            plan.decoding.limited
-            and not plan.decoding.tiled
-            and limit < (model.decode_limit_gib or math.inf)
-        ):
+        whole = plan.decoding.limited and not plan.decoding.tiled
+        if whole and limit < (model.decode_limit_gib or math.inf):
             yield "model.decode_memory_gib", limit
     if plan.on_gpu and model.decode_dtype(True) == "float32":
         yield "model.vae_dtype", "auto"

@@ -91,18 +91,6 @@ ARMS: dict[str, dict[str, Any]] = {
     },
     "single_pass": {**SINGLE_PASS, "rollout.sde_type": "sage_grpo"},
     "single_pass_sage_exact": {**SINGLE_PASS, "training.num_updates": 21},
-    "four_early_steps": {
-        **SINGLE_PASS,
-        "rollout.sde_window.size": 4,
-        "rollout.sde_window.within": 0.5,
-        "training.num_updates": 28,
-    },
-    "one_early_step": {
-        **SINGLE_PASS,
-        "rollout.sde_window.size": 1,
-        "rollout.sde_window.within": 0.5,
-        "training.num_updates": 39,
-    },
     "six_steps": SIX_STEPS,
     "six_of_order_2": SIX_STEPS | {"rollout.solver_order": 2},
     "window": WINDOW | {"rollout.sde_window.size": 4, "training.num_updates": 28},
@@ -128,10 +116,9 @@ Updates are what 20 of words_cpu pay, in forwards of the transformer for a video
 backward counted as two. To decode and score a video counts `DECODE`. Of 8 steps and 4
 levels that is 8 + 4 (the old policy) + 12 + DECODE = 29. On the path the old policy is
 known: 8 + 12 + DECODE = 25, or 19 at two levels. A single pass has 8 + 2 a trained
-step: 29 at all steps, 27 with `sage_exact`, whose last draws no noise, 21 and 15 in a
-window of four and of one. Six steps have 27 instead of 29, and with a window of two 15.
-`best_of_group`, which trains one of 16, has 8 + 12 / 16 +
-DECODE = 13.75.
+step: 29 at all steps, 27 with `sage_exact`, whose last draws no noise, 21 in a window
+of four. Six steps have 27 instead of 29, and with a window of two 15. `best_of_group`,
+which trains one of 16, has 8 + 12 / 16 + DECODE = 13.75.
 """
 
 DECODE = 5

@@ -32,7 +32,12 @@ from sage_fast.objective import (
 from sage_fast.optim import GRPO_RECIPES, Recipe
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, ScoredRollout
-from sage_fast.rollout import Progress, StepVelocity, policy_velocity
+from sage_fast.rollout import (
+    Progress,
+    StepVelocity,
+    policy_velocity,
+    rollout_tables,
+)
 from sage_fast.sde import TransitionTable
 
 logger = logging.getLogger(__name__)
@@ -146,6 +151,16 @@ class Objective(ABC):
     @classmethod
     def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
         """Warn before the model is loaded of what a run may regret. ConfigError."""
+        if config.rollout.solver_order == 2 and not any(
+            table.extrapolation is not None and bool(table.extrapolation.any())
+            for table in rollout_tables(config.rollout)
+        ):
+            logger.warning(
+                "rollout.solver_order 2 changes nothing: it is for two and more steps "
+                "without noise, and rollout.sde_type %s draws it at nearly every one. "
+                "Set rollout.sde_window.size.",
+                config.rollout.sde_type,
+            )
         videos = cls.videos_per_update(config, prompts_per_rollout)
         if too_few(videos, prompts_per_rollout):
             logger.warning(

@@ -10,6 +10,7 @@ description for the planner.
   taken from there when offline.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,8 @@ from sage_fast.models.hunyuan15.components import (
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.stored import open_transformer, read_json
 
+logger = logging.getLogger(__name__)
+
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"
 
 DISTILLED_STEPS = 50
@@ -85,6 +88,10 @@ def load_components(model: ModelConfig) -> Components:
         HunyuanVideo15Transformer3DModel, root / "transformer", dtype
     )
     transformer.reads_pictures = facts.pictures
+    if model.decode_memory_gib != "auto":
+        logger.warning(
+            "model.decode_memory_gib changes nothing: hunyuan15 has no tiles"
+        )
     return Components(
         transformer=transformer,
         weights=weights,

@@ -46,6 +46,15 @@ def test_vae_dtype(copied: Path) -> None:
     assert load(copied, vae_dtype="bfloat16").video_decoder.vae.dtype == torch.bfloat16
 
 
+def test_a_limit_for_tiles_is_said_to_change_nothing(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(copied)
+    assert "decode_memory_gib" not in caplog.text
+    load(copied, decode_memory_gib=2.0)
+    assert "model.decode_memory_gib changes nothing" in caplog.text
+
+
 # --------------------------------------------------------------------------------------
 # refused variants
 

@@ -13,7 +13,7 @@ per prompt.
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +97,8 @@ class PromptEmbeds:
     is none.
     frame: (C, 1, H, W) float; the picture as the latents of the first frame, None where
     there is none.
+    kept: (C, F, H, W) float; latents of the first frames that every video of the prompt
+    has as they are, None where it draws all of them.
 
     Example: "a red circle moving left" in the toy world is `text` of shape (5, 32) and
     `glyph` of shape (0, 32).
@@ -106,6 +108,7 @@ class PromptEmbeds:
     glyph: Tensor
     image: Tensor | None = None
     frame: Tensor | None = None
+    kept: Tensor | None = None
 
     @property
     def lengths(self) -> tuple[int, int, int]:
@@ -117,24 +120,17 @@ class PromptEmbeds:
         )
 
     def to(self, device: torch.device | str) -> "PromptEmbeds":
-        picture = [
-            None if part is None else part.to(device)
-            for part in (self.image, self.frame)
-        ]
-        return PromptEmbeds(
-            text=self.text.to(device),
-            glyph=self.glyph.to(device),
-            image=picture[0],
-            frame=picture[1],
-        )
+        moved: dict[str, Any] = {
+            name: None if part is None else part.to(device)
+            for name, part in vars(self).items()
+        }
+        return PromptEmbeds(**moved)
 
     def beside(self, prompt: "PromptEmbeds") -> "PromptEmbeds":
         """These words with another prompt's picture: the unconditional branch, in which
         guidance keeps the picture.
         """
-        if prompt.image is None:
-            return self
-        return replace(self, image=prompt.image, frame=prompt.frame)
+        return replace(self, image=prompt.image, frame=prompt.frame, kept=prompt.kept)
 
 
 @dataclass(frozen=True, kw_only=True)

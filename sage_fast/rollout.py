@@ -232,6 +232,12 @@ def sample_trajectory(
             b,
             std,
         )
+    if steps is None or steps.stop == table.num_steps:
+        # To the bit: a step only comes near what its prompt keeps.
+        x = x.clone()
+        for row, sample in zip(x, samples, strict=True):
+            if (frames := sample.embeds.kept) is not None:
+                row[:, : frames.shape[1]] = frames
     return Trajectory(
         samples=list(samples),
         keys=list(keys),

@@ -230,7 +230,8 @@ class BlockPass(Staged):
         weight_grad: Tensor | None = None
         if modulation:
             whole = gradients.wanted[ff_out.first] and not ff_out.low_rank
-            if whole and len(grad) == 1 and grad.shape[1] > _FEW_TOKENS:
+            many = grad.shape[1] > _FEW_TOKENS
+            if whole and many and len(grad) == 1 and gate.ndim == 2:
                 # h W_2 is not recomputed: dx^T h, which dW_2 takes in any case, holds
                 # the gate's gradient too.
                 gate_grad, weight_grad = _gate_gradient(
@@ -238,8 +239,8 @@ class BlockPass(Staged):
                 )
             else:
                 # h W_2 is recomputed for the gate's gradient alone: dx^T h is not at
-                # hand (W_2 frozen or low-rank), mixes the samples' gates, or costs more
-                # than the product (few tokens).
+                # hand (W_2 frozen or low-rank), mixes gates, or costs more than the
+                # product (few tokens).
                 branch = self.project("ff_out", activated).view(grad.shape)
                 _, gate_grad = self.kernels.gated_residual_backward(
                     grad, branch, gate, hidden.dtype

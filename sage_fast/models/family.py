@@ -101,9 +101,9 @@ class WeightFacts:
     """Fewest denoising steps with which its owners say that it draws correctly; None
     where they say nothing.
     """
-    pictures: bool = False
+    pictures: bool | None = False
     """True for weights that animate the picture of a prompt: each prompt needs one
-    then, and has none otherwise.
+    then, and has none otherwise. None for weights that take prompts with and without.
     """
 
     def check_pictures(self, prompts: Sequence[Prompt]) -> None:
@@ -115,7 +115,7 @@ class WeightFacts:
             for prompt in prompts
             if (prompt.image is not None) is not self.pictures
         ]
-        if not wrong:
+        if not wrong or self.pictures is None:
             return
         those = (
             f"{len(wrong)} of {len(prompts)} prompts have "

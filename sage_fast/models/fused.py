@@ -64,13 +64,15 @@ class BlockSettings:
     """How a block is computed; the same for all of them.
 
     attention: over the video tokens of all ranks. local: of this rank's queries over
-    keys that every rank has.
+    keys that every rank has. first: tokens of this rank with a noise level of their
+    own.
     """
 
     kernels: Kernels
     attention: JointAttention
     checkpointing: Checkpointing
     local: LocalAttention
+    first: int = 0
 
 
 class Rotary(NamedTuple):

@@ -1,4 +1,4 @@
-"""Wan 2.1 text-to-video: diffusers' transformer, UMT5, the video decoder, and its
+"""Wan 2.1 and Wan 2.2 5B: diffusers' transformer, UMT5, the video decoder, and its
 weights from disk.
 """
 
@@ -6,12 +6,18 @@ from sage_fast.models.hub import stored_value
 
 DEFAULT_REPOSITORY = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 LARGE_REPOSITORY = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
+SECOND_REPOSITORY = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 
 
 def likely_repository(path: str) -> str:
     """The published repository that a path most likely means: by its transformer where
     that is here, else by name.
     """
-    layers = stored_value(path, "transformer/config.json", "num_layers")
-    large = "14b" in path.lower() if layers is None else layers > 30
+    file = "transformer/config.json"
+    layers = stored_value(path, file, "num_layers")
+    channels = stored_value(path, file, "out_channels")
+    name = path.lower()
+    if "5b" in name if channels is None else channels > 16:
+        return SECOND_REPOSITORY
+    large = "14b" in name if layers is None else layers > 30
     return LARGE_REPOSITORY if large else DEFAULT_REPOSITORY

@@ -1,4 +1,4 @@
-"""One block of Wan 2.1: the fused forward, and a backward that recomputes what was not
+"""One block of Wan: the fused forward, and a backward that recomputes what was not
 saved.
 
 The video tokens x attend to each other, then to the text, whose tokens stay as they
@@ -30,13 +30,16 @@ Shapes: B batch, N video tokens, L text tokens, D width, H heads; rows are token
 samples.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sage_fast.kernels import without_graph
+from sage_fast.kernels import BlockKernels, without_graph
 from sage_fast.models.block import (
     EPS,
     BlockPass,
@@ -94,7 +97,7 @@ def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
 
 
 class Modulation(NamedTuple):
-    """The eight (B, D) vectors of a block: diffusers' table in its order, and the
+    """The eight (B, D) vectors of a block, or with two noise levels (B, 2, D): diffusers' table in its order, and the
     affine layer norm's w - 1 and b.
     """
 
@@ -108,6 +111,69 @@ class Modulation(NamedTuple):
     shift_text: Tensor
 
 
+@dataclass(frozen=True)
+class TwoLevels:
+    """Kernels of tokens with two noise levels: their modulation is (B, 2, D), of the
+    first tokens and of the others.
+
+    kernels: of one level. first: tokens that the first level is of.
+    """
+
+    kernels: BlockKernels
+    first: int
+
+    def __getattr__(self, name: str) -> Any:
+        run = getattr(self.kernels, name)
+        return partial(self._run, run, *_FORMS[name]) if name in _FORMS else run
+
+    def _run(
+        self, run: Callable[..., Any], takes: str, gives: str, *given: Any, **more: Any
+    ) -> Any:
+        results: list[Sequence[Tensor]] = []
+        for level, tokens in enumerate((slice(self.first), slice(self.first, None))):
+            parts = [
+                value
+                if kind == "." or value is None
+                else value[:, tokens]
+                if kind == "t"
+                else value[:, level]
+                for kind, value in zip(takes, given, strict=False)
+            ]
+            if parts[0].shape[1]:
+                found = run(*parts, **more)
+                results.append((found,) if len(gives) == 1 else found)
+            else:
+                # A share of the tokens may have only one of the levels.
+                results.append([])
+        one, two = results
+        joined = [
+            torch.cat([*one[i : i + 1], *two[i : i + 1]], 1)
+            if kind == "t"
+            else torch.stack(
+                [
+                    one[i] if one else torch.zeros_like(two[i]),
+                    two[i] if two else torch.zeros_like(one[i]),
+                ],
+                -2,
+            )
+            for i, kind in enumerate(gives)
+        ]
+        return joined[0] if len(gives) == 1 else tuple(joined)
+
+
+_FORMS = {
+    "adaln": ("tvv..", "t"),
+    "adaln_backward": ("ttv...t", "tvv"),
+    "gated_residual": ("ttv", "t"),
+    "gated_residual_backward": ("ttv.", "tv"),
+    "gated_residual_adaln": ("ttvvv.", "tt"),
+    "gated_residual_adaln_backward": ("ttttvv...", "ttvvv"),
+}
+"""Kernels with modulation -> kinds of their arguments and of their results: tokens (B,
+N, D), vectors (B, D) and others.
+"""
+
+
 def block_forward(
     settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor
 ) -> Tensor:
@@ -118,7 +184,7 @@ def block_forward(
         weights: from `read_block`.
         rotary: tables of the video tokens.
         tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D);
-            modulation (B, 8, D), see `Modulation`; and the weights as `read_block`
+            modulation (B, 8, D) or (B, 2, 8, D), see `Modulation`; and the weights as `read_block`
             lists them.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -141,13 +207,15 @@ class _Block(BlockPass):
         self.x, self.text, modulation, *flat = tensors
         adapters = read_adapters(list(weights.groups.values()), self.x.dtype)
         kernels = without_graph(settings.kernels, self.x.device)
+        if modulation.ndim == 4:
+            kernels = cast(BlockKernels, TwoLevels(kernels, settings.first))
         super().__init__(
             kernels, weights.groups, dict(zip(weights.groups, adapters, strict=True))
         )
         self.settings = settings
         self.rotary = rotary
         self.first_norm = weights.norms
-        self.modulation = Modulation(*modulation.unbind(1))
+        self.modulation = Modulation(*modulation.unbind(-2))
         # The branch of the text has no gate, and the kernel wants one.
         self.one = torch.ones_like(self.modulation.gate_msa)
         self.saved = SAVED[settings.checkpointing]
@@ -362,7 +430,7 @@ class _Block(BlockPass):
         return (
             grad,
             text_grad,
-            torch.stack([found[name] for name in Modulation._fields], 1),
+            torch.stack([found[name] for name in Modulation._fields], -2),
         )
 
     def norm_backward(

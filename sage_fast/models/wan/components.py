@@ -8,7 +8,10 @@ Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
 * the pipeline's call takes 512 tokens, its `encode_prompt` alone 226;
 * only the valid tokens are read; the transformer's call fills them up with zeros;
 * the autoencoder of Wan 2.1 has 8 x spatial and 4 x temporal compression, causal in
-  time; the transformer's patches double the spatial step;
+  time, that of Wan 2.2 5B 16 x spatial, the last 2 x by patches of pixels; the
+  transformer's patches double the spatial step;
+* a picture that a video continues is the autoencoder's mean of it, normalised by
+  channel; the pipeline stretches a picture to the video's size, here it is cropped;
 * latents are normalised by channel: z / (1 / latents_std) + latents_mean is decoded, in
   this order of operations;
 * it decodes one latent frame at a time with a cache, one video per call, and clamps to
@@ -17,26 +20,31 @@ Facts used here (diffusers 0.36 - 0.42, `WanPipeline`):
 """
 
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 
 from sage_fast.models.family import Decoding
+from sage_fast.models.hub import load_vae
+from sage_fast.models.media_files import check_pictures, read_picture
 from sage_fast.models.prompt_cache import CachedPromptEncoder
 from sage_fast.models.video_decoding import AutoencoderDecoder, counted
 from sage_fast.models.wan.fused import TEXT_TOKENS
-from sage_fast.records import PromptEmbeds
+from sage_fast.records import Pictured, PromptEmbeds, text_of
+
+ENCODERS = ("text_encoder", "tokenizer")
+"""Folders of what reads a prompt's words."""
 
 
 @dataclass(kw_only=True)
 class WanPromptEncoder(CachedPromptEncoder):
-    """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, and no
-    glyph tokens.
+    """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, no glyph
+    tokens, and where the prompt has a picture the first frame that videos keep.
 
     The encoder computes in the data type that its weights are stored in.
     """
@@ -47,13 +55,20 @@ class WanPromptEncoder(CachedPromptEncoder):
     readers = ("text encoder", "glyph encoder")
     usual = ("Wan 2.1", "80 to 100")
 
-    def _encode(self, texts: Sequence[str]) -> Generator[tuple[int, int], None, None]:
+    def _encode(
+        self, texts: Sequence[str | Pictured]
+    ) -> Generator[tuple[int, int], None, None]:
         if not texts:
             return
+        check_pictures(texts)  # before the encoder is loaded, which takes minutes
+        if all(isinstance(text, str) for text in texts):
+            encode_picture = None
+        else:
+            encode_picture = self._load_autoencoder()
         encoder, tokenizer = self._load_encoder()
         try:
-            for text in texts:
-                clean = prompt_clean(text)
+            for asked in texts:
+                clean = prompt_clean(text_of(asked))
                 cut = tokenizer(
                     clean, return_tensors="pt", truncation=True, max_length=TEXT_TOKENS
                 )
@@ -64,15 +79,40 @@ class WanPromptEncoder(CachedPromptEncoder):
                     )
                 # Uncut, so that `prepare` can tell what the encoder does not see.
                 length = len(tokenizer(clean).input_ids)
-                self._write(
-                    text,
-                    PromptEmbeds(text=states, glyph=torch.zeros(0, 1)),
-                    (length, 0),
-                )
+                embeds = PromptEmbeds(text=states, glyph=torch.zeros(0, 1))
+                if encode_picture is not None and isinstance(asked, Pictured):
+                    embeds = replace(embeds, kept=encode_picture(asked))
+                self._write(asked, embeds, (length, 0))
                 yield length, 0
         finally:
-            del encoder
+            del encoder, encode_picture
             self._release()
+
+    def _load_autoencoder(self) -> Callable[[Pictured], Tensor]:
+        """Function from a picture to the latents (C, 1, H, W) of a first frame, by the
+        pipeline's own method, in float32: it is one frame.
+        """
+        vae = load_vae(AutoencoderKLWan, self.root / "vae", "float32").to(self.device)
+        plain = WanImageToVideoPipeline(
+            *(None, None), vae, scheduler=None, expand_timesteps=True
+        )
+        scaling = plain.video_processor
+
+        @torch.no_grad()
+        def encode(asked: Pictured) -> Tensor:
+            size = {"height": asked.height, "width": asked.width}
+            picture = scaling.resize(
+                read_picture(asked.image), **size, resize_mode="crop"
+            )
+            pixels = scaling.preprocess(picture, **size).to(self.device)
+            # Given latents, it draws none.
+            _, frame, _ = plain.prepare_latents(
+                *(pixels, 1, vae.config["z_dim"], asked.height, asked.width, 1),
+                *(torch.float32, torch.device(self.device), None, pixels),
+            )
+            return frame[0]
+
+        return encode
 
     def _load_encoder(self) -> tuple[Any, Any]:
         from transformers import AutoTokenizer, UMT5EncoderModel
@@ -151,15 +191,17 @@ class WanDecoder(AutoencoderDecoder):
         )
 
     def peak_bytes(self, frames: int, height: int, width: int) -> int:
-        """Estimated peak of the activations of one video of latents (F, H, W).
-
-        The widest layers hold the four frames of one latent frame, and beside them is
-        the video in float32.
+        """Bound of the activations of one video of latents (F, H, W) decoded whole:
+        those of its widest layers, which hold the four frames of one latent frame,
+        beside the decoded frames. Traced on the meta device.
         """
+        config = self.vae.config
+        if config["is_residual"]:
+            widest = 21.2 * config["decoder_base_dim"]
+        else:
+            widest = 51 * config["base_dim"]
         pixels = height * width * int(self.space) ** 2
-        item = self.vae.dtype.itemsize
-        widest = 6 * 4 * int(self.vae.config["base_dim"]) * item
-        return pixels * (widest + 2 * 3 * 4 * frames * item)
+        return int(pixels * (widest + 3 * self.time * frames) * self.vae.dtype.itemsize)
 
     def tiles(self) -> tuple[int, int, int, int]:
         """Rows and columns of a tile, and between the beginnings of two, in latents."""
@@ -179,12 +221,18 @@ class WanDecoder(AutoencoderDecoder):
     ) -> Decoding:
         _, frames, height, width = latent
         tiled = not self.fits(frames, height, width, memory_gib)
+        peak = self.peak_bytes(frames, height, width)
         if tiled:
-            rows, columns, _, _ = self.tiles()
-            height = min(height, rows)
-            width = min(width, columns)
+            rows, columns, row_step, column_step = self.tiles()
+            # One tile, and those decoded, which overlap.
+            share = rows * columns / (row_step * column_step)
+            pixels = height * width * int(self.space) ** 2
+            peak = self.peak_bytes(frames, min(height, rows), min(width, columns))
+            peak += (
+                int(share * pixels * 3 * self.time * frames) * self.vae.dtype.itemsize
+            )
         return Decoding(
-            peak_bytes=float(self.peak_bytes(frames, height, width)),
+            peak_bytes=float(peak),
             tiled=tiled,
             limited=True,
             dtype=str(self.vae.dtype).removeprefix("torch."),

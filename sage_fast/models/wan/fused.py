@@ -1,5 +1,5 @@
-"""Wan 2.1 over diffusers' own class and weights, `WanTransformer3DModel`, for
-text-to-video: its velocity, fused or by diffusers' forward, closed forms and names.
+"""Wan over diffusers' own class and weights, `WanTransformer3DModel`: its velocity,
+fused or by diffusers' forward, closed forms and names.
 
 The fused result is that of diffusers up to rounding. All prompts are 512 tokens, so a
 batch is dense.
@@ -16,6 +16,8 @@ Facts used here (diffusers 0.36 - 0.42, `WanTransformer3DModel`):
   repositories name, rounds it to whole numbers;
 * time embedding, modulation tables and norms are float32 also in a bfloat16 model
   (`_keep_in_fp32_modules`);
+* Wan 2.2 5B takes a noise level per token. That of a picture's tokens is 0, and all
+  others have one, so the fused forward computes with two;
 * one projection of the time embedding serves all blocks, and each adds its table: no
   weight of a block's modulation is worth a table of its results;
 * names of adapters elsewhere: diffusion_model.blocks.0.self_attn.q.lora_A.weight in
@@ -27,7 +29,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, D width.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, ClassVar
 
@@ -41,7 +43,7 @@ from sage_fast.models.block import EPS
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.stored import velocity_dtype
-from sage_fast.models.wan.block import block_forward, read_block
+from sage_fast.models.wan.block import TwoLevels, block_forward, read_block
 from sage_fast.records import PromptEmbeds
 
 
@@ -54,9 +56,12 @@ def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
     wide = torch.promote_types(x.dtype, torch.float32)
     affine = torch.stack([self.norm2.weight.to(wide) - 1, self.norm2.bias.to(wide)])
     table = self.scale_shift_table + time.to(wide)
-    modulation = torch.cat([table, affine.expand(len(table), 2, -1)], dim=1)
+    affine = affine.expand(*table.shape[:-2], 2, -1)
+    modulation = torch.cat([table, affine], dim=-2)
     weights, flat = read_block(self)
     settings = acceleration.settings(x.device, x.dtype)
+    if acceleration.first is not None:
+        settings = replace(settings, first=acceleration.first)
     return block_forward(
         settings, weights, acceleration.rotary, x, text, modulation, *flat
     )
@@ -73,11 +78,10 @@ def _fused_forward(
 ) -> Any:
     """Forward of an accelerated transformer, with diffusers' arguments."""
     scale = (attention_kwargs or {}).get("scale", 1.0)
-    if encoder_hidden_states_image is not None or timestep.ndim != 1 or scale != 1.0:
+    if encoder_hidden_states_image is not None or scale != 1.0:
         raise ValueError(
-            "The fused forward of Wan is for text-to-video, with a timestep per "
-            "sample and adapters at full scale. For "
-            "anything else set model.forward to stock."
+            "The fused forward of Wan is for text-to-video and adapters at full scale. "
+            "For anything else set model.forward to stock."
         )
     with without_autocast(hidden_states, self.patch_embedding.weight.dtype):
         sample = self._acceleration.forward(
@@ -102,6 +106,11 @@ class WanForward(BlockwiseForward):
         ("attn2.to_k", "attn2.to_v"),
     )
 
+    first: int | None = field(default=None, init=False)
+    """Tokens of the first latent frame that are computed here, where these have a noise
+    level of their own in the forward that runs.
+    """
+
     def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         if not latents.is_meta:
             return super().make_rope(latents)
@@ -113,12 +122,23 @@ class WanForward(BlockwiseForward):
         return table[0], table[1]
 
     def forward(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps (B,)
-        and text (B, 512, text width).
+        """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps and
+        text (B, 512, text width).
+
+        Timesteps (B,), or (B, N) one per token, of which those of the first latent
+        frame are equal, and all others.
         """
         transformer = self.transformer
         patch = transformer.config["patch_size"]
-        temb, time, text, _ = transformer.condition_embedder(timestep, text, None)
+        sizes = [size // p for size, p in zip(latents.shape[2:], patch, strict=True)]
+        levels = None
+        if timestep.ndim == 2:
+            # A video of one frame has the one level twice.
+            levels = 2
+            timestep = timestep[:, [0, -1]].flatten()
+        temb, time, text, _ = transformer.condition_embedder(
+            timestep, text, None, timestep_seq_len=levels
+        )
         x = self.enter(
             transformer.patch_embedding(latents)
             .flatten(2)
@@ -126,23 +146,30 @@ class WanForward(BlockwiseForward):
             .contiguous(),
             latents,
         )
+        self.first = None if levels is None else self._share(sizes[1] * sizes[2])
         # (B, 6 D) to the six vectors that every block adds its table to.
-        time = time.unflatten(1, (6, -1))
+        time = time.unflatten(-1, (6, -1))
         for block in self.blocks:
             x = block(x, text, time)
-        shift, scale = (transformer.scale_shift_table + temb.unsqueeze(1)).unbind(1)
-        x = self.leave(
-            transformer.proj_out(
-                self.settings(x.device, x.dtype).kernels.adaln(x, scale, shift, EPS)
-            )
-        )
-        sizes = [size // p for size, p in zip(latents.shape[2:], patch, strict=True)]
+        table = transformer.scale_shift_table + temb.unsqueeze(-2)
+        shift, scale = table.unbind(-2)
+        kernels = self.settings(x.device, x.dtype).kernels
+        if self.first is not None:
+            kernels = TwoLevels(kernels, self.first)
+        x = self.leave(transformer.proj_out(kernels.adaln(x, scale, shift, EPS)))
         # Back to latents: each axis of the grid of tokens comes beside its axis of the
         # patch, and they are joined.
         x = x.unflatten(2, (*patch, -1)).unflatten(1, sizes)
         return (
             x.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)
         )
+
+    def _share(self, first: int) -> int:
+        """How many of the first tokens this rank has."""
+        if self.sequence is None:
+            return first
+        marks = (torch.arange(self.num_video) < first).int()
+        return int(self.sequence.split(marks, 0).sum())
 
 
 def accelerate_wan(
@@ -252,13 +279,33 @@ class WanTransformer(ModelFamily):
         )
         for row, prompt in zip(text, prompts, strict=True):
             row[: len(prompt.text)] = prompt.text
+        sigma = sigma.to(latents.device)
+        timestep = sigma * 1000.0
+        kept = [prompt.kept for prompt in prompts]
+        drawn = latents
+        if any(frames is not None for frames in kept):
+            latents, timestep = _beside_kept(transformer, latents, timestep, kept)
         result: Tensor = transformer(
             hidden_states=latents.to(dtype),
-            timestep=sigma.to(latents.device) * 1000.0,
+            timestep=timestep,
             encoder_hidden_states=text,
             return_dict=False,
         )[0]
-        return result.to(velocity_dtype(transformer))
+        result = result.to(velocity_dtype(transformer))
+        if latents is drawn:
+            return result
+        # What is kept is known, so its velocity is not the model's: (x - x_0) / sigma.
+        return torch.stack(
+            [
+                row
+                if frames is None
+                else torch.cat(
+                    [(x[:, : frames.shape[1]] - frames) / s, row[:, frames.shape[1] :]],
+                    dim=1,
+                )
+                for row, x, s, frames in zip(result, drawn, sigma, kept, strict=True)
+            ]
+        )
 
     @staticmethod
     def empty_prompt(
@@ -267,6 +314,30 @@ class WanTransformer(ModelFamily):
         text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
         # There is no glyph encoder, so any width of no tokens will do.
         return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
+
+
+def _beside_kept(
+    transformer: WanTransformer3DModel,
+    latents: Tensor,
+    timestep: Tensor,
+    kept: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Latents with what their prompts keep in its place, and timesteps (B, N), 0 for
+    its tokens.
+
+    Args:
+        timestep: (B,), of all other tokens.
+        kept: see `PromptEmbeds`.
+    """
+    _, rows, columns = transformer.config["patch_size"]
+    tokens = latents.shape[3] // rows * (latents.shape[4] // columns)
+    latents = latents.clone()
+    timestep = timestep[:, None].repeat(1, latents.shape[2] * tokens)
+    for x, levels, frames in zip(latents, timestep, kept, strict=True):
+        if frames is not None:
+            x[:, : frames.shape[1]] = frames
+            levels[: frames.shape[1] * tokens] = 0.0
+    return latents, timestep
 
 
 def forward_work(

@@ -1,9 +1,10 @@
-"""The model family `wan`: Wan 2.1 text-to-video from its repositories in diffusers'
-layout, and its description.
+"""The model family `wan`: Wan 2.1 text-to-video and Wan 2.2 5B from their repositories
+in diffusers' layout, and its description.
 
 `model.path` is a folder as diffusers saves a `WanPipeline`, or the id of such a
-repository on the hub; 1.3B and 14B are one class. Wan 2.2 with two experts
-(`transformer_2`) and with a noise level per token (`expand_timesteps`) is refused.
+repository on the hub; 1.3B, 14B and 5B are one class. The 5B model has a noise level
+per token (`expand_timesteps`), so it also continues a picture, if its prompt has one.
+Wan 2.2 with two experts (`transformer_2`) is refused.
 """
 
 from functools import partial
@@ -31,8 +32,13 @@ from sage_fast.models.hub import (
     stored_config,
 )
 from sage_fast.models.stored import open_transformer, read_json
-from sage_fast.models.wan import DEFAULT_REPOSITORY, LARGE_REPOSITORY, likely_repository
-from sage_fast.models.wan.components import WanDecoder
+from sage_fast.models.wan import (
+    DEFAULT_REPOSITORY,
+    LARGE_REPOSITORY,
+    SECOND_REPOSITORY,
+    likely_repository,
+)
+from sage_fast.models.wan.components import ENCODERS, WanDecoder, WanPromptEncoder
 from sage_fast.models.wan.fused import TEXT_TOKENS, WanTransformer, forward_work
 
 WAN_1_3B: dict[str, Any] = {
@@ -55,18 +61,45 @@ WAN_1_3B: dict[str, Any] = {
 WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 """The large one, 14,288,491,584 parameters."""
 
-PUBLISHED = {DEFAULT_REPOSITORY: WAN_1_3B, LARGE_REPOSITORY: WAN_14B}
+WAN_22_5B = WAN_1_3B | {
+    "num_attention_heads": 24,
+    "in_channels": 48,
+    "out_channels": 48,
+    "ffn_dim": 14336,
+}
+"""That of Wan 2.2 TI2V, 4,999,787,712 parameters."""
+
+PUBLISHED = {
+    DEFAULT_REPOSITORY: WAN_1_3B,
+    LARGE_REPOSITORY: WAN_14B,
+    SECOND_REPOSITORY: WAN_22_5B,
+}
 """Repositories -> their transformer."""
 
-VAE_GB = 0.25
-TEXT_ENCODER_GB = 11.4
-"""Published weights: the video autoencoder's decoder in float32; UMT5-XXL's encoder,
-5.68 B in bfloat16.
+VAE_22: dict[str, Any] = {
+    "base_dim": 160,
+    "decoder_base_dim": 256,
+    "z_dim": 48,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+"""The published autoencoder of Wan 2.2 5B, as far as it differs from Wan 2.1's and its
+latents' mean and deviation are not asked for.
 """
 
-TRANSFORMER_GB = {DEFAULT_REPOSITORY: 5.7, LARGE_REPOSITORY: 57.2}
-OTHERS_GB = 0.5 + 22.7
-"""1e9 bytes of a download in float32, at most: transformers; autoencoder and text
+TEXT_ENCODER_GB = 11.4
+"""Published UMT5-XXL's encoder, 5.68 B in bfloat16."""
+
+DOWNLOAD_GB = {
+    DEFAULT_REPOSITORY: 5.7 + 0.5,
+    LARGE_REPOSITORY: 57.2 + 0.5,
+    SECOND_REPOSITORY: 20.0 + 2.8,
+}
+TEXT_DOWNLOAD_GB = 22.7
+"""1e9 bytes of a download in float32, at most: transformer and autoencoder; the text
 encoder.
 """
 
@@ -79,7 +112,7 @@ TEXT_ENCODER: dict[str, Any] = {
 }
 """The published UMT5-XXL."""
 
-PARTS = ("transformer", "vae", "text_encoder", "tokenizer")
+PARTS = ("transformer", "vae", *ENCODERS)
 """Folders in diffusers' layout."""
 
 
@@ -89,8 +122,6 @@ class Wan(WanTransformer):
     licence = "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
 
     def load(self, model: ModelConfig) -> Components:
-        from sage_fast.models.wan.components import WanPromptEncoder
-
         cache = cache_folder(model)
         root, facts = _find(model)
         transformer, weights = open_transformer(
@@ -105,7 +136,10 @@ class Wan(WanTransformer):
             transformer=transformer,
             weights=weights,
             prompt_encoder=WanPromptEncoder(
-                root=root, cache=cache / "prompts", device=model_device(model)
+                root=root,
+                parts=ENCODERS if facts.pictures is False else (*ENCODERS, "vae"),
+                cache=cache / "prompts",
+                device=model_device(model),
             ),
             video_decoder=WanDecoder(vae, memory_gib=model.decode_limit_gib),
             **vars(facts),
@@ -116,7 +150,8 @@ class Wan(WanTransformer):
         likely = likely_repository(path)
         check_known(path, likely, PUBLISHED)
         folder = local_folder(path)
-        autoencoder = stored_config(folder, "vae", {}, AutoencoderKLWan)
+        published = VAE_22 if likely == SECOND_REPOSITORY else {}
+        autoencoder = stored_config(folder, "vae", published, AutoencoderKLWan)
         # `empty` is cached by its arguments, and a list has no hash.
         hashable = (
             (key, tuple(value) if isinstance(value, list) else value)
@@ -134,7 +169,7 @@ class Wan(WanTransformer):
             ).decoding(latent, section.decode_limit_gib),
             decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
             forward_work=forward_work,
-            decoder_gb=VAE_GB,
+            decoder_gb=sum(p.nbytes for p in decoder().vae.parameters()) / 1e9,
             encoder_gb=TEXT_ENCODER_GB,
             encoding=partial(
                 _encoding, stored_config(folder, "text_encoder", TEXT_ENCODER)
@@ -145,8 +180,8 @@ class Wan(WanTransformer):
         path = model.path or DEFAULT_REPOSITORY
         include = ["model_index.json", *(f"{part}/*" for part in (*PARTS, "scheduler"))]
         likely = likely_repository(path)
-        size = TRANSFORMER_GB[likely] + OTHERS_GB
-        return [requirement("Wan 2.1", path, PARTS, likely, *include, gigabytes=size)]
+        size = DOWNLOAD_GB[likely] + TEXT_DOWNLOAD_GB
+        return [requirement("Wan", path, PARTS, likely, *include, gigabytes=size)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
@@ -182,12 +217,11 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
             (root / "transformer_2").exists(),
             "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)",
         ),
-        (index.get("expand_timesteps"), "has a noise level per token (Wan 2.2 5B)"),
     ):
         if wrong:
             raise ValueError(
-                f"These weights cannot be trained: {file} {why}. Use Wan 2.1, for "
-                f"example: {command}"
+                f"These weights cannot be trained: {file} {why}. Use Wan 2.1 or Wan 2.2 "
+                f"5B, for example: {command}"
             )
     require_parts(root, PARTS, path, likely)
     config = read_json(root / "transformer" / "config.json")
@@ -196,7 +230,9 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
             f"These weights cannot be trained: {root / 'transformer'} animates an "
             "image. Use a T2V model."
         )
-    return root, WeightFacts(shift=published_shift(root))
+    # With a noise level per token the first frame may be a picture's.
+    pictures = None if index.get("expand_timesteps") else False
+    return root, WeightFacts(shift=published_shift(root), pictures=pictures)
 
 
 def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_fast.config.sections import VideoConfig
 from sage_fast.noise import NoiseKey
 from sage_fast.objective import GroupAdvantages
 from sage_fast.sde import TransitionTable
@@ -42,20 +43,22 @@ class Prompt:
     image: str | None = None
     columns: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def asked(self, height: int, width: int) -> "str | Pictured":
-        """The question to a prompt encoder for videos of a size, in pixels: the text,
-        or a text with its picture.
+    def asked(self, video: VideoConfig) -> "str | Pictured":
+        """The question to a prompt encoder for such videos: the text, or a text with
+        its picture.
         """
         if self.image is None:
             return self.text
-        return Pictured(self.text, self.image, height, width)
+        size = video.height, video.width, video.num_frames
+        return Pictured(self.text, self.image, *size)
 
 
 class Pictured(NamedTuple):
     """A text and the picture that a video of it begins with.
 
     image: its file. height, width: of the video, in pixels; the picture is scaled and
-    cropped to them.
+    cropped to them. num_frames: of the video, 1 where the conditioning has none of the
+    others.
 
     Example: `Pictured("the fox jumps", "fox.png", 480, 832)`
     """
@@ -64,6 +67,7 @@ class Pictured(NamedTuple):
     image: str
     height: int
     width: int
+    num_frames: int = 1
 
 
 def text_of(asked: str | Pictured) -> str:
@@ -95,8 +99,8 @@ class PromptEmbeds:
     nothing.
     image: (Li, Di) float; the vision encoder's tokens of the picture, None where there
     is none.
-    frame: (C, 1, H, W) float; the picture as the latents of the first frame, None where
-    there is none.
+    frame: (C, F, H, W) float; the picture as latents beside those of the video, of its
+    first frame or of all, None where there is none.
     kept: (C, F, H, W) float; latents of the first frames that every video of the prompt
     has as they are, None where it draws all of them.
 

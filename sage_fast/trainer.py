@@ -198,9 +198,9 @@ class Trainer:
         """
         self.encoder = encoder
         videos = self.config.video, self.config.evaluation_video
-        sizes = dict.fromkeys((video.height, video.width) for video in videos)
         asked: list[str | Pictured] = [self.config.rollout.negative_prompt]
-        asked += [p.asked(*size) for size in sizes for p in prompts]
+        # Those of a size are the same question, and encoded once.
+        asked += [p.asked(video) for video in videos for p in prompts]
         lengths = encoder.prepare(
             asked,
             self.world,
@@ -355,7 +355,7 @@ class Trainer:
 
     def _embed_of_rollout(self, prompt: Prompt) -> PromptEmbeds:
         video = self.config.video
-        return self.embed(prompt.asked(video.height, video.width))
+        return self.embed(prompt.asked(video))
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(
@@ -589,7 +589,7 @@ class Trainer:
             self.config.rollout,
             section,
             self.policy,
-            lambda prompt: self.embed(prompt.asked(video.height, video.width)),
+            lambda prompt: self.embed(prompt.asked(video)),
             initial,
         )
         with self.evaluated_weights(), self.engine.phase("evaluation"):

@@ -204,6 +204,7 @@ WEIGHTS = {
 _CONFIGURATION = {
     "tokenizer": "tokenizer_config.json",
     "feature_extractor": "preprocessor_config.json",
+    "image_processor": "preprocessor_config.json",
 }
 """Kinds of folders -> the file that each has, where it is not config.json."""
 

@@ -240,11 +240,13 @@ class CachedPromptEncoder(ABC):
             )
         asked = f"{self._identity}\n{text_of(text)}"
         if not isinstance(text, str):
-            asked += (
-                f"\n{content_digest(text.image)} {text.height}x{text.width} on white"
-            )
+            asked += f"\n{content_digest(text.image)} {self.extent(text)} on white"
         key = hashlib.blake2b(asked.encode(), digest_size=20).hexdigest()
         return self.cache / key[:2] / f"{key}.safetensors"
+
+    def extent(self, asked: Pictured) -> str:
+        """What the conditioning depends on of a video's size."""
+        return f"{asked.height}x{asked.width}"
 
     def _read(
         self, text: str | Pictured, *, checked: bool = True

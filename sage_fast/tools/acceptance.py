@@ -188,7 +188,7 @@ def _prompt(config: RunConfig, components: Components) -> Iterator[Check]:
     prompt = load_prompts(config)[0][0]
     video = config.video
     text = prompt.text
-    (embeds,) = encoder.encode([prompt.asked(video.height, video.width)])
+    (embeds,) = encoder.encode([prompt.asked(video)])
     plain: Callable[[str], Tensor] | None = getattr(encoder, "encode_plainly", None)
     if plain is None:
         yield Check(
@@ -211,7 +211,7 @@ def _velocity(config: RunConfig, components: Components) -> Iterator[Check]:
     video = config.video
     transformer = components.transformer.to(device)
     prompt = load_prompts(config)[0][0]
-    asked = [prompt.asked(video.height, video.width)]
+    asked = [prompt.asked(video)]
     (embeds,) = [e.to(device) for e in components.prompt_encoder.encode(asked)]
     shape = components.video_decoder.latent_shape(
         video.num_frames, video.height, video.width

@@ -418,8 +418,7 @@ def files(config: RunConfig) -> Iterator[Check]:
         with suppress(ConfigError):  # the check of the prompts says it
             prompts = [prompt for group in load_prompts(config) for prompt in group]
             facts.check_pictures(prompts)
-            size = config.video.height, config.video.width
-            check_pictures(prompt.asked(*size) for prompt in prompts)
+            check_pictures(prompt.asked(config.video) for prompt in prompts)
     except (ValueError, OSError) as error:
         yield Check(section, "model weights", "missing", str(error), fix)
         return

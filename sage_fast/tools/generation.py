@@ -176,9 +176,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         # large, and are let go afterwards.
         encoder = components.prompt_encoder
         negative = config.rollout.negative_prompt
-        encoder.prepare(
-            [negative, *(p.asked(video.height, video.width) for p in prompts)]
-        )
+        encoder.prepare([negative, *(p.asked(video) for p in prompts)])
         unconditional = encoder.encode([negative])[0].to(device)
         if components.weights is not None:
             components.weights.read_into(components.transformer, device)
@@ -192,9 +190,7 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         config.rollout,
         config.evaluation,
         policy,
-        lambda prompt: encoder.encode([prompt.asked(video.height, video.width)])[0].to(
-            device
-        ),
+        lambda prompt: encoder.encode([prompt.asked(video)])[0].to(device),
         partial(initial_latents, shape=latent_shape, device=device),
     )
     return Generator(

@@ -1,4 +1,4 @@
-"""A tiny Wan 2.1 with random weights, in the layout of the published repositories."""
+"""A tiny Wan with random weights, in the layout of the published repositories."""
 
 from pathlib import Path
 from typing import Any
@@ -7,11 +7,19 @@ import torch
 from diffusers import (
     AutoencoderKLWan,
     UniPCMultistepScheduler,
+    WanImageToVideoPipeline,
     WanPipeline,
     WanTransformer3DModel,
 )
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 TEXT_WIDTH = 32
 SENTENCE = (
@@ -60,18 +68,39 @@ def tiny_transformer(seed: int = 0, **changes: Any) -> WanTransformer3DModel:
         return _noisy(WanTransformer3DModel(**SIZES | changes))
 
 
-def build_wan(flow_shift: float = 3.0) -> WanPipeline:
+AUTOENCODER: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 1, 1, 1],
+    "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True],
+    "latents_mean": [-0.5, 0.3, 0.1, 0.2],
+    "latents_std": [2.0, 1.5, 1.0, 0.8],
+}
+SECOND = {
+    "decoder_base_dim": 12,
+    "is_residual": True,
+    "in_channels": 12,
+    "out_channels": 12,
+    "patch_size": 2,
+    "scale_factor_spatial": 16,
+}
+"""What the autoencoder of Wan 2.2 5B has otherwise."""
+
+IMAGE_WIDTH = 20
+READS_PICTURES = {"in_channels": 12, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": 24}
+"""What the transformer of image-to-video has otherwise: four channels of a mask and
+four of the picture, and its tokens.
+"""
+
+
+def build_wan(
+    flow_shift: float = 3.0, kind: str = "2.1"
+) -> WanPipeline | WanImageToVideoPipeline:
+    """Of text-to-video, or of Wan 2.2 `5B`, or of `i2v`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        vae = AutoencoderKLWan(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 1, 1, 1],
-            num_res_blocks=1,
-            temperal_downsample=[False, True, True],
-            latents_mean=[-0.5, 0.3, 0.1, 0.2],
-            latents_std=[2.0, 1.5, 1.0, 0.8],
-        )
+        vae = AutoencoderKLWan(**AUTOENCODER | (SECOND if kind == "5B" else {}))
         sizes = {
             "d_model": TEXT_WIDTH,
             "d_kv": 8,
@@ -84,26 +113,46 @@ def build_wan(flow_shift: float = 3.0) -> WanPipeline:
                 vocab_size=24, feed_forward_proj="gated-gelu", dropout_rate=0.0, **sizes
             )
         )
-        parts = _noisy(vae), _noisy(encoder)
+        vision = CLIPVisionModel(
+            CLIPVisionConfig(
+                hidden_size=IMAGE_WIDTH,
+                intermediate_size=24,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                image_size=32,
+                patch_size=8,
+            )
+        )
+        parts = _noisy(vae), _noisy(encoder), _noisy(vision)
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         flow_shift=flow_shift,
         num_train_timesteps=1000,
     )
-    pipeline = WanPipeline(
-        tokenizer=tokenizer(),
-        text_encoder=parts[1],
-        vae=parts[0],
-        scheduler=scheduler,
-        transformer=tiny_transformer(),
-    )
+    whole: dict[str, Any] = {
+        "tokenizer": tokenizer(),
+        "text_encoder": parts[1],
+        "vae": parts[0],
+        "scheduler": scheduler,
+        "transformer": tiny_transformer(**READS_PICTURES if kind == "i2v" else {}),
+    }
+    if kind == "i2v":
+        pipeline = WanImageToVideoPipeline(
+            image_encoder=parts[2],
+            image_processor=CLIPImageProcessor(
+                size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
+            ),
+            **whole,
+        )
+    else:
+        pipeline = WanPipeline(expand_timesteps=kind == "5B", **whole)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
 
-def save_wan(folder: Path) -> Path:
-    build_wan().save_pretrained(folder)
+def save_wan(folder: Path, kind: str = "2.1") -> Path:
+    build_wan(5.0 if kind == "5B" else 3.0, kind).save_pretrained(folder)
     return folder
 
 

@@ -2,12 +2,13 @@
 saved.
 
 The video tokens x attend to each other, then to the text, whose tokens stay as they
-are:
+are, and in image-to-video to a picture's before them:
 
     y  = LayerNorm(x) (1 + scale_msa) + shift_msa                              adaln
     q, k, v = y W_qkv + b;  q, k = RoPE(RMSNorm(q, k))                         one product; qk_norm_across_heads
     x1 = x + gate_msa (o W_o + b);  y2 = LayerNorm(x1) w + b                   gated_residual_adaln
     q2 = RMSNorm(y2 W_q + b);  k2, v2 = text W_kv + b;  k2 = RMSNorm(k2)       qk_norm_across_heads
+    o2 = attention(q2, k2, v2), with a picture + attention(q2, k3, v3);  k3, v3 = picture W_kv3 + b, k3 = RMSNorm(k3)
     x2 = x1 + o2 W_o2 + b;  y3 = LayerNorm(x2) (1 + scale_mlp) + shift_mlp     gated_residual_adaln, gate 1
     x3 = x2 + gate_mlp (gelu(y3 W_1 + b) W_2 + b)                              gelu_tanh, gated_residual
 
@@ -52,6 +53,9 @@ from sage_fast.models.block import (
 from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import Gradients, read_adapters
 
+TEXT_TOKENS = 512
+"""Of every prompt."""
+
 _INPUTS = (
     "qkv",
     "attention",
@@ -72,7 +76,7 @@ SAVED = {
 
 def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
     """The weights of a diffusers `WanTransformerBlock`, by name and as one flat list
-    that ends in four norms.
+    that ends in four norms, with a picture's keys in five.
     """
     flat: list[Tensor] = []
     own = block.attn1
@@ -87,13 +91,13 @@ def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
         "ff_in": read_layers(flat, ffn[0].proj),
         "ff_out": read_layers(flat, ffn[2]),
     }
-    flat += [
-        own.norm_q.weight,
-        own.norm_k.weight,
-        text.norm_q.weight,
-        text.norm_k.weight,
-    ]
-    return Weights(groups, len(flat) - 4), flat
+    norms = [own.norm_q, own.norm_k, text.norm_q, text.norm_k]
+    if text.add_k_proj is not None:
+        groups["image_kv"] = read_layers(flat, text.add_k_proj, text.add_v_proj)
+        norms.append(text.norm_added_k)
+    first = len(flat)
+    flat += [norm.weight for norm in norms]
+    return Weights(groups, first), flat
 
 
 class Modulation(NamedTuple):
@@ -183,7 +187,8 @@ def block_forward(
         settings: how.
         weights: from `read_block`.
         rotary: tables of the video tokens.
-        tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D);
+        tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D),
+            a picture's tokens before those of `TEXT_TOKENS`;
             modulation (B, 8, D) or (B, 2, 8, D), see `Modulation`; and the weights as `read_block`
             lists them.
     """
@@ -219,8 +224,13 @@ class _Block(BlockPass):
         # The branch of the text has no gate, and the kernel wants one.
         self.one = torch.ones_like(self.modulation.gate_msa)
         self.saved = SAVED[settings.checkpointing]
-        norm_q, norm_k, text_norm_q, text_norm_k = flat[weights.norms :]
-        self.norms = (norm_q, norm_k), (text_norm_q, text_norm_k)
+        norm_q, norm_k, text_norm_q, text_norm_k, *image_norm = flat[weights.norms :]
+        self.norms = [(norm_q, norm_k), (text_norm_q, text_norm_k)]
+        self.norms += [(norm, norm) for norm in image_norm]
+        self.image, self.text = self.text.tensor_split([-TEXT_TOKENS], dim=1)
+        self.pictured = bool(image_norm)
+        if self.pictured and "text_attention" in self.saved:
+            self.saved = (*self.saved, "image_attention")
 
     def heads(self, tokens: Tensor) -> tuple[Tensor, ...]:
         """Layers' results (B, tokens, n D) as n views (B, tokens, H, head dim)."""
@@ -293,8 +303,29 @@ class _Block(BlockPass):
         )
 
     @Stage
+    def image_kv(self) -> Tensor:
+        return self.project("image_kv", self.image)
+
+    @Stage
+    def image_attention(self) -> tuple[Tensor, Tensor]:
+        """As `text_attention`, to a picture."""
+        raw, v = self.heads(self.image_kv)
+        q = self.text_normed[0]
+        return self.settings.local.forward(q, self.image_keys(raw), v, self.x.shape[1])
+
+    def image_keys(self, raw: Tensor) -> Tensor:
+        """k3 of raw keys; the kernel wants queries too."""
+        norm = self.norms[2]
+        return self.kernels.qk_norm_across_heads(raw, raw, *norm, None, None, EPS)[1]
+
+    def attended_text(self) -> Tensor:
+        """o2 (B, N, D)."""
+        o = self.text_attention[0]
+        return (o + self.image_attention[0] if self.pictured else o).flatten(2)
+
+    @Stage
     def text_attended(self) -> Tensor:
-        return self.project("text_out", self.text_attention[0].flatten(2))
+        return self.project("text_out", self.attended_text())
 
     @Stage
     def text_residual(self) -> tuple[Tensor, Tensor]:
@@ -317,8 +348,8 @@ class _Block(BlockPass):
         self.forget("y", "qkv", "rotated")
         _ = self.residual
         self.forget("attended")
-        _ = self.text_attention
-        self.forget("text_q", "text_kv", "text_normed")
+        _ = self.text_attended
+        self.forget("text_q", "text_kv", "text_normed", "image_kv")
         residual, _ = self.text_residual
         self.forget("residual", "text_attended")
         activated = self.kernels.gelu_tanh(self.hidden)
@@ -374,20 +405,25 @@ class _Block(BlockPass):
         # Attention to the text: from x2 to y2 and to the text's own tokens.
         out, lse = self.text_attention
         out_grad = self.project_backward(
-            "text_out", [branch], out.flatten(2), gradients
+            "text_out", [branch], self.attended_text(), gradients
         ).view(out.shape)
         (raw_q,) = self.heads(self.text_q)
         raw_k, v = self.heads(self.text_kv)
         dq, dk, dv = self.settings.local.backward(
             out_grad, *self.text_normed, v, out, lse, self.x.shape[1]
         )
+        if self.pictured:
+            image_grad, dq_image = self.picture_backward(out_grad, gradients)
+            dq = dq + dq_image
         dq, dk = self.norm_backward(1, dq, dk, raw_q, raw_k, None, gradients)
         text_grad = self.project_backward(
             "text_kv", [dk.flatten(2), dv.flatten(2)], self.text, gradients
         )
+        if self.pictured:
+            text_grad = torch.cat([image_grad, text_grad], 1)
         residual, normed = self.residual
         y2_grad = self.project_backward("text_q", [dq.flatten(2)], normed, gradients)
-        self.forget("text_q", "text_kv", "text_normed")
+        self.forget("text_q", "text_kv", "text_normed", "image_kv")
         attended = self.attended if modulation else None
         grad, branch, found["gate_msa"], found["scale_text"], found["shift_text"] = (
             kernels.gated_residual_adaln_backward(
@@ -433,6 +469,24 @@ class _Block(BlockPass):
             torch.stack([found[name] for name in Modulation._fields], -2),
         )
 
+    def picture_backward(
+        self, out_grad: Tensor, gradients: Gradients
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of the picture's tokens and of q2, from that of o2."""
+        raw, v = self.heads(self.image_kv)
+        out, lse = self.image_attention
+        q, k = self.text_normed[0], self.image_keys(raw)
+        dq, dk, dv = self.settings.local.backward(
+            out_grad, q, k, v, out, lse, self.x.shape[1]
+        )
+        # As queries that nobody reads.
+        none = torch.zeros_like(dk)
+        _, dk = self.norm_backward(2, none, dk, raw, raw, None, gradients)
+        image_grad = self.project_backward(
+            "image_kv", [dk.flatten(2), dv.flatten(2)], self.image, gradients
+        )
+        return image_grad, dq
+
     def norm_backward(
         self,
         index: int,
@@ -443,8 +497,8 @@ class _Block(BlockPass):
         rotary: Rotary | None,
         gradients: Gradients,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of raw queries and keys: of the video's own attention (0), or of
-        that to the text (1).
+        """Gradients of raw queries and keys: of the video's own attention (0), of that
+        to the text (1), or to a picture (2), whose queries are normed with the text's.
         """
         # In the flat list norms lie in pairs, of the queries and of the keys.
         position = self.first_norm + 2 * index
@@ -453,7 +507,7 @@ class _Block(BlockPass):
         dq, dk, *weights = self.kernels.qk_norm_across_heads_backward(
             dq, dk, q, k, *self.norms[index], cos, sin, EPS, wanted
         )
-        for i, weight in enumerate(weights):
+        for i, weight in enumerate(weights[1:] if index == 2 else weights):
             gradients.put(position + i, weight)
         return dq, dk
 

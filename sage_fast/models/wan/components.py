@@ -34,7 +34,7 @@ from sage_fast.models.hub import load_vae
 from sage_fast.models.media_files import check_pictures, read_picture
 from sage_fast.models.prompt_cache import CachedPromptEncoder
 from sage_fast.models.video_decoding import AutoencoderDecoder, counted
-from sage_fast.models.wan.fused import TEXT_TOKENS
+from sage_fast.models.wan.block import TEXT_TOKENS
 from sage_fast.records import Pictured, PromptEmbeds, text_of
 
 ENCODERS = ("text_encoder", "tokenizer")
@@ -44,10 +44,19 @@ ENCODERS = ("text_encoder", "tokenizer")
 @dataclass(kw_only=True)
 class WanPromptEncoder(CachedPromptEncoder):
     """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, no glyph
-    tokens, and where the prompt has a picture the first frame that videos keep.
+    tokens, and where the prompt has a picture what is made of it.
 
     The encoder computes in the data type that its weights are stored in.
     """
+
+    @property
+    def reads_pictures(self) -> bool:
+        """True for CLIP beside it: the picture is then read, and not kept."""
+        return "image_encoder" in self.parts
+
+    def extent(self, asked: Pictured) -> str:
+        size = super().extent(asked)
+        return f"{size}x{asked.num_frames}" if self.reads_pictures else size
 
     # Entries of a version that ran without ftfy too have False.
     template = ("wan", "ftfy", True)
@@ -57,14 +66,14 @@ class WanPromptEncoder(CachedPromptEncoder):
 
     def _encode(
         self, texts: Sequence[str | Pictured]
-    ) -> Generator[tuple[int, int], None, None]:
+    ) -> Generator[tuple[int, ...], None, None]:
         if not texts:
             return
         check_pictures(texts)  # before the encoder is loaded, which takes minutes
         if all(isinstance(text, str) for text in texts):
             encode_picture = None
         else:
-            encode_picture = self._load_autoencoder()
+            encode_picture = self._load_vision()
         encoder, tokenizer = self._load_encoder()
         try:
             for asked in texts:
@@ -80,37 +89,52 @@ class WanPromptEncoder(CachedPromptEncoder):
                 # Uncut, so that `prepare` can tell what the encoder does not see.
                 length = len(tokenizer(clean).input_ids)
                 embeds = PromptEmbeds(text=states, glyph=torch.zeros(0, 1))
+                count = [length, 0]
                 if encode_picture is not None and isinstance(asked, Pictured):
-                    embeds = replace(embeds, kept=encode_picture(asked))
-                self._write(asked, embeds, (length, 0))
-                yield length, 0
+                    embeds = replace(embeds, **encode_picture(asked))
+                    count.append(embeds.lengths[2])
+                self._write(asked, embeds, tuple(count))
+                yield tuple(count)
         finally:
             del encoder, encode_picture
             self._release()
 
-    def _load_autoencoder(self) -> Callable[[Pictured], Tensor]:
-        """Function from a picture to the latents (C, 1, H, W) of a first frame, by the
-        pipeline's own method, in float32: it is one frame.
+    def _load_vision(self) -> Callable[[Pictured], dict[str, Tensor]]:
+        """Function from a picture to fields of `PromptEmbeds`, by the pipeline's own
+        methods: what videos keep, (C, 1, H, W), or CLIP's tokens (257, 1280) and the
+        channels (20, F, H, W) of a mask and of the picture before grey frames.
+
+        The autoencoder computes in float32.
         """
+        reads = self.reads_pictures
         vae = load_vae(AutoencoderKLWan, self.root / "vae", "float32").to(self.device)
         plain = WanImageToVideoPipeline(
-            *(None, None), vae, scheduler=None, expand_timesteps=True
+            *(None, None), vae, scheduler=None, expand_timesteps=not reads
         )
-        scaling = plain.video_processor
+        if reads:
+            from transformers import CLIPImageProcessor, CLIPVisionModel
+
+            folder = self.root / "image_processor"
+            plain.image_processor = CLIPImageProcessor.from_pretrained(folder)
+            plain.image_encoder = self._load(CLIPVisionModel, "image_encoder")
+        device = torch.device(self.device)
 
         @torch.no_grad()
-        def encode(asked: Pictured) -> Tensor:
+        def encode(asked: Pictured) -> dict[str, Tensor]:
             size = {"height": asked.height, "width": asked.width}
-            picture = scaling.resize(
+            picture = plain.video_processor.resize(
                 read_picture(asked.image), **size, resize_mode="crop"
             )
-            pixels = scaling.preprocess(picture, **size).to(self.device)
+            pixels = plain.video_processor.preprocess(picture, **size).to(device)
             # Given latents, it draws none.
-            _, frame, _ = plain.prepare_latents(
-                *(pixels, 1, vae.config["z_dim"], asked.height, asked.width, 1),
-                *(torch.float32, torch.device(self.device), None, pixels),
+            _, made, *_ = plain.prepare_latents(
+                *(pixels, 1, vae.config["z_dim"], asked.height, asked.width),
+                *(asked.num_frames, torch.float32, device, None, pixels),
             )
-            return frame[0]
+            if not reads:
+                return {"kept": made[0]}
+            tokens = plain.encode_image(picture, device)
+            return {"image": tokens[0], "frame": made[0]}
 
         return encode
 

@@ -30,6 +30,7 @@ Shapes: B batch, C channels, F frames, H, W, N video tokens, D width.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, ClassVar
 
@@ -43,7 +44,12 @@ from sage_fast.models.block import EPS
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.stored import velocity_dtype
-from sage_fast.models.wan.block import TwoLevels, block_forward, read_block
+from sage_fast.models.wan.block import (
+    TEXT_TOKENS,
+    TwoLevels,
+    block_forward,
+    read_block,
+)
 from sage_fast.records import PromptEmbeds
 
 
@@ -78,14 +84,14 @@ def _fused_forward(
 ) -> Any:
     """Forward of an accelerated transformer, with diffusers' arguments."""
     scale = (attention_kwargs or {}).get("scale", 1.0)
-    if encoder_hidden_states_image is not None or scale != 1.0:
+    if scale != 1.0:
         raise ValueError(
-            "The fused forward of Wan is for text-to-video and adapters at full scale. "
-            "For anything else set model.forward to stock."
+            "The fused forward of Wan is for adapters at full scale. For anything else "
+            "set model.forward to stock."
         )
     with without_autocast(hidden_states, self.patch_embedding.weight.dtype):
         sample = self._acceleration.forward(
-            hidden_states, timestep, encoder_hidden_states
+            hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image
         )
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
@@ -121,9 +127,15 @@ class WanForward(BlockwiseForward):
         )
         return table[0], table[1]
 
-    def forward(self, latents: Tensor, timestep: Tensor, text: Tensor) -> Tensor:
-        """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps and
-        text (B, 512, text width).
+    def forward(
+        self,
+        latents: Tensor,
+        timestep: Tensor,
+        text: Tensor,
+        image: Tensor | None = None,
+    ) -> Tensor:
+        """Velocity (B, C, F, H, W), in the weights' dtype, of latents, timesteps, text
+        (B, 512, text width) and a picture's tokens (B, 257, 1280).
 
         Timesteps (B,), or (B, N) one per token, of which those of the first latent
         frame are equal, and all others.
@@ -136,9 +148,11 @@ class WanForward(BlockwiseForward):
             # A video of one frame has the one level twice.
             levels = 2
             timestep = timestep[:, [0, -1]].flatten()
-        temb, time, text, _ = transformer.condition_embedder(
-            timestep, text, None, timestep_seq_len=levels
+        temb, time, text, image = transformer.condition_embedder(
+            timestep, text, image, timestep_seq_len=levels
         )
+        if image is not None:
+            text = torch.cat([image, text], 1)
         x = self.enter(
             transformer.patch_embedding(latents)
             .flatten(2)
@@ -198,8 +212,6 @@ def accelerate_wan(
     return acceleration
 
 
-TEXT_TOKENS = 512
-
 NAMES = {
     "attn1.to_q": "self_attn.q",
     "attn1.to_k": "self_attn.k",
@@ -213,6 +225,15 @@ NAMES = {
     "ffn.net.2": "ffn.2",
 }
 """Linear layers of a block in diffusers -> in the official class, and so in ComfyUI."""
+
+PICTURE_NAMES = {
+    "attn2.add_k_proj": "cross_attn.k_img",
+    "attn2.add_v_proj": "cross_attn.v_img",
+}
+"""Those of image-to-video alone, which get an adapter where one is asked for."""
+
+IMAGE_TOKENS = 257
+"""Tokens of a picture: 16 x 16 patches of CLIP and its class token."""
 
 OUTER_NAMES = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -233,7 +254,10 @@ class WanTransformer(ModelFamily):
     lora_targets = tuple(NAMES)
     in_float32 = tuple(WanTransformer3DModel._keep_in_fp32_modules)
     plans_stock = True
-    names: ClassVar = {layer: (official, official) for layer, official in NAMES.items()}
+    names: ClassVar = {
+        layer: (official, official)
+        for layer, official in (NAMES | PICTURE_NAMES).items()
+    }
     official_blocks = "blocks"
     outer_names = OUTER_NAMES
     # 2.1 or without a number; text-to-video.
@@ -285,10 +309,21 @@ class WanTransformer(ModelFamily):
         drawn = latents
         if any(frames is not None for frames in kept):
             latents, timestep = _beside_kept(transformer, latents, timestep, kept)
+        images = [prompt.image for prompt in prompts if prompt.image is not None]
+        channels = [prompt.frame for prompt in prompts if prompt.frame is not None]
+        inputs = latents.to(dtype)
+        if channels:
+            beside = torch.stack(channels).to(inputs)
+            # Those of a plan have no size.
+            beside = beside.expand(-1, -1, *latents.shape[2:])
+            inputs = torch.cat([inputs, beside], dim=1)
         result: Tensor = transformer(
-            hidden_states=latents.to(dtype),
+            hidden_states=inputs,
             timestep=timestep,
             encoder_hidden_states=text,
+            encoder_hidden_states_image=torch.stack(images).to(text)
+            if images
+            else None,
             return_dict=False,
         )[0]
         result = result.to(velocity_dtype(transformer))
@@ -311,9 +346,16 @@ class WanTransformer(ModelFamily):
     def empty_prompt(
         config: Mapping[str, Any], tokens: int, dtype: torch.dtype
     ) -> PromptEmbeds:
-        text = torch.empty(tokens, config["text_dim"], dtype=dtype, device="meta")
-        # There is no glyph encoder, so any width of no tokens will do.
-        return PromptEmbeds(text=text, glyph=torch.empty(0, 1, device="meta"))
+        empty = partial(torch.empty, dtype=dtype, device="meta")
+        images = image_tokens(config)
+        beside = config["in_channels"] - config["out_channels"]
+        return PromptEmbeds(
+            text=empty(tokens - images, config["text_dim"]),
+            # There is no glyph encoder, so any width of no tokens will do.
+            glyph=empty(0, 1),
+            image=empty(images, config["image_dim"]) if images else None,
+            frame=empty(beside, 1, 1, 1) if images else None,
+        )
 
 
 def _beside_kept(
@@ -338,6 +380,11 @@ def _beside_kept(
             x[:, : frames.shape[1]] = frames
             levels[: frames.shape[1] * tokens] = 0.0
     return latents, timestep
+
+
+def image_tokens(config: Mapping[str, Any]) -> int:
+    """Tokens of a picture in a transformer of this config: none where it reads none."""
+    return 0 if config.get("image_dim") is None else IMAGE_TOKENS
 
 
 def forward_work(
@@ -368,7 +415,12 @@ def forward_work(
     ends += 2 * TEXT_TOKENS * (config["text_dim"] * d + d * d) + 2 * (
         config["freq_dim"] * d + 7 * d * d
     )
-    attention = 4 * n * (n + TEXT_TOKENS) * d
+    images = image_tokens(config)
+    if images:
+        width = config["image_dim"]
+        block += 2 * images * 2 * d * d
+        ends += 2 * images * width * (width + d)
+    attention = 4 * n * (n + TEXT_TOKENS + images) * d
     return Work(
         linear=config["num_layers"] * block + ends,
         attention=config["num_layers"] * attention,

@@ -1,9 +1,11 @@
-"""The model family `wan`: Wan 2.1 text-to-video and Wan 2.2 5B from their repositories
-in diffusers' layout, and its description.
+"""The model family `wan`: Wan 2.1 and Wan 2.2 5B from their repositories in diffusers'
+layout, and its description.
 
-`model.path` is a folder as diffusers saves a `WanPipeline`, or the id of such a
-repository on the hub; 1.3B, 14B and 5B are one class. The 5B model has a noise level
-per token (`expand_timesteps`), so it also continues a picture, if its prompt has one.
+`model.path` is a folder as diffusers saves a `WanPipeline` or a
+`WanImageToVideoPipeline`, or the id of such a repository on the hub; all sizes are one
+class. Wan 2.1's image-to-video reads a picture as channels and as tokens. The 5B model
+has a noise level per token (`expand_timesteps`), so it continues a picture, if its
+prompt has one.
 Wan 2.2 with two experts (`transformer_2`) is refused.
 """
 
@@ -35,11 +37,13 @@ from sage_fast.models.stored import open_transformer, read_json
 from sage_fast.models.wan import (
     DEFAULT_REPOSITORY,
     LARGE_REPOSITORY,
+    PICTURE_REPOSITORY,
     SECOND_REPOSITORY,
     likely_repository,
 )
+from sage_fast.models.wan.block import TEXT_TOKENS
 from sage_fast.models.wan.components import ENCODERS, WanDecoder, WanPromptEncoder
-from sage_fast.models.wan.fused import TEXT_TOKENS, WanTransformer, forward_work
+from sage_fast.models.wan.fused import WanTransformer, forward_work, image_tokens
 
 WAN_1_3B: dict[str, Any] = {
     "_class_name": "WanTransformer3DModel",
@@ -61,6 +65,13 @@ WAN_1_3B: dict[str, Any] = {
 WAN_14B = WAN_1_3B | {"num_attention_heads": 40, "ffn_dim": 13824, "num_layers": 40}
 """The large one, 14,288,491,584 parameters."""
 
+WAN_14B_PICTURES = WAN_14B | {
+    "in_channels": 36,
+    "image_dim": 1280,
+    "added_kv_proj_dim": 5120,
+}
+"""That of image-to-video, 16,394,878,784 parameters."""
+
 WAN_22_5B = WAN_1_3B | {
     "num_attention_heads": 24,
     "in_channels": 48,
@@ -72,6 +83,8 @@ WAN_22_5B = WAN_1_3B | {
 PUBLISHED = {
     DEFAULT_REPOSITORY: WAN_1_3B,
     LARGE_REPOSITORY: WAN_14B,
+    PICTURE_REPOSITORY: WAN_14B_PICTURES,
+    PICTURE_REPOSITORY.replace("480P", "720P"): WAN_14B_PICTURES,
     SECOND_REPOSITORY: WAN_22_5B,
 }
 """Repositories -> their transformer."""
@@ -96,11 +109,12 @@ TEXT_ENCODER_GB = 11.4
 DOWNLOAD_GB = {
     DEFAULT_REPOSITORY: 5.7 + 0.5,
     LARGE_REPOSITORY: 57.2 + 0.5,
+    PICTURE_REPOSITORY: 65.6 + 0.5 + 2.5,
     SECOND_REPOSITORY: 20.0 + 2.8,
 }
 TEXT_DOWNLOAD_GB = 22.7
-"""1e9 bytes of a download in float32, at most: transformer and autoencoder; the text
-encoder.
+"""1e9 bytes of a download in float32, at most: transformer, autoencoder and CLIP; the
+text encoder.
 """
 
 TEXT_ENCODER: dict[str, Any] = {
@@ -113,7 +127,11 @@ TEXT_ENCODER: dict[str, Any] = {
 """The published UMT5-XXL."""
 
 PARTS = ("transformer", "vae", *ENCODERS)
-"""Folders in diffusers' layout."""
+PICTURE_PARTS = ("image_encoder", "image_processor")
+"""Folders in diffusers' layout, and those of image-to-video of Wan 2.1 alone."""
+
+
+IMAGE_TO_VIDEO = "WanImageToVideoPipeline"
 
 
 class Wan(WanTransformer):
@@ -137,7 +155,7 @@ class Wan(WanTransformer):
             weights=weights,
             prompt_encoder=WanPromptEncoder(
                 root=root,
-                parts=ENCODERS if facts.pictures is False else (*ENCODERS, "vae"),
+                parts=_encoders(facts.pictures),
                 cache=cache / "prompts",
                 device=model_device(model),
             ),
@@ -158,11 +176,14 @@ class Wan(WanTransformer):
             for key, value in autoencoder.items()
         )
         decoder = partial(WanDecoder.empty, config=tuple(hashable))
+        transformer = stored_config(
+            folder, "transformer", PUBLISHED[likely], WanTransformer3DModel
+        )
+        images = image_tokens(transformer)
         return ModelDescription(
-            transformer=stored_config(
-                folder, "transformer", PUBLISHED[likely], WanTransformer3DModel
-            ),
-            text_tokens=TEXT_TOKENS,
+            transformer=transformer,
+            text_tokens=TEXT_TOKENS + images,
+            image_tokens=images,
             latent_shape=decoder().latent_shape,
             decoding=lambda latent, videos, section, on_gpu: decoder(
                 section.decode_dtype(on_gpu=False)
@@ -178,13 +199,18 @@ class Wan(WanTransformer):
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or DEFAULT_REPOSITORY
-        include = ["model_index.json", *(f"{part}/*" for part in (*PARTS, "scheduler"))]
         likely = likely_repository(path)
+        parts = PARTS + (PICTURE_PARTS if likely == PICTURE_REPOSITORY else ())
+        include = ["model_index.json", *(f"{part}/*" for part in (*parts, "scheduler"))]
         size = DOWNLOAD_GB[likely] + TEXT_DOWNLOAD_GB
-        return [requirement("Wan", path, PARTS, likely, *include, gigabytes=size)]
+        return [requirement("Wan", path, parts, likely, *include, gigabytes=size)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
+
+    def pipeline_class(self, model: ModelConfig) -> str:
+        likely = likely_repository(model.path or DEFAULT_REPOSITORY)
+        return IMAGE_TO_VIDEO if likely == PICTURE_REPOSITORY else self.pipeline
 
     def pipeline_base(self, model: ModelConfig) -> str:
         return model.path or DEFAULT_REPOSITORY
@@ -195,7 +221,7 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     what cannot be trained.
     """
     path = model.path or DEFAULT_REPOSITORY
-    parts = (*PARTS, "scheduler")
+    parts = (*PARTS, *PICTURE_PARTS, "scheduler")
     likely = likely_repository(path)
     root = find_folder(path, parts, likely, "convert_wan", download=download)
     file = root / "model_index.json"
@@ -204,7 +230,10 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
     command = fetch_command(DEFAULT_REPOSITORY)
     # A pipeline's file has [null, null] for a part that it lacks.
     for wrong, why in (
-        (kind != "WanPipeline", f"is of a {kind}, not of a WanPipeline"),
+        (
+            kind not in ("WanPipeline", IMAGE_TO_VIDEO),
+            f"is of a {kind}, not of a WanPipeline or {IMAGE_TO_VIDEO}",
+        ),
         (
             (index.get("transformer_2") or [None])[0] is not None,
             "has two experts (Wan 2.2 A14B)",
@@ -224,15 +253,19 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
                 f"5B, for example: {command}"
             )
     require_parts(root, PARTS, path, likely)
-    config = read_json(root / "transformer" / "config.json")
-    if config.get("image_dim") is not None:
-        raise ValueError(
-            f"These weights cannot be trained: {root / 'transformer'} animates an "
-            "image. Use a T2V model."
-        )
     # With a noise level per token the first frame may be a picture's.
     pictures = None if index.get("expand_timesteps") else False
+    if image_tokens(read_json(root / "transformer" / "config.json")):
+        pictures = True
+        require_parts(root, PICTURE_PARTS, path, likely)
     return root, WeightFacts(shift=published_shift(root), pictures=pictures)
+
+
+def _encoders(pictures: bool | None) -> tuple[str, ...]:
+    """Folders of what encodes prompts, see `WeightFacts.pictures`."""
+    if pictures is False:
+        return ENCODERS
+    return (*ENCODERS, "vae", *(PICTURE_PARTS if pictures else ()))
 
 
 def _encoding(config: dict[str, Any], words: float) -> tuple[float, float]:

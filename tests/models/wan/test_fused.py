@@ -15,7 +15,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from sage_fast.models.fused import Rotary, accelerate
-from sage_fast.models.wan.fused import NAMES, TEXT_TOKENS, WanTransformer
+from sage_fast.models.wan.block import TEXT_TOKENS
+from sage_fast.models.wan.fused import NAMES, WanTransformer
 from sage_fast.models.wan.wan import Wan
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.policy.lora import add_lora

@@ -1,4 +1,4 @@
-"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5 and Wan 2.1. Importing this
+"""SAGE-Fast: GRPO post-training of HunyuanVideo-1.5 and Wan. Importing this
 package loads nothing heavy.
 
 run = train("toy_cpu")              docs/how_to/python.md

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
+from diffusers import AutoencoderKLWan
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor
 
@@ -62,7 +62,7 @@ class WanPromptEncoder(CachedPromptEncoder):
     template = ("wan", "ftfy", True)
     limits = (TEXT_TOKENS, 1)
     readers = ("text encoder", "glyph encoder")
-    usual = ("Wan 2.1", "80 to 100")
+    usual = ("Wan", "80 to 100")
 
     def _encode(
         self, texts: Sequence[str | Pictured]
@@ -106,6 +106,8 @@ class WanPromptEncoder(CachedPromptEncoder):
 
         The autoencoder computes in float32.
         """
+        from diffusers import WanImageToVideoPipeline
+
         reads = self.reads_pictures
         vae = load_vae(AutoencoderKLWan, self.root / "vae", "float32").to(self.device)
         plain = WanImageToVideoPipeline(

@@ -260,16 +260,15 @@ class WanTransformer(ModelFamily):
     }
     official_blocks = "blocks"
     outer_names = OUTER_NAMES
-    # 2.1 or without a number; text-to-video.
-    architectures = r"(?!.*(wan(video)?2[02-9]|i2v)).*wan.*"
+    # 2.1 or without a number, or 2.2 5B, which no other model has the sizes of.
+    architectures = r"(?!.*wan(video)?2[02-9](?!.*5b)).*wan.*"
     pipeline = "WanPipeline"
     scheduler = ("UniPCMultistepScheduler", "flow_shift")
     clients: ClassVar = {
         "diffusers": Client("diffusers"),
         "comfyui": Client(
             "ComfyUI",
-            "# then load it with the node LoraLoaderModelOnly behind the Wan 2.1 "
-            "model\n"
+            "# then load it with the node LoraLoaderModelOnly behind the Wan model\n"
             "cp {folder}/{file} ComfyUI/models/loras/",
         ),
         "musubi": Client(

@@ -182,10 +182,9 @@ def test_a_video_that_does_not_fit_is_decoded_in_tiles(model: Model) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"_class_name": "WanImageToVideoPipeline"}, "is of a WanImageToVideoPipeline"),
+        ({"_class_name": "WanVACEPipeline"}, "is of a WanVACEPipeline"),
         ({"transformer_2": ["diffusers", "WanTransformer3DModel"]}, "two experts"),
         ({"boundary_ratio": 0.875}, "two experts take turns"),
-        ({"expand_timesteps": True}, "a noise level per token"),
         ({"vae": "gone"}, "hf download"),
     ],
 )
@@ -219,7 +218,7 @@ def test_half_a_folder_of_two_experts_is_refused(
     for use in (load_components, model_family("wan").inspect):
         with pytest.raises(
             ValueError,
-            match=r"transformer_2 beside it.*Use Wan 2\.1, for example: hf download",
+            match=r"transformer_2 beside it.*Use Wan 2\.1 or Wan 2\.2 5B, for .*: hf download",
         ):
             use(section(folder))
 

@@ -183,8 +183,8 @@ def transition_table(
 ) -> TransitionTable:
     """Coefficients of a sampler on given noise levels.
 
-    `sage_grpo`, `dance_grpo` and `flow_grpo` share  a = 1 - V/(2s),  b = -D -
-    V(1-s)/(2s)  and differ in V; `cps` and `sage_exact` have  a = (1-n) + q,  b =
+    `sage_grpo`, `dance_grpo`, `flow_grpo` and `flow_grpo_wan` share  a = 1 - V/(2s),  b
+    = -D - V(1-s)/(2s)  and differ in V; `cps` and `sage_exact` have  a = (1-n) + q,  b =
     -s(1-n) + (1-s)q  with q = sqrt(n^2 - V), which is n cos(eta pi/2) and n rho,  rho =
     exp(-eta^2/2 (logit s - logit n));  `ode` is a = 1, b = -D, V = 0. A step with V <=
     0 is taken as the `ode` step and is not trainable.
@@ -194,7 +194,8 @@ def transition_table(
             which is called with it, `sigmas` and `eta` and returns the table.
         sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from
             `sigma_schedule`. eta: noise level, finite and not negative; at most 1 for
-            `cps`. `ode` draws no noise whatever eta is. sage_margin: `sage_grpo` takes
+            `cps`; 1 for `flow_grpo_wan` to be flow_grpo's code for Wan, which has no
+            noise level. `ode` draws no noise whatever eta is. sage_margin: `sage_grpo` takes
             the variance of a step from 1 as if it began at 1 - sage_margin.
 
     Raises:
@@ -252,6 +253,11 @@ def transition_table(
         # FlowGRPO's code.
         guarded = torch.where(s == 1, n, s)
         variance = eta**2 * step * s / (1 - guarded)
+    elif sde_type == "flow_grpo_wan":
+        # From the last level to the second one, linear in sigma (flow_grpo's
+        # `wan_pipeline_with_logprob.py`: sde_step_with_logprob). It has no noise level.
+        rate = sigmas[-1] + (sigmas[1] - sigmas[-1]) * s
+        variance = (eta * rate) ** 2 * step
     elif sde_type == "cps":
         variance = (n * math.sin(eta * math.pi / 2)) ** 2
         q = n * math.cos(eta * math.pi / 2)

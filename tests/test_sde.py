@@ -136,6 +136,38 @@ def test_the_margin_of_sage_moves_its_first_step_only() -> None:
     )
 
 
+GOLDEN_WAN = [
+    (0, 1919 / 2000, -1 / 10, math.sqrt(81 / 1000)),
+    (1, 37813 / 40000, -62187 / 400000, math.sqrt(19683 / 200000)),
+    (2, 2957 / 3200, -3443 / 12800, 27 / 80),
+    (3, 719 / 800, -881 / 1600, math.sqrt(81 / 800)),
+]
+"""(step, a, b, std) at the levels 1, 9/10, 3/4, 1/2 and 0, by hand with fractions. The
+function itself, `sde_step_with_logprob` of flow_grpo/diffusers_patch/
+wan_pipeline_with_logprob.py, gave the same means and log-probabilities as ours to 3e-7
+and 3e-6 in its float32, at 6, 14 and 20 steps with shifts 3 and 5.
+"""
+
+
+@pytest.mark.parametrize(("step", "a", "b", "std"), GOLDEN_WAN)
+def test_flow_grpo_wan_is_the_step_of_flow_grpos_code_for_wan(
+    step: int, a: float, b: float, std: float
+) -> None:
+    """Its standard deviation per root of the step is the second level times sigma. It
+    has no noise level, so eta is a factor.
+    """
+    sigmas = sigma_schedule(4, 3.0)
+    table = transition_table("flow_grpo_wan", sigmas, 1.0)
+    found = [float(column[step]) for column in (table.a, table.b, table.std)]
+    assert found == pytest.approx([a, b, std], rel=1e-12)
+    half = transition_table("flow_grpo_wan", sigmas, 0.5)
+    assert float(half.std[step]) == pytest.approx(std / 2, rel=1e-12)
+    # It runs from the last level, which may lie above 0, to the second one.
+    early = transition_table("flow_grpo_wan", sigmas[:4], 1.0)
+    rate = 0.5 + (0.9 - 0.5) * sigmas[:3]
+    torch.testing.assert_close(early.std, rate * (-sigmas[:4].diff()).sqrt())
+
+
 @pytest.mark.parametrize("sde_type", NOISY)
 def test_restrict_keeps_the_window_and_makes_the_rest_ode(sde_type: str) -> None:
     full = transition_table(sde_type, sigma_schedule(12, 5.0), 0.5)
@@ -285,7 +317,9 @@ def test_every_sampler_keeps_the_mean_exactly(sde_type: str, num_steps: int) -> 
     )
 
 
-@pytest.mark.parametrize("sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "ode"])
+@pytest.mark.parametrize(
+    "sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo_wan", "ode"]
+)
 def test_the_variance_converges_along_the_whole_way(sde_type: str) -> None:
     """First order: twice the steps, half the largest error on the way."""
     largest = [

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sampler",
         default="ode",
-        metavar="{sage_grpo,sage_exact,dance_grpo,flow_grpo,cps,ode}",
+        metavar="{sage_grpo,sage_exact,dance_grpo,flow_grpo,flow_grpo_wan,cps,ode}",
         help="ode, or an SDE type, with rollout.eta; default ode",
     )
     parser.add_argument(

@@ -15,7 +15,7 @@ keys that most people set:
   --resume auto                       continue the run that is there
   --data.prompts FILE                 training prompts: .csv, .jsonl or .txt
   --reward.rewards=[NAME, ...]        rewards, also package.module:function of your own
-  --rollout.sde_type NAME             sage_grpo, sage_exact, dance_grpo, flow_grpo or cps
+  --rollout.sde_type NAME             sage_grpo, sage_exact, dance_grpo, flow_grpo, flow_grpo_wan or cps
   --rollout.num_generations N         videos of a prompt that compete
   --rollout.batch_size N              videos of a rollout on each rank
   --optimizer.learning_rate X

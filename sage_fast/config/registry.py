@@ -38,7 +38,15 @@ UPDATES = {
 """`training.update` -> `Objective`."""
 
 SAMPLERS = dict.fromkeys(
-    ("sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps", "ode"),
+    (
+        "sage_grpo",
+        "sage_exact",
+        "dance_grpo",
+        "flow_grpo",
+        "flow_grpo_wan",
+        "cps",
+        "ode",
+    ),
     "sage_fast.sde:transition_table",
 )
 """`rollout.sde_type` -> a function as `transition_table` is one."""

@@ -355,7 +355,9 @@ class RolloutConfig:
     Euler steps.
     """
     eta: NotNegative = 0.5
-    """Noise scale of the sampler; 0 is the ODE."""
+    """Noise scale of the sampler; 0 is the ODE. With `flow_grpo_wan` it is a factor of
+    the noise of flow_grpo's code for Wan, which has no such setting: 1 is theirs.
+    """
     guidance_scale: NotNegative = fixed(6.0, PAIRS)
     """Classifier-free guidance; 1 evaluates the conditional branch only."""
     negative_prompt: str = fixed("", PAIRS)

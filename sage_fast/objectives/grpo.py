@@ -352,9 +352,9 @@ class GRPO(Objective):
                 f"rollout.sde_type = {config.rollout.sde_type!r} with eta = "
                 f"{config.rollout.eta} draws no noise, so the policy has no "
                 "log-probability and nothing can be trained. Choose sage_grpo, "
-                "sage_exact, dance_grpo, flow_grpo or cps with eta > 0 (rollout.eta = "
-                "0.5 is the reference default), or training.update forward_process, "
-                "which needs no noise."
+                "sage_exact, dance_grpo, flow_grpo, flow_grpo_wan or cps with eta > 0 "
+                "(rollout.eta = 0.5 is the reference default), or training.update "
+                "forward_process, which needs no noise."
             )
         check_trainable_steps(config.rollout, config.training)
 

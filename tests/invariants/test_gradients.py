@@ -121,7 +121,8 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 )
 @pytest.mark.parametrize("kl_mode", get_args(KLMode))
 @pytest.mark.parametrize(
-    "sde_type", ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "cps"]
+    "sde_type",
+    ["sage_grpo", "sage_exact", "dance_grpo", "flow_grpo", "flow_grpo_wan", "cps"],
 )
 def test_loss_and_gradients_equal_explicit_log_probabilities(
     sde_type: str, kl_mode: Any, ratio: Any, equalizer: bool

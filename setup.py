@@ -134,6 +134,7 @@ setup(
     package_data={
         "sage_fast": [
             "py.typed",
+            "config/*.yaml",
             "models/toy/assets/*",
             "models/toy/assets/words/*",
             "tools/*.md",

@@ -10,13 +10,15 @@ published recipes.
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from sage_fast.config.documents import read_yaml
 from sage_fast.config.sections import LoraConfig, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -39,18 +41,22 @@ have 1.3 to 14 billion.
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Settings that decide how far an update moves the weights. rank: of adapters; None
-    for whole weights.
+    """Settings that decide how far an update moves the weights.
 
-    Example: `GRPO_RECIPES["lora"].movement` is 4.6e-4.
+    Example: `published_recipe(GRPO_RECIPES["lora"]).movement` is 9.2e-4.
     """
 
     name: str
     optimizer: Literal["muon", "adamw"]
     learning_rate: float
     rank: int | None = None
-    scale: float = 1.0
-    """lora.alpha / lora.rank."""
+    """Of adapters; None for whole weights."""
+    alpha: float | None = None
+    """Numerator of the adapters' scale, alpha / rank; None is a scale of 1."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank if self.alpha and self.rank else 1.0
 
     @property
     def movement(self) -> float:
@@ -61,29 +67,24 @@ class Recipe:
         return f"{self.name} ({self.optimizer}, {self.learning_rate:g}{scale})"
 
 
-_FULL = Recipe(name="SAGE-GRPO's code", optimizer="muon", learning_rate=1e-5)
-GRPO_RECIPES: dict[Literal["lora", "full"], Recipe] = {
-    "lora": Recipe(
-        name="Flow-Factory's GRPO of Wan 2.1",
-        optimizer="adamw",
-        learning_rate=1e-4,
-        rank=64,
-    ),
-    "full": _FULL,
+def published_recipe(key: str) -> Recipe:
+    """A recipe of `config/published_recipes.yaml`, which has the places of its values."""
+    file = Path(__file__).parent / "config/published_recipes.yaml"
+    quoted = read_yaml(file.read_text("utf-8"), str(file))[key]
+    return Recipe(**{field.name: quoted.get(field.name) for field in fields(Recipe)})
+
+
+GRPO_RECIPES: dict[Literal["lora", "full"], str] = {
+    "lora": "flow_factory_wan21_grpo",
+    "full": "sage_grpo_hv15",
 }
-NFT_RECIPES: dict[Literal["lora", "full"], Recipe] = {
-    "lora": Recipe(
-        name="DiffusionNFT's SD3.5",
-        optimizer="adamw",
-        learning_rate=3e-4,
-        rank=32,
-        scale=2.0,
-    ),
-    "full": _FULL,
+NFT_RECIPES: dict[Literal["lora", "full"], str] = {
+    "lora": "diffusion_nft_sd35",
+    "full": "sage_grpo_hv15",
 }
-"""Published recipe by training.mode, of GRPO and of the forward process; sources:
-docs/real_model.md. UniRL's SD3 and verl-omni's MiniMax-H3 (rank 64) take DiffusionNFT's
-rate and alpha / rank.
+"""Key of `published_recipe` by training.mode, of GRPO and of the forward process: what
+a run without a preset is compared with. Others differ: UniRL moves a LoRA of Wan 2.1 3
+times as far as Flow-Factory, and one of HunyuanVideo-1.5 a twentieth as far.
 """
 
 
@@ -108,27 +109,30 @@ def first_movement(
 def unusual_movement(
     optimizer: OptimizerConfig,
     lora: LoraConfig,
-    published: Recipe,
+    published: str,
     parameters: int,
 ) -> tuple[str, float] | None:
     """Warning where a first update moves the weights less than a tenth or more than ten
     times as far as published.
 
     Args:
-        published: recipe of the objective and of what is trained.
+        published: key of the recipe of the objective and of what is trained.
         parameters: of the model; none is published for a small one.
 
     Returns:
         The warning and the rate that moves them as far; None where there is nothing to
         warn of.
     """
-    rank = None if published.rank is None else lora.rank
+    if parameters < LARGE_MODEL:
+        return None
+    recipe = published_recipe(published)
+    rank = None if recipe.rank is None else lora.rank
     scale = (lora.alpha or lora.rank) / lora.rank
     share = (
         first_movement(optimizer.name, optimizer.learning_rate, rank, scale)
-        / published.movement
+        / recipe.movement
     )
-    if parameters < LARGE_MODEL or 0.1 <= share <= 10:
+    if 0.1 <= share <= 10:
         return None
     feared = "the reward may not move" if share < 1 else "the videos may break"
     # The movement is proportional to the rate. One digit is as much as is known of it.
@@ -136,7 +140,7 @@ def unusual_movement(
     text = (
         f"optimizer.learning_rate is {optimizer.learning_rate:g} with "
         f"{optimizer.name}: a first update moves weights {share:.2g} times as far as "
-        f"that of {published}, so {feared}. Set it to about {rate:g}, unless this is "
+        f"that of {recipe}, so {feared}. Set it to about {rate:g}, unless this is "
         "meant."
     )
     return text, rate

@@ -29,7 +29,7 @@ from sage_fast.objective import (
     initial_kl_weight,
     next_kl_weight,
 )
-from sage_fast.optim import GRPO_RECIPES, Recipe
+from sage_fast.optim import GRPO_RECIPES
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, Sample, ScoredRollout
 from sage_fast.rollout import (
@@ -119,8 +119,8 @@ class Objective(ABC):
     """Several updates of a rollout have some of its videos each, not some positions."""
     same_gradient: ClassVar[str | None] = None
     """`training.update` of another objective with the same gradient."""
-    published: ClassVar[Mapping[Literal["lora", "full"], Recipe]] = GRPO_RECIPES
-    """Published recipe by training.mode."""
+    published: ClassVar[Mapping[Literal["lora", "full"], str]] = GRPO_RECIPES
+    """Key of a published recipe by training.mode."""
 
     @staticmethod
     @abstractmethod

@@ -23,8 +23,7 @@ from sage_fast.config.load import (
 )
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
 from sage_fast.models.hunyuan15.hunyuan15 import DISTILLED_STEPS, HUNYUAN_VIDEO_15
-from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, objective_of
-from sage_fast.optim import first_movement
+from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
 from sage_fast.planning.work import least_gpus
@@ -164,6 +163,7 @@ def test_a_preset_has_the_defaults_of_the_reference(preset: Path) -> None:
         training.timestep_fraction,
     ) == (10, True, 1.0)
     assert optimizer.max_grad_norm == 1.0
+    assert (config.lora.rank, config.lora.alpha) == (32, 64)
     assert config.evaluation.num_steps == (
         DISTILLED_STEPS if "distilled" in preset.stem else 40
     )
@@ -232,27 +232,6 @@ def test_the_paper_is_one_preset() -> None:
     assert changed == {"rollout.batch_size": 8, "rollout.initial_noise": "fixed"}
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
-def test_an_update_moves_the_weights_as_in_the_published_recipe_of_its_kind(
-    preset: Path,
-) -> None:
-    config = load_config(preset)
-    mode = config.training.mode
-    lora = config.lora
-    optimizer = config.optimizer
-    published = objective_of(config).published[mode]
-    scale = (lora.alpha or lora.rank) / lora.rank
-    found = first_movement(
-        optimizer.name,
-        optimizer.learning_rate,
-        lora.rank if mode == "lora" else None,
-        scale,
-    )
-    assert 1 / 3 < found / published.movement < 3
-    if "distilled" in str(config.model.path):
-        assert config.evaluation.num_steps == DISTILLED_STEPS
-
-
 @pytest.mark.parametrize("preset", SMALL_RECIPES, ids=lambda p: p.stem)
 def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_recipes(
     preset: Path,
@@ -263,6 +242,8 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
     assert (
         videos >= FEW_VIDEOS and videos // config.rollout.num_generations >= FEW_PROMPTS
     )
+    if "distilled" in str(config.model.path):
+        assert config.evaluation.num_steps == DISTILLED_STEPS
     forward = config.training.update == "forward_process"
     path = preset.stem.endswith("_path")
     noised = preset.stem.endswith(("_nft", "_24gb"))

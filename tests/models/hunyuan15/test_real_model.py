@@ -61,6 +61,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "--rollout.num_generations=2",
         "--rollout.batch_size=4",
         "--lora.rank=2",
+        "--lora.alpha=2",
         "--optimizer.learning_rate=0.02",
         "--training.num_updates=2",
         "--training.ema_decay=0.5",

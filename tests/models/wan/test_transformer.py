@@ -153,7 +153,12 @@ def test_a_bfloat16_model_keeps_in_float32_what_the_stock_one_keeps(
 def test_the_closed_form_is_what_torch_counts() -> None:
     config = load_config(
         "configs/wan_480p_lora_1gpu.yaml",
-        ["--model.path=null", "--model.checkpointing=none"],
+        [
+            "--model.path=null",
+            "--model.checkpointing=none",
+            "--rollout.guidance_scale=5",
+            "--lora={rank: 32, target_modules: null}",
+        ],
     )
     call = velocity_call(config, describe_model(config.model), on_gpu=True)
     assert call.latent == (16, 21, 60, 104) and call.forward == "fused"

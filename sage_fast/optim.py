@@ -50,9 +50,9 @@ class Recipe:
     optimizer: Literal["muon", "adamw"]
     learning_rate: float
     rank: int | None = None
-    """Of adapters; None for whole weights."""
+    """Of adapters; null for whole weights."""
     alpha: float | None = None
-    """Numerator of the adapters' scale, alpha / rank; None is a scale of 1."""
+    """Numerator of the adapters' scale, alpha / rank; null means a scale of 1."""
 
     @property
     def scale(self) -> float:

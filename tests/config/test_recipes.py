@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks import report
 from sage_fast.config.load import load_config, preset_names
 from sage_fast.config.schema import RunConfig
 from sage_fast.optim import (
@@ -28,14 +29,6 @@ LARGE = [name for name in preset_names() if re.match(r"(hv15|wan\d*)_", name)]
 """Presets of published weights. A new family's are added by the start of its name."""
 
 
-def recipe_of(preset: str) -> str:
-    """Key in the line `# Recipe: KEY` of a preset's head."""
-    text = (ROOT / f"configs/{preset}.yaml").read_text("utf-8")
-    found = re.findall(r"^# Recipe(?: of [a-z ]+)?: (\w+)", text, re.M)
-    assert len(found) == 1, f"{preset}: {found}"
-    return str(found[0])
-
-
 def own_movement(config: RunConfig) -> float:
     """`first_movement` of a configuration."""
     lora = config.lora
@@ -53,7 +46,7 @@ def test_a_first_update_moves_the_weights_as_far_as_in_the_recipe_that_is_named(
     preset: str,
 ) -> None:
     config = load_config(preset)
-    recipe = published_recipe(recipe_of(preset))
+    recipe = published_recipe(report.named_recipe(preset))
     assert (recipe.rank is None) == (config.training.mode == "full")
     assert 1 / 2 <= own_movement(config) / recipe.movement <= 2
     assert recipe.optimizer == config.optimizer.name
@@ -95,39 +88,13 @@ def test_a_small_model_is_compared_with_no_recipe() -> None:
     )
 
 
-def shown_rate(rate: float) -> str:
-    """1e-4, as code writes it."""
-    return f"{rate:.0e}".replace("e-0", "e-")
-
-
-def published_rows() -> list[str]:
-    """Rows of the table of published recipes in docs/real_model.md."""
-    rows = []
-    for quoted in RECIPES.values():
-        steps = f"{quoted['steps']}; {quoted['guidance']}"
-        rate = shown_rate(quoted["learning_rate"])
-        if quoted["optimizer"] != "adamw":
-            rate += f", {quoted['optimizer'].capitalize()}"
-        trains = "all"
-        if "rank" in quoted:
-            trains = f"LoRA {quoted['rank']}, alpha {quoted['alpha']}"
-        path, _, entry = quoted["file"].partition(", ")
-        place = f"{quoted['source']}: `{path}`" + (f", `{entry}`" if entry else "")
-        cells = [quoted["title"], quoted["video"], quoted["samples"], steps, rate]
-        cells += [quoted["clip"], quoted["kl"], trains, place]
-        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |")
-    return rows
-
-
 def test_the_documented_table_is_the_file() -> None:
+    """With the presets below it; `python -m benchmarks report --write` writes it."""
     page = (ROOT / "docs/real_model.md").read_text("utf-8")
-    assert "\n".join(published_rows()) in page
+    table = report.recipes_block([])
+    assert table in page and len(table.splitlines()) == 2 + len(RECIPES) + 5
+    assert "| LoRA 64, alpha 128 | U: `examples/diffusion/wan21_t2v.yaml` |" in table
+    assert "| 1e-5, Muon | 1e-4 | 1e-7 to 1e-5 | all | S: " in table
     sources = page.split("\nSources: ")[1].split("\n\n")[0]
     for quoted in RECIPES.values():
         assert quoted["commit"] in sources, quoted["title"]
-    for preset, shown in re.findall(r"^\| ours: `(\w+)`[^|]*\|(.*)\|$", page, re.M):
-        config = load_config(preset)
-        cells = [cell.strip() for cell in shown.split("|")]
-        assert cells[3] == shown_rate(config.optimizer.learning_rate)
-        assert cells[6] == f"LoRA {config.lora.rank}, alpha {config.lora.alpha:g}"
-        assert cells[7] == f"after `{recipe_of(preset)}`"

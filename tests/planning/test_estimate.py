@@ -1035,7 +1035,20 @@ def test_a_limit_that_changes_nothing_is_said() -> None:
 def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         ROOT / "configs/wan_480p_lora_1gpu.yaml",
-        ["--model.device=cpu", "--video.height=1088", "--video.width=1920"],
+        [
+            "--model.device=cpu",
+            "--video.height=1088",
+            "--video.width=1920",
+            "--training.guidance=split",
+            "--rollout.guidance_scale=5",
+            "--rollout.num_steps=20",
+            "--rollout.batch_size=8",
+            "--rollout.sde_window.size=null",
+            "--rollout.sde_window.within=1.0",
+            "--rollout.sde_window.stride=1",
+            "--objective.kl_mode=dual",
+            "--lora={rank: 32, target_modules: null}",
+        ],
     )
     assert settle_memory(config) is config
     monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))

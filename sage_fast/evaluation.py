@@ -31,11 +31,12 @@ class Evaluation:
     """Scores of one evaluation.
 
     prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum.
-    noises: videos of each prompt, of which the floats are means. left_out: numbers,
-    among all P + len(left_out) prompts of the evaluation, of those that no reward could
-    score; the lists are of the others. lower_is_better: names of the scores that fall
-    as videos get better; of the others more is better. shown: the scores that are 0 or
-    1 for every video, of the first one of each prompt, which is the one that is shown.
+    noises: videos of each prompt, of which the floats are means. solver: as in
+    `EvaluationConfig`. left_out: numbers, among all P + len(left_out) prompts of the
+    evaluation, of those that no reward could score; the lists are of the others.
+    lower_is_better: names of the scores that fall as videos get better; of the others
+    more is better. shown: the scores that are 0 or 1 for every video, of the first one
+    of each prompt, which is the one that is shown.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]},
     reward=[-0.2])`
@@ -45,6 +46,7 @@ class Evaluation:
     scores: dict[str, list[float]]
     reward: list[float]
     noises: int = 1
+    solver: str = "euler"
     left_out: list[int] = field(default_factory=list)
     lower_is_better: list[str] = field(default_factory=list)
     shown: dict[str, list[float]] = field(default_factory=dict)
@@ -143,10 +145,11 @@ def scored_in_both(
     shared = set(before.numbers()) & set(after.numbers())
     before = before.only(shared)
     after = after.only(shared)
-    if before.prompts != after.prompts or before.noises != after.noises:
+    pairs = ("prompts", "noises", "solver")
+    if any(getattr(before, name) != getattr(after, name) for name in pairs):
         raise ValueError(
-            "The two evaluations are not of the same prompts and noises, so they "
-            "cannot be paired."
+            "The two evaluations are not of the same prompts and noises by "
+            "the same evaluation.solver, so they cannot be paired."
         )
     if len(shared) < 2:
         raise ValueError(
@@ -499,6 +502,7 @@ def evaluate(
         scores={name: column.tolist() for name, column in scores.items()},
         reward=scoring.reward.overall(scores).tolist(),
         noises=section.noises,
+        solver=section.solver,
         left_out=failed.nonzero().flatten().tolist(),
         lower_is_better=sorted(scoring.reward.lower_is_better & scores.keys()),
         shown={name: columns[name][0].tolist() for name in yes_no},

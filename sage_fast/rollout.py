@@ -248,6 +248,40 @@ def sample_trajectory(
     )
 
 
+@torch.no_grad()
+def solve_by_unipc(
+    velocity: StepVelocity, initial: Tensor, num_steps: int, shift: float
+) -> Tensor:
+    """Integrate the flow by diffusers' UniPC of order 2 with its corrector (Zhao et al.
+    2023, arXiv:2302.04867), as `WanPipeline` does.
+
+    The noise levels are the scheduler's own. Its timesteps are whole numbers, cut off,
+    and it is at these that the pipeline asks for a velocity. Every coefficient is a
+    number of the step, so a video does not depend on its batch.
+
+    Args:
+        velocity, initial: as in `sample_trajectory`.
+        shift: the scheduler's `flow_shift`.
+
+    Returns:
+        Final latents, like `initial`.
+    """
+    # Here, since it takes seconds to import.
+    from diffusers import UniPCMultistepScheduler
+
+    # A new one for every batch: it keeps the estimates of the last two steps.
+    solver = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+    solver.set_timesteps(num_steps)
+    solver.set_begin_index(0)
+    x = initial
+    for step, timestep in enumerate(solver.timesteps):
+        sigma = (timestep / 1000).expand(len(x))
+        x = solver.step(velocity(step, x, sigma), timestep, x, return_dict=False)[0]
+    return x
+
+
 @dataclass(kw_only=True)
 class FirstSteps:
     """The steps before the first noise of groups whose members start alike: computed
@@ -345,7 +379,8 @@ class Sampler:
     velocity: of a batch and the keys of its noise. embed: conditioning of a prompt.
     initial: noise to start from. table: the steps. seed, update, usual: of the noise,
     see `noise_seed`. kernels, keep_steps: see `sample_trajectory`. first_steps: None
-    where every member of a group computes its own.
+    where every member of a group computes its own. solve: takes the place of the
+    table's steps, see `solve_by_unipc`.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
@@ -358,6 +393,7 @@ class Sampler:
     kernels: Kernels = REFERENCE
     keep_steps: bool = True
     first_steps: FirstSteps | None = None
+    solve: Callable[[StepVelocity, Tensor], Tensor] | None = None
 
     def samples(self, members: Iterable[tuple[Prompt, int]]) -> list[Sample]:
         """Samples of prompts and their members."""
@@ -369,9 +405,10 @@ class Sampler:
     def __call__(self, batch: Sequence[Sample]) -> Trajectory:
         """Latents of one micro-batch."""
         keys = noise_keys(batch, self.seed, self.update, self.usual)
-        sample = partial(
-            sample_trajectory, self.velocity(batch, keys), batch, keys, self.table
-        )
+        velocity = self.velocity(batch, keys)
+        sample = partial(sample_trajectory, velocity, batch, keys, self.table)
+        if self.solve is not None:
+            return sample(self.solve(velocity, self.initial(keys)), steps=range(0))
         if self.first_steps is None:
             return sample(self.initial(keys), self.kernels, keep_steps=self.keep_steps)
         first = self.first_steps(self, batch, keys)
@@ -395,8 +432,15 @@ def evaluation_sampler(
     *,
     sde_type: str = "ode",
 ) -> Sampler:
-    """The sampler of a run's evaluations, which videos are made with afterwards too."""
-    sigmas = sigma_schedule(evaluation.num_steps or rollout.num_steps, rollout.shift)
+    """The sampler of a run's evaluations, which videos are made with afterwards too.
+
+    A `sde_type` that draws noise has steps of its own, whatever `evaluation.solver` is.
+    """
+    steps = evaluation.num_steps or rollout.num_steps
+    sigmas = sigma_schedule(steps, rollout.shift)
+    solve = None
+    if sde_type == "ode" and evaluation.solver == "unipc":
+        solve = partial(solve_by_unipc, num_steps=steps, shift=rollout.shift)
     return Sampler(
         velocity=lambda batch, keys: policy_velocity(policy, batch),
         embed=embed,
@@ -404,6 +448,7 @@ def evaluation_sampler(
         table=transition_table(sde_type, sigmas, rollout.eta),
         seed=evaluation.seed,
         usual=EvaluationConfig.seed,
+        solve=solve,
     )
 
 

@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ode, or an SDE type, with rollout.eta; default ode",
     )
     parser.add_argument(
+        "--solver",
+        metavar="{euler,unipc}",
+        help="of the ode; default: evaluation.solver",
+    )
+    parser.add_argument(
         "--prompt",
         action="append",
         default=[],
@@ -100,6 +105,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         checkpoint=options.checkpoint,
         lora=options.lora,
         sampler=options.sampler,
+        solver=options.solver,
         num_videos=options.num_videos,
         overwrite=options.overwrite,
         allow_cpu=options.allow_cpu,

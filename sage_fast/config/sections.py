@@ -351,8 +351,8 @@ class RolloutConfig:
     """Timestep shift of the sigma schedule."""
     solver_order: Literal[1, 2] = 1
     """Steps that draw no noise: 1 are Euler's, as the samplers define them; 2 are
-    Adams-Bashforth's, one velocity each too, for fewer `num_steps`. Evaluations take
-    Euler steps.
+    Adams-Bashforth's, one velocity each too, for fewer `num_steps`. Evaluations have
+    `evaluation.solver`.
     """
     eta: NotNegative = 0.5
     """Noise scale of the sampler; 0 is the ODE. With `flow_grpo_wan` it is a factor of
@@ -434,6 +434,10 @@ class EvaluationConfig:
     """Updates between evaluations; 0 turns evaluation off."""
     num_steps: Steps | None = fixed(None, PAIRS)
     """Denoising steps; null takes the rollout's."""
+    solver: Literal["euler", "unipc"] = fixed("euler", PAIRS)
+    """`euler` steps from level to level of the rollout. `unipc` is diffusers'
+    UniPCMultistepScheduler of order 2 at its own levels, as Wan's pipeline samples.
+    """
     height: Pixels | None = fixed(None, PAIRS)
     """Rows; null takes those of the training."""
     width: Pixels | None = fixed(None, PAIRS)

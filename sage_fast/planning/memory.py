@@ -390,7 +390,9 @@ class MemoryPlan:
         )
         if weights or config.training.mode == "full":
             return float(rope)
-        levels = sum(set((config.rollout.num_steps, config.evaluation_steps)[:count]))
+        steps = (config.rollout.num_steps, config.evaluation_steps)[:count]
+        # Euler's levels are the rollout's where there are equally many.
+        levels = sum(steps if config.evaluation.solver == "unipc" else set(steps))
         return float(rope + levels * description.modulation * self.gathered.item)
 
     @cached_property

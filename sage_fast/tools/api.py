@@ -317,6 +317,7 @@ def generate(
     checkpoint: str = "auto",
     lora: str | Path | None = None,
     sampler: str = "ode",
+    solver: str | None = None,
     num_videos: int = 1,
     seed: int | None = None,
     overwrite: bool = False,
@@ -335,8 +336,9 @@ def generate(
         checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the
             model that the run starts from) or a checkpoint folder. lora: an adapter
             instead, also of `model.adapter`.
-        sampler: `ode`, or an SDE type. num_videos: per prompt. seed: of the noise; None
-            takes `evaluation.seed`. overwrite: make videos again that exist already.
+        sampler: `ode`, or an SDE type. solver: of the `ode`; None takes
+            `evaluation.solver`. num_videos: per prompt. seed: of the noise; None takes
+            `evaluation.seed`. overwrite: make videos again that exist already.
 
     Raises:
         ConfigError, CheckpointError, OSError: each says what to do.
@@ -346,6 +348,11 @@ def generate(
         raise ConfigError(
             f"--sampler is {sampler!r}; choose one of {', '.join(SDE_TYPES)}."
         )
+    if solver is not None and sampler != "ode":
+        raise ConfigError(
+            f"--solver is {solver!r}, but --sampler {sampler} draws noise in steps of "
+            "its own. Leave one of them out."
+        )
     if num_videos < 1:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
     _one_process()
@@ -353,9 +360,9 @@ def generate(
     # refuses what the sampler cannot have
     replace(config.rollout, sde_type=sampler)
     refuse_cpu(config, allow_cpu)
-    evaluation = config.evaluation
-    if seed is not None:
-        evaluation = with_overrides(config, {"evaluation.seed": seed}).evaluation
+    given = {"evaluation.seed": seed, "evaluation.solver": solver}
+    given = {key: value for key, value in given.items() if value is not None}
+    evaluation = with_overrides(config, given).evaluation
     if prompts is not None:
         evaluation = replace(evaluation, prompts=_rows(prompts), num_prompts=None)
     config = replace(config, evaluation=evaluation)

@@ -299,6 +299,7 @@ def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str
     """Settings that decide how a video looks, apart from its prompt and number, as JSON
     values.
     """
+    by_unipc = sampler == "ode" and config.evaluation.solver == "unipc"
     return {
         "weights": weights,
         "model": {
@@ -306,7 +307,8 @@ def sampling_settings(config: RunConfig, sampler: str, weights: str) -> dict[str
             for key in ("family", "path", "dtype", "vae_dtype")
         },
         "video": asdict(config.evaluation_video),
-        "sampler": sampler,
+        # Earlier versions say `ode` of Euler's steps.
+        "sampler": "unipc" if by_unipc else sampler,
         "eta": config.rollout.eta if sampler != "ode" else 0.0,
         "num_steps": config.evaluation_steps,
         "shift": config.rollout.shift,

@@ -1,0 +1,315 @@
+"""Evaluations by UniPC: the latents are those of the stock scheduler, in `WanPipeline`
+and by hand, of any batch, on any number of ranks, and never paired with Euler's.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline
+from torch import Tensor
+
+from sage_fast.commands.cli import main
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
+from sage_fast.config.schema import RunConfig, to_dict
+from sage_fast.config.sections import EvaluationConfig, ModelConfig, RolloutConfig
+from sage_fast.evaluation import Evaluation, scored_in_both
+from sage_fast.models.family import Components, family_of, load_components
+from sage_fast.policy.guidance import GuidedPolicy, model_velocity
+from sage_fast.records import Prompt
+from sage_fast.rollout import Sampler, evaluation_sampler, initial_latents
+from sage_fast.run.directory import RunDirectory
+from sage_fast.run.resume import check_same_run
+from sage_fast.run.run import Run, build_trainer
+from sage_fast.tools.api import generate
+from tests.distributed.ranks import run_ranks, train, write_run
+from tests.tiny.checkpoints import build_pipeline
+from tests.tiny.wan import save_wan
+
+UNIPC = "--evaluation.solver=unipc"
+TEXTS = ["a red circle moving left", "a fox in the snow"]
+SHIFT = 3.0
+
+MakeRun = Callable[..., RunConfig]
+
+
+def sampler_of(
+    components: Components,
+    scale: float,
+    steps: int,
+    size: tuple[int, int, int],
+    solver: str = "unipc",
+) -> Sampler:
+    """The sampler of evaluations."""
+    encode = components.prompt_encoder.encode
+    policy = GuidedPolicy(components.transformer, encode([""])[0], scale)
+    return evaluation_sampler(
+        RolloutConfig(num_steps=steps, shift=SHIFT),
+        EvaluationConfig(solver=solver),  # type: ignore[arg-type]
+        policy,
+        lambda prompt: encode([prompt.text])[0],
+        partial(initial_latents, shape=components.video_decoder.latent_shape(*size)),
+    )
+
+
+def prepared(folder: Path, family: str) -> Components:
+    components = load_components(
+        ModelConfig(family=family, path=str(folder), device="cpu")
+    )
+    components.prompt_encoder.prepare(["", *TEXTS])
+    if components.weights is not None:
+        components.weights.read_into(components.transformer, torch.device("cpu"))
+    return components
+
+
+def members(count: int = 1) -> list[tuple[Prompt, int]]:
+    return [(Prompt(text=text, index=i), 0) for i, text in enumerate(TEXTS[:count])]
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> tuple[WanPipeline, Components]:
+    folder = save_wan(tmp_path_factory.mktemp("wan"))
+    stock = WanPipeline.from_pretrained(folder)
+    stock.set_progress_bar_config(disable=True)
+    return stock, prepared(folder, "wan")
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0])
+@pytest.mark.parametrize("steps", [1, 2, 6, 20])
+def test_latents_are_those_of_the_stock_pipeline(
+    wan: tuple[WanPipeline, Components], steps: int, scale: float
+) -> None:
+    stock, ours = wan
+    assert isinstance(stock.scheduler, UniPCMultistepScheduler)
+    sampler = sampler_of(ours, scale, steps, (9, 32, 48))
+    trajectory = sampler(sampler.samples(members()))
+    start = sampler.initial(trajectory.keys)
+    expected = stock(
+        TEXTS[0],
+        negative_prompt="",
+        guidance_scale=scale,
+        num_inference_steps=steps,
+        num_frames=9,
+        height=32,
+        width=48,
+        latents=start.clone(),
+        output_type="latent",
+    ).frames
+    assert trajectory.final.dtype == torch.float32
+    assert apart(trajectory.final, expected) <= 1e-6
+    by_euler = sampler_of(ours, scale, steps, (9, 32, 48), "euler")
+    assert apart(by_euler(trajectory.samples).final, expected) > 1e-3
+    assert apart(start, expected) > 0.1, "the comparison is of something that moves"
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> Components:
+    folder = tmp_path_factory.mktemp("hunyuan")
+    build_pipeline().save_pretrained(folder)
+    return prepared(folder, "hunyuan15")
+
+
+@pytest.mark.parametrize("scale", [1.0, 6.0])
+@pytest.mark.parametrize("steps", [1, 2, 6, 20])
+def test_latents_of_another_family_are_those_of_the_scheduler_by_hand(
+    hunyuan: Components, steps: int, scale: float
+) -> None:
+    """Of HunyuanVideo-1.5, with what its own scheduler leaves of the options."""
+    ours = hunyuan
+    sampler = sampler_of(ours, scale, steps, (9, 48, 32))
+    batch = sampler.samples(members())
+    trajectory = sampler(batch)
+    # By the names that a model card hands on.
+    solver = UniPCMultistepScheduler(
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=SHIFT,
+        solver_order=2,
+        solver_type="bh2",
+    )
+    solver.set_timesteps(steps)
+    x = sampler.initial(trajectory.keys)
+    empty = ours.prompt_encoder.encode([""])
+    with torch.no_grad():
+        for timestep in solver.timesteps.tolist():
+            sigma = torch.tensor([timestep / 1000])
+            own, other = (
+                model_velocity(ours.transformer, x, sigma, embeds)
+                for embeds in ([batch[0].embeds], empty)
+            )
+            v = other + scale * (own - other)
+            x = solver.step(v, timestep, x).prev_sample
+    assert apart(trajectory.final, x) <= 1e-6
+    assert family_of(ours.transformer).scheduler[1] == "shift"
+
+
+def test_no_coefficient_depends_on_the_batch(
+    wan: tuple[WanPipeline, Components],
+) -> None:
+    """To the bit, for a velocity that does not either; one solver per batch."""
+    _, ours = wan
+    sampler = sampler_of(ours, 1.0, 7, (9, 32, 48))
+    assert sampler.solve is not None
+    start = torch.randn(3, 4, 3, 4, 6, generator=torch.Generator().manual_seed(0))
+    asked: list[Tensor] = []
+
+    def velocity(step: int, x: Tensor, sigma: Tensor) -> Tensor:
+        asked.append(sigma)
+        return (x * 1.7 + step) * sigma.view(-1, 1, 1, 1, 1)
+
+    whole = sampler.solve(velocity, start)
+    assert [len(sigma) for sigma in asked] == [3] * 7
+    assert [float(sigma[0]) for sigma in asked][:1] == [pytest.approx(0.999)]
+    for row in range(3):
+        alone = sampler.solve(velocity, start[row : row + 1])
+        assert torch.equal(alone, whole[row : row + 1])
+
+
+def test_a_noisy_sampler_has_steps_of_its_own(
+    wan: tuple[WanPipeline, Components], tiny_run: MakeRun
+) -> None:
+    config = tiny_run(UNIPC)
+    trainer = build_trainer(config)
+    for name in ("ode", "sage_grpo"):
+        sampler = evaluation_sampler(
+            config.rollout,
+            config.evaluation,
+            trainer.policy,
+            lambda prompt: trainer.embed(prompt.text),
+            partial(initial_latents, shape=trainer.evaluation_latent_shape),
+            sde_type=name,
+        )
+        assert (sampler.solve is None) is (name != "ode")
+
+
+# --------------------------------------------------------------------------------------
+# a run
+
+
+def scores(run: Path, update: int) -> Evaluation:
+    return Evaluation.load(RunDirectory(run).evaluation(update))
+
+
+def test_a_run_trains_evaluates_and_resumes(tiny_run: MakeRun, tmp_path: Path) -> None:
+    whole = tiny_run(UNIPC, f"--output_dir={tmp_path}/whole")
+    Run(whole).train()
+    parts = f"--output_dir={tmp_path}/parts"
+    for updates in (1, 2):
+        length = f"--training.num_updates={updates}"
+        Run(tiny_run(UNIPC, parts, length, "--resume=auto")).train()
+    euler = build_trainer(tiny_run()).evaluate()
+    for update in (0, 2):
+        found = scores(tmp_path / "whole", update)
+        assert found == scores(tmp_path / "parts", update)
+        assert found.solver == "unipc" and euler.solver == "euler"
+    base = scores(tmp_path / "whole", 0)
+    assert base.reward != euler.reward
+    assert base.reward == build_trainer(tiny_run(UNIPC)).evaluate().reward
+    with pytest.raises(ValueError, match="by the same evaluation.solver"):
+        scored_in_both(base, euler)
+
+
+def test_a_resume_keeps_the_solver_also_of_a_run_that_did_not_know_the_key(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    words = [UNIPC, f"--output_dir={tmp_path}/run", "--resume=auto"]
+    shutil.copytree(finished_run, tmp_path / "run")
+    said = "evaluation.solver: 'euler' in the checkpoint, 'unipc' now"
+    config = load_config(finished_run / "config.yaml", words)
+    with pytest.raises(ConfigError, match=said):
+        Run(config).train()
+    saved = to_dict(load_config(finished_run / "config.yaml"))
+    del saved["evaluation"]["solver"]
+    with pytest.raises(ConfigError, match=said):
+        check_same_run(saved, to_dict(config), tmp_path)
+    with pytest.raises(ConfigError, match="evaluation.solver cannot change within"):
+        Run(config, allow_changes=["evaluation.solver"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--distributed.sp=2"]], ids=["dp", "sp"])
+def test_two_ranks_score_as_one(
+    tiny_model: Path, tmp_path: Path, words: list[str]
+) -> None:
+    file = write_run(
+        tiny_model,
+        tmp_path,
+        evaluation={"batch_size": 1, "solver": "unipc", "num_prompts": 3},
+    )
+    expected, _, _ = train(file, ["--training.num_updates=1"])
+    size = "--rollout.batch_size=4" if words else "--rollout.batch_size=2"
+    for found, _, _ in run_ranks(
+        train, 2, file, [*words, size, "--training.num_updates=1"]
+    ):
+        assert found[-1] == pytest.approx(expected[-1], rel=1e-5)
+    assert len(expected[-1]) == 3
+
+
+# --------------------------------------------------------------------------------------
+# generate
+
+
+def test_videos_are_made_by_the_solver_that_is_asked_for(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(name: str, *words: str) -> bytes:
+        folder = tmp_path / name
+        prompt = ["--prompt", "a red circle moving left"]
+        place = ["--output_dir", str(folder)]
+        assert main(["generate", str(finished_run), *prompt, *place, *words]) == 0
+        (record,) = json.loads((folder / "generation.json").read_text()).values()
+        assert record["sampler"] == ("ode" if name == "euler" else "unipc")
+        (video,) = folder.glob("*.mp4")
+        return video.read_bytes()
+
+    euler = made("euler", "--solver", "euler", UNIPC)
+    assert made("unipc", "--solver", "unipc") == made("key", UNIPC) != euler
+    # A video of the other solver is not kept for one of this.
+    words = ["--output_dir", str(tmp_path / "euler"), "--solver=unipc"]
+    prompt = ["--prompt", "a red circle moving left"]
+    assert main(["generate", str(finished_run), *prompt, *words]) == 2
+    assert "sampler: 'ode' there, 'unipc' now" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--solver", "heun"], "evaluation.solver is 'heun'"),
+        (["--evaluation.solver=heun"], "evaluation.solver is 'heun'"),
+        (["--solver=unipc", "--sampler=cps"], "but --sampler cps draws noise"),
+    ],
+)
+def test_a_wrong_solver_is_one_line(
+    finished_run: Path,
+    tmp_path: Path,
+    words: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = ["--output_dir", str(tmp_path / "v")]
+    assert main(["generate", str(finished_run), *place, *words]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and said in lines[0]
+    assert not (tmp_path / "v").exists()
+
+
+def test_a_noisy_sampler_does_not_mind_the_solver_of_its_run(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    (video,) = generate(
+        load_config(finished_run / "config.yaml", [UNIPC]),
+        "a red circle moving left",
+        tmp_path / "v",
+        sampler="sage_grpo",
+    )
+    (record,) = json.loads((video.parent / "generation.json").read_text()).values()
+    assert record["sampler"] == "sage_grpo"

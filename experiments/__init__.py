@@ -15,4 +15,5 @@ pretrain.py       makes the base models of the toy worlds
 captioned.py      what it asks of a world; shapes.py and words.py are the two
 readers.py        the experiment of words, with a judge that no training sees
 inexact.py        the gradient of rollouts that a less exact sampler makes
+solvers.py        the evaluation by either solver
 """

@@ -3,14 +3,20 @@ and by hand, of any batch, on any number of ranks, and never paired with Euler's
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler, WanPipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+    WanPipeline,
+)
 from torch import Tensor
 
 from sage_fast.commands.cli import main
@@ -22,14 +28,21 @@ from sage_fast.evaluation import Evaluation, scored_in_both
 from sage_fast.models.family import Components, family_of, load_components
 from sage_fast.policy.guidance import GuidedPolicy, model_velocity
 from sage_fast.records import Prompt
-from sage_fast.rollout import Sampler, evaluation_sampler, initial_latents
+from sage_fast.rollout import (
+    Sampler,
+    evaluation_sampler,
+    initial_latents,
+    solve_by_unipc,
+)
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.resume import check_same_run
 from sage_fast.run.run import Run, build_trainer
+from sage_fast.tools import exporting
 from sage_fast.tools.api import generate
+from sage_fast.tools.exporting import export
 from tests.distributed.ranks import run_ranks, train, write_run
 from tests.tiny.checkpoints import build_pipeline
-from tests.tiny.wan import save_wan
+from tests.tiny.wan import build_wan, save_wan
 
 UNIPC = "--evaluation.solver=unipc"
 TEXTS = ["a red circle moving left", "a fox in the snow"]
@@ -313,3 +326,58 @@ def test_a_noisy_sampler_does_not_mind_the_solver_of_its_run(
     )
     (record,) = json.loads((video.parent / "generation.json").read_text()).values()
     assert record["sampler"] == "sage_grpo"
+
+
+# --------------------------------------------------------------------------------------
+# the card of an export
+
+
+@pytest.mark.parametrize("solver", ["euler", "unipc"])
+@pytest.mark.parametrize("family", ["hunyuan15", "wan"])
+def test_the_card_names_the_scheduler_of_the_evaluation(
+    family: str,
+    solver: str,
+    finished_run: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A run of a public model needs a GPU; this one passes for it.
+    monkeypatch.setattr(exporting, "check_same_run", lambda *runs, only: {})
+    words = [f"--model.family={family}", "--model.path=null", "--rollout.shift=7"]
+    words += [f"--evaluation.solver={solver}", "--lora.target_modules=null"]
+    export(finished_run, tmp_path / "o", overrides=words)
+    card = (tmp_path / "o/README.md").read_text("utf-8")
+    assert card.startswith("---\n")
+    said = {"euler": "Euler", "unipc": "UniPC"}[solver]
+    assert f"4 steps; evaluated in 4 by {said}\n" in card
+    assert ("was evaluated by Euler's steps" in card) is (
+        (family, solver) == ("wan", "euler")
+    )
+    (code,) = re.findall(r"^pipeline\.scheduler = .*?^\)$", card, re.DOTALL | re.M)
+    name = code.split(" = ")[1].partition(".")[0]
+    assert f"from diffusers import {name}, " in card
+    assert (name == "FlowMatchEulerDiscreteScheduler") is (
+        (family, solver) == ("hunyuan15", "euler")
+    )
+    if solver == "euler":
+        return
+    stock = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    if family == "wan":
+        stock = build_wan(flow_shift=5.0).scheduler
+    pipeline = SimpleNamespace(scheduler=stock)
+    exec(code, {"pipeline": pipeline, name: UniPCMultistepScheduler})
+    asked = []
+    start = torch.randn(1, 2, 1, 2, 2)
+
+    def velocity(step: int, x: Tensor, sigma: Tensor) -> Tensor:
+        asked.append(round(1000 * float(sigma)))
+        return x.tanh() * (1 + sigma)
+
+    expected = solve_by_unipc(velocity, start, 6, 7.0)
+    x = start
+    pipeline.scheduler.set_timesteps(6)
+    assert pipeline.scheduler.timesteps.tolist() == asked
+    for timestep in pipeline.scheduler.timesteps:
+        v = x.tanh() * (1 + timestep / 1000)
+        x = pipeline.scheduler.step(v, timestep, x).prev_sample
+    torch.testing.assert_close(x, expected, rtol=1e-6, atol=1e-6)

@@ -823,6 +823,20 @@ def test_weights_behind_a_table_stay_whole_on_every_rank() -> None:
     )
 
 
+def test_an_evaluation_by_unipc_has_noise_levels_of_its_own() -> None:
+    word = "--rollout.num_steps=10"
+    euler, unipc, more = (
+        small_plan(
+            word, f"--evaluation.num_steps={steps}", f"--evaluation.solver={name}"
+        )
+        .memory.phases["rollout"]
+        .tables
+        for steps, name in ((10, "euler"), (10, "unipc"), (20, "euler"))
+    )
+    assert (unipc - euler) * 2 == pytest.approx(more - euler)
+    assert unipc > euler
+
+
 def test_a_single_pass_may_become_two_phases() -> None:
     found = small_plan()
     change = ("training.update", "two_phase")

@@ -254,6 +254,7 @@ DECIDES = {
     "prompts": "--evaluation.prompts=configs/prompts/words_eval.csv",
     "noise_seed": "--evaluation.seed=3",
     "num_steps": "--evaluation.num_steps=3",
+    "solver": "--evaluation.solver=unipc",
     "video": "--evaluation.height=24",
     "shift": "--rollout.shift=4",
     "guidance_scale": "--rollout.guidance_scale=1.5",

@@ -277,6 +277,8 @@ def solve_by_unipc(
     solver.set_begin_index(0)
     x = initial
     for step, timestep in enumerate(solver.timesteps):
+        # A family's sigma * 1000 is that number again; of 10 of the 1000 it is the next
+        # float32, which moves latents by 1e-7.
         sigma = (timestep / 1000).expand(len(x))
         x = solver.step(velocity(step, x, sigma), timestep, x, return_dict=False)[0]
     return x
@@ -379,8 +381,8 @@ class Sampler:
     velocity: of a batch and the keys of its noise. embed: conditioning of a prompt.
     initial: noise to start from. table: the steps. seed, update, usual: of the noise,
     see `noise_seed`. kernels, keep_steps: see `sample_trajectory`. first_steps: None
-    where every member of a group computes its own. solve: takes the place of the
-    table's steps, see `solve_by_unipc`.
+    where every member of a group computes its own. solve: replaces the table's
+    steps, see `solve_by_unipc`.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
@@ -434,7 +436,7 @@ def evaluation_sampler(
 ) -> Sampler:
     """The sampler of a run's evaluations, which videos are made with afterwards too.
 
-    A `sde_type` that draws noise has steps of its own, whatever `evaluation.solver` is.
+    A `sde_type` that draws noise has its own steps, whatever `evaluation.solver` is.
     """
     steps = evaluation.num_steps or rollout.num_steps
     sigmas = sigma_schedule(steps, rollout.shift)

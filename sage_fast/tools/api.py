@@ -350,8 +350,8 @@ def generate(
         )
     if solver is not None and sampler != "ode":
         raise ConfigError(
-            f"--solver is {solver!r}, but --sampler {sampler} draws noise in steps of "
-            "its own. Leave one of them out."
+            f"--solver is {solver!r}, but --sampler {sampler} draws noise in its own "
+            "steps. Leave one of them out."
         )
     if num_videos < 1:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")

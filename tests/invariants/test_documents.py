@@ -210,6 +210,7 @@ STARTED_BY = {
     "python -m sage_fast.rewards.server": "rewards/test_server.py::test_the_command_serves_a_preset",
     "python -m experiments": "experiments/test_runner.py::test_the_command_measures_what_is_missing",
     "python -m experiments.inexact": "experiments/test_inexact.py::test_the_experiment_in_miniature",
+    "python -m experiments.solvers": "experiments/test_solvers.py::test_the_experiment_in_miniature",
     "python -m experiments.measures": "experiments/test_runner.py::test_the_command_measures_what_is_missing",
     "python -m experiments.pretrain": "experiments/test_pretrain.py::test_the_command_line",
     "python -m examples.demo_controls": "tools/test_documented_api.py::test_the_controls_of_the_demo",

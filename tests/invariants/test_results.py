@@ -187,6 +187,15 @@ def test_the_page_of_words_has_the_signal_of_each_gradient() -> None:
         assert f"{fmean(signals):.3f} ± {error:.3f}" in shown
 
 
+def test_the_page_of_wan_has_the_toys_reward_by_solver() -> None:
+    rows = [row for row in committed("solvers") if row["solver"] == "unipc"]
+    assert [row["num_steps"] for row in rows] == [4, 8, 16]
+    assert {(row["prompts"], row["noises"]) for row in rows} == {(60, 4)}
+    gains = [f"{row['gain']:+.3f} ± {row['stderr']:.3f}" for row in rows]
+    shown = page("docs/wan.md")
+    assert all(gain in shown for gain in gains)
+
+
 def test_the_page_of_objectives_says_what_the_path_loses() -> None:
     *path, noised = committed("path_toy")
     shown = page("docs/objectives.md")

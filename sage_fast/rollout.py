@@ -410,7 +410,8 @@ class Sampler:
         velocity = self.velocity(batch, keys)
         sample = partial(sample_trajectory, velocity, batch, keys, self.table)
         if self.solve is not None:
-            return sample(self.solve(velocity, self.initial(keys)), steps=range(0))
+            behind = range(self.table.num_steps, self.table.num_steps)
+            return sample(self.solve(velocity, self.initial(keys)), steps=behind)
         if self.first_steps is None:
             return sample(self.initial(keys), self.kernels, keep_steps=self.keep_steps)
         first = self.first_steps(self, batch, keys)

@@ -96,7 +96,7 @@ class PromptEmbeds:
 
     text: (L, D) float; the language model's tokens, L >= 1.
     glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt quotes
-    nothing.
+    nothing, or the model has no such encoder.
     image: (Li, Di) float; the vision encoder's tokens of the picture, None where there
     is none.
     frame: (C, F, H, W) float; the picture as latents beside those of the video, of its
@@ -109,7 +109,7 @@ class PromptEmbeds:
     """
 
     text: Tensor
-    glyph: Tensor
+    glyph: Tensor = field(default_factory=lambda: torch.zeros(0, 1))
     image: Tensor | None = None
     frame: Tensor | None = None
     kept: Tensor | None = None

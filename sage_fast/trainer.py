@@ -190,7 +190,7 @@ class Trainer:
 
     def _prepare_prompts(
         self, encoder: PromptEncoder, prompts: Sequence[Prompt]
-    ) -> dict[Prompt, tuple[int, ...]]:
+    ) -> dict[Prompt, int | tuple[int, ...]]:
         """Encode the prompts, with a picture for both sizes of videos, and return the
         numbers of tokens of each.
 

@@ -28,11 +28,11 @@ from benchmarks.shapes import A, B, Shape
 from benchmarks.workload import HUNYUAN_VIDEO_15
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
+from sage_fast.models.counting import PRODUCTS, Tracer, is_thin
 from sage_fast.models.fused import Rotary
 from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
 from sage_fast.models.stored import Checkpointing
 from sage_fast.planning import trace
-from sage_fast.planning.trace import PRODUCTS
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from sage_kernels.tracer import moved
@@ -149,7 +149,7 @@ class Record(TorchDispatchMode):
                     traffic=traffic.total,
                     largest=max((t.numel() for t in tensors), default=0),
                     results=tuple(t.nbytes for t in tensors),
-                    thin=trace.is_thin(name, args),
+                    thin=is_thin(name, args),
                 )
             )
         return result
@@ -275,7 +275,7 @@ def block_cost(
     for tensor in lasting:
         tensor.grad = None
     # The record answers reads by the host, for which meta tensors have none.
-    with Record(), trace.Tracer(lasting) as alive:
+    with Record(), Tracer(lasting) as alive:
         outputs = run()
         forward_peak = alive.peak
         alive.peak = alive.now

@@ -5,13 +5,16 @@ Blocks, steps and tiles repeat themselves, and what an operator takes on the met
 is Python that finds shapes.
 """
 
+import weakref
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from sage_fast.kernels import moved
@@ -96,6 +99,82 @@ class CountingMode(TorchDispatchMode):
 
     def count(self, name: str, args: Any, result: Any, moved: int) -> None:
         """An operator has run; `moved` bytes are read and written."""
+
+
+PRODUCTS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "addmm_",
+        "bmm",
+        "baddbmm",
+        "_addmm_activation",
+        "_scaled_mm",
+        "attention",
+        "attention_backward",
+    }
+    | {
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_backward",
+    }
+)
+"""Operators that are not elementwise."""
+
+THIN = 128
+"""A product with a dimension of at most so many is memory traffic: its operands cost
+more time than its arithmetic.
+"""
+
+
+def is_thin(name: str, arguments: Sequence[Any]) -> bool:
+    """True if an operator is a matrix product with a dimension of at most `THIN`.
+
+    Args:
+        name: of the operator. arguments: its positional arguments.
+    """
+    if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
+        return False
+    # The last two tensors: `addmm` and `baddbmm` have a summand before them.
+    a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
+    return min(*a.shape[-2:], b.shape[-1]) <= THIN
+
+
+class Tracer(CountingMode):
+    """Context manager that adds up FLOPs by operator and elementwise bytes, and follows
+    which storages are alive.
+
+    Args:
+        own: tensors that were there before; they do not count.
+    """
+
+    def __init__(self, own: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = self.elementwise = 0
+        self._own = {tensor.untyped_storage()._cdata for tensor in own}
+        self._alive: dict[int, int] = {}
+
+    def count(self, name: str, args: Any, result: Any, moved: int) -> None:
+        """See `CountingMode`; follows the results."""
+        if name not in PRODUCTS or is_thin(name, args):
+            self.elementwise += moved
+        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
+            if not isinstance(tensor, Tensor):
+                continue
+            # Views share a storage, which counts once.
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key not in self._own and key not in self._alive:
+                self._alive[key] = storage.nbytes()
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(storage, self._forget, key)
+        if name == "attention_backward":
+            # Flash kernels add up the gradient of the queries, the size of the first
+            # argument, in float32.
+            self.peak = max(self.peak, self.now + 4 * args[0].numel())
+
+    def _forget(self, key: int) -> None:
+        self.now -= self._alive.pop(key)
 
 
 def _form(value: Any, tensors: list[Tensor], storages: dict[int, int]) -> Any:

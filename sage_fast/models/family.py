@@ -11,6 +11,7 @@ import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -21,11 +22,14 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, TRANSFORMERS, describe, resolve
 from sage_fast.config.sections import ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
-from sage_fast.models.hub import Requirement
+from sage_fast.models import hub
 from sage_fast.models.stored import FusedForward, StoredWeights, in_parts
 from sage_fast.records import Prompt, PromptEmbeds
 
 logger = logging.getLogger(__name__)
+
+Latent = tuple[int, int, int, int]
+"""Shape (C, F, H, W) of the latents of one video."""
 
 
 class PromptEncoder(Protocol):
@@ -41,9 +45,9 @@ class PromptEncoder(Protocol):
         texts: Sequence[Any],
         world: World = SINGLE_PROCESS,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> Sequence[tuple[int, ...]]:
+    ) -> Sequence[int | tuple[int, ...]]:
         """Have what `encode` will be asked for at hand, such as on disk, and return the
-        lengths of every text: (L, Lg), and Li where there are pictures. Collective.
+        number of tokens of every text: of several kinds of tokens a tuple. Collective.
 
         A run calls it once, with all its texts, before the transformer is on the GPU:
         an encoder may load large models for the call and release them after. A call
@@ -69,9 +73,7 @@ class VideoDecoder(Protocol):
     `decode` gives, computed by the stock class.
     """
 
-    def latent_shape(
-        self, num_frames: int, height: int, width: int
-    ) -> tuple[int, int, int, int]:
+    def latent_shape(self, num_frames: int, height: int, width: int) -> Latent:
         """(C, F, H, W) of one video's latents. ValueError when the size cannot be
         encoded.
         """
@@ -209,7 +211,7 @@ class Decoding:
     Example: one video of 81 frames of 480x832 takes 4.4e9 bytes in float16.
     """
 
-    peak_bytes: float
+    peak_bytes: float = 0.0
     tiled: bool = False
     limited: bool = False
     """True if `model.decode_memory_gib` decides how."""
@@ -241,27 +243,30 @@ class Work:
 class ModelDescription:
     """A model before it is loaded, as the planner sees it.
 
-    transformer: `config.json` of its class. text_tokens: of a prompt and of the empty
-    prompt alike, image_tokens among them, those of a picture.
-    forward_work: (transformer, video tokens, text tokens) -> what one forward computes.
-    modulation: numbers that a table of the modulation holds per noise level; 0 where
-    the family has no such table. latent_shape: (frames, height, width) -> (C, F, H, W);
-    ValueError for sizes the decoder does not have. decoding: (latent shape, videos at
-    once, model section, whether on a GPU) -> how that is decoded. decode_work: (latent
-    shape, whether in tiles, data type) -> FLOPs of one video, and bytes moved outside
-    products. decoder_gb, encoder_gb: weights of the video decoder and of the prompt
-    encoders, in 1e9 bytes. encoding: words of a prompt -> FLOPs of encoding it, and
-    bytes of its conditioning on disk.
+    transformer: `config.json` of its class. latent_shape: (frames, height, width) ->
+    (C, F, H, W); ValueError for sizes the decoder does not have. decoding: (latent
+    shape, videos at once, model section, whether on a GPU) -> how that is decoded.
+    decode_work: (latent shape, whether in tiles, data type) -> FLOPs of one video, and
+    bytes moved outside products. Without these two decoding counts as free.
+    forward_work: (transformer, video tokens, text tokens) -> what one forward computes;
+    None: it is traced. text_tokens: of a prompt and of the empty prompt alike,
+    image_tokens among them, those of a picture. modulation: numbers that a table of the
+    modulation holds per noise level; 0 where the family has no such table. decoder_gb,
+    encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
+    encoding: words of a prompt -> FLOPs of encoding it, and bytes of its conditioning
+    on disk.
 
     Example: `describe_model(ModelConfig(family="..."))`
     """
 
     transformer: Mapping[str, Any]
-    text_tokens: int
-    latent_shape: Callable[[int, int, int], tuple[int, int, int, int]]
-    decoding: Callable[[tuple[int, int, int, int], int, ModelConfig, bool], Decoding]
-    decode_work: Callable[[tuple[int, int, int, int], bool, str], tuple[float, float]]
-    forward_work: Callable[[Mapping[str, Any], int, int], Work]
+    latent_shape: Callable[[int, int, int], Latent]
+    decoding: Callable[[Latent, int, ModelConfig, bool], Decoding] = lambda *_: (
+        Decoding()
+    )
+    decode_work: Callable[[Latent, bool, str], tuple[float, float]] = lambda *_: (0, 0)
+    forward_work: Callable[[Mapping[str, Any], int, int], Work] | None = None
+    text_tokens: int = 250
     image_tokens: int = 0
     modulation: int = 0
     decoder_gb: float = 0.0
@@ -291,7 +296,7 @@ class ModelDescription:
         )
         return int(frames), int(rows), int(columns)
 
-    def tokens(self, latent: tuple[int, int, int, int]) -> int:
+    def tokens(self, latent: Latent) -> int:
         """Video tokens of latents (C, F, H, W)."""
         return math.prod(latent[1:]) // math.prod(self.patch)
 
@@ -312,14 +317,17 @@ class ModelFamily(ABC):
     computes with its transformers.
 
     `model.family` names one, by its short name in `sage_fast/config/registry.py` or as
-    `package.module:Class`. A family of your own has to load. What else it says of its
-    models makes `plan`, `doctor` and `export` say more. Transformers of a class that
-    the registry knows are computed with by that family's code, whoever loaded them; one
-    of another class needs the second half of the methods. Import what takes long inside
-    the methods.
+    `package.module:Class`. A family of your own has `load`, `velocity`,
+    `transformer_class` and `lora_targets`, and `decoder` for `plan` and `doctor`, as in
+    `examples/qwen_image.py`; the rest has defaults for classes of diffusers.
+    Transformers of a class that the registry knows are computed with by that family's
+    code, whoever loaded them. Import what takes long inside the methods.
 
-    transformer_class: of its transformers. blocks: attribute of these with the list of
-    their blocks, which are fused, sharded and given adapters one by one. lora_targets:
+    repository: of its weights on the hub, which `model.path` may leave out.
+    transformer_class: of its transformers. decoder: the `AutoencoderDecoder` whose
+    costs `describe` counts, if it has one. text_width: key of the transformer's config
+    with the width of its text tokens. blocks: attribute of the transformer with the list of
+    its blocks, which are fused, sharded and given adapters one by one. lora_targets:
     linear layers of a block that get an adapter by default. adaln_targets: those that
     compute the modulation, which `model.adaln` may replace by a table. time_embedding:
     names of modules that compute the input of `adaln_layers`.
@@ -331,25 +339,30 @@ class ModelFamily(ABC):
     official_blocks: the attribute with the blocks there. outer_names: linear layers
     outside the blocks in diffusers -> in the official class. architectures: pattern of
     the model's names in the metadata of adapters, in small letters and digits alone.
-    pipeline: diffusers' class that its weights are published for. scheduler: the
-    sampler's class there, and the name of the time shift in it. licence: name and
-    address of that of its weights, which binds what is trained from them. clients:
-    layouts that an adapter is exported in.
+    pipeline: diffusers' class that its weights are published for. task: the tag of such
+    pipelines on the hub. scheduler: the sampler's class there, and the options of its
+    `from_config` up to the name of the time shift. licence: name and address of that of
+    its weights, which binds what is trained from them. clients: layouts that an adapter
+    is exported in.
     """
 
+    repository: str = ""
     transformer_class: str = ""
+    decoder: Any = None
+    text_width: str = "joint_attention_dim"
     blocks: str = "transformer_blocks"
     lora_targets: tuple[str, ...] = ()
     adaln_targets: tuple[str, ...] = ()
     time_embedding: tuple[str, ...] = ()
     in_float32: tuple[str, ...] = ()
-    plans_stock: bool = False
+    plans_stock: bool = True
     names: ClassVar[Mapping[str, tuple[str, str]]] = {}
     official_blocks: str = ""
     outer_names: ClassVar[Mapping[str, str]] = {}
     architectures: str = ".*"
     licence: tuple[str, str] | None = None
     pipeline: str = "DiffusionPipeline"
+    task: str = "text-to-video"
     scheduler: tuple[str, str] = ("FlowMatchEulerDiscreteScheduler", "shift")
     clients: ClassVar[Mapping[str, Client]] = {
         "diffusers": Client("diffusers"),
@@ -366,17 +379,38 @@ class ModelFamily(ABC):
         """
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        """The model before it is loaded. ValueError, OSError where that cannot be said."""
-        raise ValueError(
-            f"model.family is {model.family!r}, which says nothing of its model "
-            "before it is loaded. Give it a method "
-            "describe(model: ModelConfig) -> ModelDescription "
-            "(sage_fast/models/family.py)."
+        """The model before it is loaded. ValueError, OSError where that cannot be said.
+
+        By default it is counted: on the meta device, from the transformer's and the
+        autoencoder's `config.json`, and from the sizes of the files.
+        """
+        if self.decoder is None:
+            raise ValueError(
+                f"model.family is {model.family!r}, which says nothing of its model "
+                "before it is loaded. Give it a `decoder`, or a method "
+                "describe(model: ModelConfig) -> ModelDescription "
+                "(sage_fast/models/family.py)."
+            )
+        path = model.path or self.repository
+        hub.check_known(path, self.repository, ())
+        folder = hub.local_folder(path) or Path()
+        named = {"_class_name": self.transformer_class}
+        autoencoder = hub.stored_config(folder, "vae", {}, self.decoder.kind)
+        encoders = map(str, folder.glob("text_encoder*"))
+        return ModelDescription(
+            transformer=hub.stored_config(folder, "transformer", named, self.kind()),
+            decoder_gb=hub.stored_bytes(str(folder / "vae")) / 1e9,
+            encoder_gb=sum(map(hub.stored_bytes, encoders)) / 1e9,
+            **self.decoder.description(autoencoder),
         )
 
-    def requirements(self, model: ModelConfig) -> list[Requirement]:
+    def requirements(self, model: ModelConfig) -> list[hub.Requirement]:
         """The files it loads."""
-        return []
+        if not self.repository:
+            return []
+        path = model.path or self.repository
+        parts = "transformer", "vae"
+        return [hub.requirement(path, path, parts, self.repository, gigabytes=0.0)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
         """Facts that the weights state; nothing is loaded or downloaded. None where
@@ -386,27 +420,32 @@ class ModelFamily(ABC):
         """
         return None
 
-    def pipeline_class(self, model: ModelConfig) -> str:
-        """diffusers' class of pipelines with these weights."""
-        return self.pipeline
+    def pipeline_of(self, model: ModelConfig) -> tuple[str, str]:
+        """diffusers' class of pipelines with these weights, and its tag on the hub."""
+        return self.pipeline, self.task
 
     def pipeline_base(self, model: ModelConfig) -> str | None:
         """Base model as a stock diffusers pipeline loads it, a folder or a repository;
         None where none does.
         """
-        if model.path is not None and (Path(model.path) / "model_index.json").exists():
-            return model.path
-        return None
+        path = model.path or self.repository
+        folder = hub.local_folder(path) if path else None
+        return path if folder and (folder / "model_index.json").exists() else None
 
     # ----------------------------------------------------------------------------------
     # the transformer
 
-    @staticmethod
-    def build(config: Mapping[str, Any]) -> Any:
+    @classmethod
+    def kind(cls) -> Any:
+        """Class of the transformer; by default that of diffusers."""
+        return getattr(import_module("diffusers"), cls.transformer_class)
+
+    @classmethod
+    def build(cls, config: Mapping[str, Any]) -> Any:
         """A transformer with random weights from its `config.json`, on the current
         default device.
         """
-        raise NotImplementedError
+        return cls.kind()(**{k: v for k, v in config.items() if not k.startswith("_")})
 
     @staticmethod
     def velocity(
@@ -465,7 +504,9 @@ class ModelFamily(ABC):
         computes_in: tuple[torch.device, torch.dtype] | None = None,
     ) -> FusedForward:
         """The fused forward of `choose_forward`."""
-        raise NotImplementedError
+        raise ConfigError(
+            "model.forward is fused, which this family lacks: give stock."
+        )
 
     @staticmethod
     def dead_modules(transformer: Any) -> tuple[str, ...]:
@@ -503,24 +544,13 @@ class ModelFamily(ABC):
         """
         return
 
-    @staticmethod
+    @classmethod
     def empty_prompt(
-        config: Mapping[str, Any], tokens: int, dtype: torch.dtype
+        cls, config: Mapping[str, Any], tokens: int, dtype: torch.dtype
     ) -> PromptEmbeds:
         """A prompt without values on the meta device, for traces."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class _LoadFunction(ModelFamily):
-    """A function f(model: ModelConfig) -> Components as a family that says nothing
-    else.
-    """
-
-    function: Callable[[ModelConfig], Components]
-
-    def load(self, model: ModelConfig) -> Components:
-        return self.function(model)
+        width = config[cls.text_width]
+        return PromptEmbeds(text=torch.empty(tokens, width, dtype=dtype, device="meta"))
 
 
 def model_family(name: str) -> ModelFamily:
@@ -540,7 +570,7 @@ def model_family(name: str) -> ModelFamily:
             "that returns Components."
         )
     # A family that says nothing else.
-    return _LoadFunction(found)
+    return type("Function", (ModelFamily,), {"load": staticmethod(found)})()
 
 
 _OUTSIDE: dict[str, ModelFamily] = {}

@@ -442,6 +442,13 @@ def stored_config(
     }
 
 
+def hashable(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """A configuration as a key."""
+    return tuple(
+        (k, tuple(v) if isinstance(v, list) else v) for k, v in sorted(config.items())
+    )
+
+
 def published_shift(root: Path) -> float | None:
     """The timestep shift that the folder's scheduler has; None where nothing says."""
     file = root / "scheduler" / "scheduler_config.json"

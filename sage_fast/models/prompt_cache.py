@@ -57,23 +57,25 @@ class CachedPromptEncoder(ABC):
     """All that the conditioning depends on beside the files of the encoders, as JSON
     holds it.
     """
-    limits: ClassVar[tuple[int, int]]
-    """Tokens (L, Lg) beyond which a prompt is cut off."""
-    readers: ClassVar[tuple[str, str]] = ("language model", "glyph encoder")
+    limits: ClassVar[int | tuple[int, ...]]
+    """Tokens beyond which a prompt is cut off; of several encoders a tuple."""
+    readers: ClassVar[str | tuple[str, ...]] = "text encoder"
     """Names of the encoders that see no more than that."""
-    usual: ClassVar[tuple[str, str]]
+    usual: ClassVar[tuple[str, str] | None] = None
     """Name of the model, and the words of the captions that it is used with."""
     _identity: str | None = field(default=None, init=False)
 
     @abstractmethod
-    def _encode(self, texts: Sequence[Any]) -> Generator[tuple[int, ...], None, None]:
-        """Load the encoders, `_write` the conditioning of the texts one by one, free
-        the encoders.
+    def encode_each(
+        self, texts: Sequence[Any]
+    ) -> Generator[tuple[PromptEmbeds, int | tuple[int, ...]], None, None]:
+        """Load the encoders, yield the conditioning of the texts one by one, free the
+        encoders.
 
-        Yields the numbers of tokens of each text before any were cut off: (L, Lg), and
-        Li of a `Pictured` text. A text goes through its encoder alone and without
-        padding, which its tokens do not see: what is cached depends on nothing but the
-        text and its picture.
+        With each goes its number of tokens before any were cut off, as a tuple where
+        there are several `limits`, and then those of a picture. A text goes through its
+        encoder alone and without padding, which its tokens do not see: what is cached
+        depends on nothing but the text and its picture.
         """
 
     def prepare(
@@ -97,7 +99,7 @@ class CachedPromptEncoder(ABC):
         place = ranks.index(world.rank)
         count = len(ranks)
         # A prompt or two may be a trial, or the empty one of guidance.
-        if world.is_main and len(unique) > 2:
+        if self.usual and world.is_main and len(unique) > 2:
             median = statistics.median(word_count(text_of(text)) for text in unique)
             if median < SHORT_CAPTION:
                 logger.warning(
@@ -142,9 +144,9 @@ class CachedPromptEncoder(ABC):
             self._warn_of_unread(
                 {text_of(text): count for text, count in by_text.items()}
             )
-        # Texts without a picture have no third number.
+        # Behind those of two encoders stands a picture's, which is never cut off.
         return [
-            (*map(min, by_text[text], self.limits), (*by_text[text], 0)[2])
+            (*map(min, by_text[text], _each(self.limits)), *by_text[text][2:])
             for text in texts
         ]
 
@@ -162,7 +164,7 @@ class CachedPromptEncoder(ABC):
         with (
             # Closing runs the generator's `finally`, which frees the encoders, after an
             # error too.
-            closing(self._encode(own)) as encoded,
+            closing(self.encode_each(own)) as encoded,
             tqdm(
                 total=total,
                 desc="prompts",
@@ -176,7 +178,9 @@ class CachedPromptEncoder(ABC):
                 bar.update(total - left - bar.n)
                 end = time.monotonic() + ROUND_SECONDS
                 while len(counts) < len(own) and time.monotonic() < end:
-                    counts.append(next(encoded))
+                    embeds, count = next(encoded)
+                    counts.append(_each(count))
+                    self._write(own[len(counts) - 1], embeds, counts[-1])
             bar.update(total - bar.n)
         return counts
 
@@ -324,17 +328,22 @@ class CachedPromptEncoder(ABC):
         """Say which prompts the encoders do not see whole.
 
         Args:
-            counts: text -> its tokens (L, Lg), uncut.
+            counts: text -> its tokens by encoder, uncut.
         """
-        for place, limit in enumerate(self.limits):
+        for place, limit in enumerate(_each(self.limits)):
             cut = [text for text, count in counts.items() if count[place] > limit]
             if cut:
                 logger.warning(
                     "%d of %d prompts are cut off after %d tokens, of which the %s "
                     "sees no more; shorten them. The first has %d: %.60r...",
-                    *(len(cut), len(counts), limit, self.readers[place]),
+                    *(len(cut), len(counts), limit, _each(self.readers)[place]),
                     *(counts[cut[0]][place], cut[0]),
                 )
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """What there is for each of several encoders, or for the only one."""
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _checksum(tensors: dict[str, Tensor]) -> str:

@@ -1,8 +1,7 @@
 """Latents to pixels with a video autoencoder of diffusers, of any family."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Mapping
+from functools import cache, partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -10,8 +9,9 @@ from diffusers.video_processor import VideoProcessor
 from torch import Tensor, nn
 
 from sage_fast.config.errors import DecodeError
-from sage_fast.models.counting import CountingMode
+from sage_fast.models.counting import Tracer
 from sage_fast.models.family import Decoding
+from sage_fast.models.hub import hashable
 
 PRODUCTS = frozenset({"convolution", "bmm"})
 """Operators of a decoder whose time is that of their FLOPs; all others take the time of
@@ -19,12 +19,13 @@ the bytes that they move.
 """
 
 
-class AutoencoderDecoder(ABC):
+class AutoencoderDecoder:
     """Latents (B, C, F, H, W) to videos uint8 (B, frames, 3, height, width), on the
     CPU, one video at a time.
 
-    kind: diffusers' class. channels: of latents. time, space: frames of a latent, and
-    pixels along its sides. step: what sides of a video are multiples of.
+    A subclass for another autoencoder names its `kind`, diffusers' class, and the
+    sizes. channels: of latents. time, space: frames of a latent, and pixels along its
+    sides. step: what sides of a video are multiples of.
 
     Args:
         vae: owned by the decoder from now on: moved to the device of the latents, and
@@ -38,7 +39,8 @@ class AutoencoderDecoder(ABC):
     step: int
 
     def __init__(self, vae: Any) -> None:
-        del vae.encoder
+        # Some classes look for it when they decode.
+        vae.encoder = nn.Identity()
         self.vae = vae.eval().requires_grad_(False)
 
     @classmethod
@@ -57,23 +59,44 @@ class AutoencoderDecoder(ABC):
             # The method of the class would warn of layers that it keeps in float32.
             return cls(nn.Module.to(cls.kind(**options), getattr(torch, dtype)))
 
-    @abstractmethod
-    def scaled(self, latents: Tensor) -> Tensor:
-        """The input of the autoencoder, in its type, by the operations of the pipeline."""
+    @classmethod
+    def description(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of a `ModelDescription`, by the configuration of the autoencoder."""
+        empty = partial(cls.empty, config=hashable(config))
+        return {
+            "latent_shape": empty().latent_shape,
+            "decoding": lambda latent, videos, model, on_gpu: empty(
+                model.decode_dtype(on_gpu)
+            ).decoding(latent, model.decode_limit_gib),
+            "decode_work": lambda latent, tiled, dtype: empty(dtype).work(
+                latent, tiled
+            ),
+        }
 
-    @abstractmethod
+    def scaled(self, latents: Tensor) -> Tensor:
+        """The input of the autoencoder, in its type, by the operations of the pipeline;
+        by default those of `latents_mean` and `latents_std`.
+        """
+        latents = latents.to(self.vae.dtype)
+        mean, std = (
+            torch.tensor(self.vae.config[name]).view(1, -1, 1, 1, 1).to(latents)
+            for name in ("latents_mean", "latents_std")
+        )
+        return latents / (1.0 / std) + mean
+
     def parts(self, latents: Tensor) -> Iterator[Tensor]:
         """Pixels (1, 3, frames, height, width) of scaled latents (1, C, F, H, W), in
-        the order of time, each part once it is decoded.
+        the order of time, each part once it is decoded; by default all at once.
         """
+        yield self.vae.decode(latents, return_dict=False)[0]
 
-    @abstractmethod
     def decoding(
         self, latent: tuple[int, int, int, int], memory_gib: float | None
     ) -> Decoding:
         """How `decode` decodes a video of latents (C, F, H, W) within a limit, for a
-        plan.
+        plan; by default whole, whatever the limit, and its memory is traced.
         """
+        return Decoding(peak_bytes=float(_traced(self, *latent[1:]).peak))
 
     def latent_shape(
         self, num_frames: int, height: int, width: int
@@ -167,39 +190,38 @@ class AutoencoderDecoder(ABC):
         return counted(self, frames, height, width)
 
     @torch.no_grad()
-    def counts(self, latents: Tensor) -> tuple[int, int]:
-        """As `work`, of scaled latents (1, C, F, H, W), by running `parts`."""
-        with _Decode() as counter:
+    def traced(self, latents: Tensor) -> "_Decode":
+        """FLOPs, bytes and memory of `parts` for scaled latents (1, C, F, H, W)."""
+        with _Decode([latents, *self.vae.parameters()]) as counter:
             for pixels in self.parts(latents):
                 del pixels
-        return counter.flops.total(), counter.moved
+        return counter
 
 
-class _Decode(CountingMode):
-    """Adds up the bytes outside products."""
+class _Decode(Tracer):
+    """Also adds up the bytes outside products."""
 
     moved = 0
 
     def count(self, name: str, args: Any, result: Any, moved: int) -> None:
         """See `CountingMode`."""
+        super().count(name, args, result, moved)
         self.moved += moved if name not in PRODUCTS else 0
 
 
 @cache
+def _traced(decoder: AutoencoderDecoder, *size: int) -> _Decode:
+    """`AutoencoderDecoder.traced` of latents (F, H, W), traced once."""
+    shape = (1, decoder.channels, *size)
+    return decoder.traced(torch.empty(shape, device="meta", dtype=decoder.vae.dtype))
+
+
 def counted(
     decoder: AutoencoderDecoder, frames: int, height: int, width: int
 ) -> tuple[int, int]:
-    """`AutoencoderDecoder.counts` of a size, counted once."""
-    latents = torch.empty(
-        1,
-        decoder.channels,
-        frames,
-        height,
-        width,
-        device="meta",
-        dtype=decoder.vae.dtype,
-    )
-    return decoder.counts(latents)
+    """FLOPs of decoding latents whole, and bytes outside products, counted once."""
+    found = _traced(decoder, frames, height, width)
+    return found.flops.total(), found.moved
 
 
 def _to_uint8(pixels: Tensor) -> Tensor:

@@ -34,12 +34,13 @@ from sage_fast.planning.memory import (
     MemoryPlan,
     checkpoint_bytes,
 )
-from sage_fast.planning.trace import Cost
+from sage_fast.planning.trace import Cost, trace
 from sage_fast.planning.work import (
     Visits,
     count_weights,
     gathered_weights,
     plan_layout,
+    velocity_call,
     visits,
 )
 from sage_fast.records import word_count
@@ -412,16 +413,10 @@ def make_plan(
         held, visited, device, evaluation_tokens=tokens, eval_batches=batches
     )
     longest = longest_prompt(config, layout.data_parallel)
-    forward = description.forward_work(
-        description.transformer, held.video_tokens, description.text_tokens
-    )
+    forward = _forward_work(held, description.text_tokens)
     words = description.text_tokens - description.image_tokens
     # A picture has as many tokens for every prompt; only the words are more.
-    longer = description.forward_work(
-        description.transformer,
-        held.video_tokens,
-        round(longest * words) + description.image_tokens,
-    )
+    longer = _forward_work(held, round(longest * words) + description.image_tokens)
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None
     if section.every:
@@ -450,6 +445,18 @@ def make_plan(
         decoding=decoding,
         encoding=plan_encoding(config, device, description, layout.gpus),
     )
+
+
+def _forward_work(held: MemoryPlan, text_tokens: int) -> Work:
+    """Work of one forward of one sample, by the family's closed form or traced."""
+    description = held.description
+    if description.forward_work is not None:
+        size = held.video_tokens, text_tokens
+        return description.forward_work(description.transformer, *size)
+    call = velocity_call(held.config, description, held.on_gpu)
+    call = replace(call, batch=1, guidance_scale=1.0, text_tokens=text_tokens)
+    cost = trace(replace(call, trained="full"))  # without adapters
+    return Work(linear=cost.linear, attention=cost.attention)
 
 
 def longest_prompt(config: RunConfig, data_parallel: int) -> float:

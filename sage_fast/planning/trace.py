@@ -9,7 +9,6 @@ an operator is not seen; attention's backward pass is given its float32 query gr
 Shapes: B batch, L text tokens.
 """
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
@@ -19,54 +18,15 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.counting import CountingMode
+from sage_fast.models.counting import CountingMode, Tracer
 from sage_fast.models.family import family_of
 from sage_fast.models.stored import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
 
 T = TypeVar("T")
-
-PRODUCTS = frozenset(
-    {
-        "mm",
-        "addmm",
-        "addmm_",
-        "bmm",
-        "baddbmm",
-        "_addmm_activation",
-        "_scaled_mm",
-        "attention",
-        "attention_backward",
-    }
-    | {
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_backward",
-    }
-)
-"""Operators that are not elementwise."""
-
-THIN = 128
-"""A product with a dimension of at most so many is memory traffic: its operands cost
-more time than its arithmetic.
-"""
-
-
-def is_thin(name: str, arguments: Sequence[Any]) -> bool:
-    """True if an operator is a matrix product with a dimension of at most `THIN`.
-
-    Args:
-        name: of the operator. arguments: its positional arguments.
-    """
-    if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
-        return False
-    # The last two tensors: `addmm` and `baddbmm` have a summand before them.
-    a, b = [argument for argument in arguments if isinstance(argument, Tensor)][-2:]
-    return min(*a.shape[-2:], b.shape[-1]) <= THIN
-
 
 WORK = ("linear", "attention", "attention_backward", "elementwise")
 """Fields of a cost that add up over calls; the others are memory."""
@@ -141,44 +101,6 @@ class Call:
     on_policy: bool = True
     collected: bool = False
     forward: Literal["fused", "stock"] = "fused"
-
-
-class Tracer(CountingMode):
-    """Context manager that adds up FLOPs by operator and elementwise bytes, and follows
-    which storages are alive.
-
-    Args:
-        own: tensors that were there before; they do not count.
-    """
-
-    def __init__(self, own: list[Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = self.elementwise = 0
-        self._own = {tensor.untyped_storage()._cdata for tensor in own}
-        self._alive: dict[int, int] = {}
-
-    def count(self, name: str, args: Any, result: Any, moved: int) -> None:
-        """See `CountingMode`; follows the results."""
-        if name not in PRODUCTS or is_thin(name, args):
-            self.elementwise += moved
-        for tensor in (result,) if isinstance(result, Tensor) else tree_leaves(result):
-            if not isinstance(tensor, Tensor):
-                continue
-            # Views share a storage, which counts once.
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self._own and key not in self._alive:
-                self._alive[key] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._forget, key)
-        if name == "attention_backward":
-            # Flash kernels add up the gradient of the queries, the size of the first
-            # argument, in float32.
-            self.peak = max(self.peak, self.now + 4 * args[0].numel())
-
-    def _forget(self, key: int) -> None:
-        self.now -= self._alive.pop(key)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from sage_fast.config.schema import RunConfig, check_batch
 from sage_fast.config.sections import DistributedConfig, RolloutConfig, check_heads
 from sage_fast.data import best_and_worst, num_trained
 from sage_fast.models.family import ModelDescription, family_of, transformer_blocks
+from sage_fast.models.hub import hashable
 from sage_fast.objective import anchor_kind
 from sage_fast.objectives.base import objective_of
 from sage_fast.planning.trace import Call, Cost, extended, meta_transformer, trace
@@ -227,14 +228,6 @@ def targets_of(config: RunConfig) -> tuple[str, ...] | None:
     """Layers that get an adapter as a key; None are those of the family."""
     modules = config.lora.target_modules
     return None if modules is None else tuple(modules)
-
-
-def hashable(transformer: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """A transformer's config as a key."""
-    return tuple(
-        (k, tuple(v) if isinstance(v, list) else v)
-        for k, v in sorted(transformer.items())
-    )
 
 
 @cache

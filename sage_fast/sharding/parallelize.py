@@ -386,8 +386,8 @@ def _resolve_keep_gathered(
 def check_lockstep(
     rollout: RolloutConfig,
     evaluation: EvaluationConfig,
-    train: set[tuple[int, ...]],
-    scored: set[tuple[int, ...]],
+    train: set[Any],
+    scored: set[Any],
 ) -> None:
     """ConfigError unless all ranks run equally many dense batches, as they must where a
     forward communicates weights.
@@ -395,7 +395,7 @@ def check_lockstep(
     A batch of prompts with different numbers of tokens runs as several.
 
     Args:
-        train, scored: the lengths (text, glyph and image tokens) that training and
+        train, scored: the lengths (`PromptEncoder.prepare`) that training and
             evaluation prompts have.
     """
     if rollout.num_generations % rollout.videos_at_once and len(train) > 1:

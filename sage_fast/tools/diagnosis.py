@@ -443,7 +443,9 @@ def memory(config: RunConfig, gpus: int) -> Iterator[Check]:
         return
     if device is None or host is None:
         return
-    if config.model.forward == "stock" or config.distributed.zero_stage is not None:
+    family = model_family(config.model.family)
+    untraced = config.model.forward == "stock" and not family.plans_stock
+    if untraced or config.distributed.zero_stage is not None:
         detail = "not predicted: the plan knows the fused forward and FSDP2 alone"
         yield found("info", detail)
         return

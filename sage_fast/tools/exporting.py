@@ -348,8 +348,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
     licence, licence_link = family.licence or (None, None)
     # The hub knows this name; of another licence it wants name and link.
     known = licence == "apache-2.0"
-    pipeline = family.pipeline_class(config.model)
-    animates = "ImageToVideo" in pipeline
+    pipeline, task = family.pipeline_of(config.model)
     diffusers = metadata.version("diffusers")
     newer = tuple(map(int, diffusers.split(".")[:2])) >= (0, 40)
     tags = ["grpo", "reinforcement-learning", "sage-fast"]
@@ -362,7 +361,7 @@ def _write_card(result: Export, config: RunConfig, run: RunDirectory) -> None:
         license="other" if licence and not known else licence,
         license_name=None if known else licence,
         license_link=None if known else licence_link,
-        pipeline_tag="image-to-video" if animates else "text-to-video",
+        pipeline_tag=task,
         tags=tags,
     )
     card = ModelCard.from_template(

@@ -12,8 +12,8 @@ from benchmarks import device, results
 from benchmarks.session import Session
 from benchmarks.suites import decode
 from benchmarks.suites.decode import Contest
+from sage_fast.models.counting import Tracer
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
-from sage_fast.planning.trace import Tracer
 
 CPU = torch.device("cpu")
 MakeSession = Callable[..., Session]

@@ -527,7 +527,8 @@ def test_bytes_of_decoding_are_those_of_all_operators_but_products() -> None:
         products.append(4 * (scores + keys * width + tokens * width))
     with torch.no_grad():
         others = count(lambda: [*decoder.parts(latents)]).total - sum(products)
-    assert traced.counts(latents.to("meta"))[1] == decoder.counts(latents)[1] == others
+    assert traced.traced(latents.to("meta")).moved == others
+    assert decoder.traced(latents).moved == others
 
 
 def test_decoding_in_tiles_costs_what_the_tiles_do() -> None:
@@ -536,12 +537,12 @@ def test_decoding_in_tiles_costs_what_the_tiles_do() -> None:
     flops, moved = WanDecoder.empty("float16").work(latent, tiled=True)
     with torch.device("meta"):
         decoder = WanDecoder(AutoencoderKLWan().to(torch.float16), memory_gib=1e-9)
-    whole = decoder.counts(
+    whole = decoder.traced(
         torch.empty(1, *latent, dtype=decoder.vae.dtype, device="meta")
     )
     assert decoder.vae.use_tiling
-    assert flops == whole[0]
-    assert moved == pytest.approx(whole[1], rel=2e-3)
+    assert flops == whole.flops.total()
+    assert moved == pytest.approx(whole.moved, rel=2e-3)
 
 
 # --------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def build_pipeline(
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = _chat_tokenizer()
+        tokenizer = chat_tokenizer()
         glyph_tokenizer = ByT5Tokenizer()
         glyph_tokenizer.add_tokens(GLYPH_TOKENS, special_tokens=True)
         pipeline = HunyuanVideo15Pipeline(
@@ -131,7 +131,7 @@ def build_pipeline(
             guider=ClassifierFreeGuidance(guidance_scale=guidance_scale),
         )
         for name in ("text_encoder", "transformer", "vae", "text_encoder_2"):
-            _make_distinct(getattr(pipeline, name).eval())
+            make_distinct(getattr(pipeline, name).eval())
         # Random decoders stay close to grey; this one covers the range of pixels, and
         # goes beyond it here and there.
         pipeline.vae.decoder.conv_out.conv.weight.data *= 1.5
@@ -165,7 +165,7 @@ def build_image_to_video() -> HunyuanVideo15ImageToVideoPipeline:
         siglip = SiglipVisionModel(
             SiglipVisionConfig(image_size=28, patch_size=14, **sizes)
         ).eval()
-        _make_distinct(siglip)
+        make_distinct(siglip)
     processor = SiglipImageProcessor(size={"height": 28, "width": 28})
     components = build_pipeline().components
     pipeline = HunyuanVideo15ImageToVideoPipeline(
@@ -189,13 +189,15 @@ def picture(file: Path, *, seed: int = 0, size: tuple[int, int] = (96, 64)) -> P
     return file
 
 
-def _chat_tokenizer() -> Qwen2Tokenizer:
+def chat_tokenizer(
+    system: str = HunyuanVideo15Pipeline._get_mllm_prompt_embeds.__defaults__[2],
+    prefix_tokens: int = PREFIX_TOKENS,
+) -> Qwen2Tokenizer:
     """A byte-level BPE of Qwen's kind that knows the words of the system prompt, so
     that it is as long as the real one.
 
     Other words are spelled in bytes and short pieces.
     """
-    system = HunyuanVideo15Pipeline._get_mllm_prompt_embeds.__defaults__[2]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
@@ -215,11 +217,11 @@ def _chat_tokenizer() -> Qwen2Tokenizer:
     tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL_TOKENS[1:]})
     tokenizer.chat_template = CHAT_TEMPLATE
     prefix = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n"
-    assert len(tokenizer(prefix).input_ids) == PREFIX_TOKENS
+    assert len(tokenizer(prefix).input_ids) == prefix_tokens
     return tokenizer
 
 
-def _make_distinct(model: nn.Module) -> None:
+def make_distinct(model: nn.Module) -> None:
     """Move norm scales and biases off 1 and 0, so that one mistaken for another shows."""
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

@@ -217,6 +217,7 @@ class HunyuanTransformer(ModelFamily):
     time_embedding = ("time_embed",)
     names = NAMES
     official_blocks = "double_blocks"
+    plans_stock = False
     architectures = ".*(hunyuan(video)?|hv)15.*"
     pipeline = "HunyuanVideo15Pipeline"
     clients: ClassVar = {
@@ -245,16 +246,14 @@ class HunyuanTransformer(ModelFamily):
     dead_modules = staticmethod(dead_modules)
     adaln_layers = staticmethod(all_adaln_layers)
 
-    @staticmethod
-    def build(config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
+    @classmethod
+    def build(cls, config: Mapping[str, Any]) -> HunyuanVideo15Transformer3DModel:
         """See `ModelFamily.build`; `unread_modules` and `reads_pictures` of the config
         are for `dead_modules`.
         """
         own = {"unread_modules": (), "reads_pictures": False}
-        known = {
-            k: v for k, v in config.items() if k not in own and not k.startswith("_")
-        }
-        transformer = HunyuanVideo15Transformer3DModel(**known)
+        known = {key: value for key, value in config.items() if key not in own}
+        transformer: HunyuanVideo15Transformer3DModel = super().build(known)
         for name, default in own.items():
             setattr(transformer, name, config.get(name, default))
         return transformer

@@ -76,6 +76,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
 
     template = _TEMPLATE
     limits = (MAX_TEXT_TOKENS, MAX_GLYPH_TOKENS)
+    readers = ("language model", "glyph encoder")
     usual = ("HunyuanVideo-1.5", "80 to 200")
 
     @torch.no_grad()
@@ -105,11 +106,9 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             del encoder
             self._release()
 
-    def _encode(
+    def encode_each(
         self, texts: Sequence[str | Pictured]
-    ) -> Generator[tuple[int, ...], None, None]:
-        if not texts:
-            return
+    ) -> Generator[tuple[PromptEmbeds, tuple[int, ...]], None, None]:
         check_pictures(texts)  # before the encoders are loaded, which takes minutes
         if any(extract_glyph_texts(text_of(t)) for t in texts):
             encode_glyphs = self._load_glyph_encoder()
@@ -152,8 +151,7 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
                     image, frame = encode_picture(asked)
                     embeds = replace(embeds, image=image, frame=frame)
                     count.append(len(image))
-                self._write(asked, embeds, tuple(count))
-                yield tuple(count)
+                yield embeds, tuple(count)
         finally:
             del encoder, encode_glyphs, encode_picture
             self._release()

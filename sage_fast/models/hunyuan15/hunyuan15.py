@@ -33,6 +33,7 @@ from sage_fast.models.hub import (
     published_shift,
     require_parts,
     requirement,
+    stored_bytes,
     stored_config,
 )
 from sage_fast.models.hunyuan15 import (
@@ -280,13 +281,7 @@ def published_model(**changes: Any) -> ModelDescription:
     fields: dict[str, Any] = {
         "transformer": dict(HUNYUAN_VIDEO_15),
         "text_tokens": TEXT_TOKENS,
-        "latent_shape": VAEDecoder.empty().latent_shape,
-        "decoding": lambda latent, videos, model, on_gpu: VAEDecoder.empty(
-            model.decode_dtype(on_gpu)
-        ).decoding(latent, model.decode_limit_gib),
-        "decode_work": lambda latent, tiled, dtype: VAEDecoder.empty(dtype).work(
-            latent, tiled
-        ),
+        **VAEDecoder.description({}),
         "forward_work": forward_work,
         "decoder_gb": VAE_GB,
         "encoder_gb": TEXT_ENCODER_GB,
@@ -322,10 +317,7 @@ class HunyuanVideo15(HunyuanTransformer):
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {
             "transformer": transformer,
-            "latent_shape": lambda *size: (
-                transformer["out_channels"],
-                *VAEDecoder.empty().latent_shape(*size)[1:],
-            ),
+            **VAEDecoder.description(stored_config(folder, "vae", {}, VAEDecoder.kind)),
             "encoding": partial(encoding, language, picture=pictures),
         }
         if pictures:
@@ -334,11 +326,7 @@ class HunyuanVideo15(HunyuanTransformer):
                 "image_tokens": IMAGE_TOKENS,
             }
             changes["encoder_gb"] = TEXT_ENCODER_GB + VISION_GB
-        if folder and (
-            size := sum(
-                file.stat().st_size for file in (folder / "vae").glob("*.safetensors")
-            )
-        ):
+        if folder and (size := stored_bytes(str(folder / "vae"))):
             changes["decoder_gb"] = size / 1e9
         return published_model(**changes)
 
@@ -362,10 +350,10 @@ class HunyuanVideo15(HunyuanTransformer):
 
         return find_model(model, download=False)[1]
 
-    def pipeline_class(self, model: ModelConfig) -> str:
+    def pipeline_of(self, model: ModelConfig) -> tuple[str, str]:
         if model.path and animates_pictures(model.path):
-            return IMAGE_TO_VIDEO
-        return self.pipeline
+            return IMAGE_TO_VIDEO, "image-to-video"
+        return super().pipeline_of(model)
 
     def pipeline_base(self, model: ModelConfig) -> str:
         """See `ModelFamily.pipeline_base`.

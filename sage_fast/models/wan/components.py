@@ -43,8 +43,8 @@ ENCODERS = ("text_encoder", "tokenizer")
 
 @dataclass(kw_only=True)
 class WanPromptEncoder(CachedPromptEncoder):
-    """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, no glyph
-    tokens, and where the prompt has a picture what is made of it.
+    """Encodes prompts, or finds them in its cache: text (L, 4096), L <= 512, and where
+    the prompt has a picture what is made of it.
 
     The encoder computes in the data type that its weights are stored in.
     """
@@ -60,15 +60,12 @@ class WanPromptEncoder(CachedPromptEncoder):
 
     # Entries of a version that ran without ftfy too have False.
     template = ("wan", "ftfy", True)
-    limits = (TEXT_TOKENS, 1)
-    readers = ("text encoder", "glyph encoder")
+    limits = TEXT_TOKENS
     usual = ("Wan", "80 to 100")
 
-    def _encode(
+    def encode_each(
         self, texts: Sequence[str | Pictured]
-    ) -> Generator[tuple[int, ...], None, None]:
-        if not texts:
-            return
+    ) -> Generator[tuple[PromptEmbeds, int | tuple[int, ...]], None, None]:
         check_pictures(texts)  # before the encoder is loaded, which takes minutes
         if all(isinstance(text, str) for text in texts):
             encode_picture = None
@@ -87,14 +84,10 @@ class WanPromptEncoder(CachedPromptEncoder):
                         encoder(ids, torch.ones_like(ids)).last_hidden_state[0].cpu()
                     )
                 # Uncut, so that `prepare` can tell what the encoder does not see.
-                length = len(tokenizer(clean).input_ids)
-                embeds = PromptEmbeds(text=states, glyph=torch.zeros(0, 1))
-                count = [length, 0]
+                embeds = PromptEmbeds(text=states)
                 if encode_picture is not None and isinstance(asked, Pictured):
                     embeds = replace(embeds, **encode_picture(asked))
-                    count.append(embeds.lengths[2])
-                self._write(asked, embeds, tuple(count))
-                yield tuple(count)
+                yield embeds, len(tokenizer(clean).input_ids)
         finally:
             del encoder, encode_picture
             self._release()

@@ -253,7 +253,7 @@ class WanTransformer(ModelFamily):
     blocks = "blocks"
     lora_targets = tuple(NAMES)
     in_float32 = tuple(WanTransformer3DModel._keep_in_fp32_modules)
-    plans_stock = True
+    text_width = "text_dim"
     names: ClassVar = {
         layer: (official, official)
         for layer, official in (NAMES | PICTURE_NAMES).items()
@@ -281,12 +281,6 @@ class WanTransformer(ModelFamily):
     }
 
     fuse = staticmethod(accelerate_wan)
-
-    @staticmethod
-    def build(config: Mapping[str, Any]) -> WanTransformer3DModel:
-        return WanTransformer3DModel(
-            **{key: value for key, value in config.items() if not key.startswith("_")}
-        )
 
     @staticmethod
     def velocity(
@@ -341,19 +335,20 @@ class WanTransformer(ModelFamily):
             ]
         )
 
-    @staticmethod
+    @classmethod
     def empty_prompt(
-        config: Mapping[str, Any], tokens: int, dtype: torch.dtype
+        cls, config: Mapping[str, Any], tokens: int, dtype: torch.dtype
     ) -> PromptEmbeds:
-        empty = partial(torch.empty, dtype=dtype, device="meta")
         images = image_tokens(config)
+        prompt = super().empty_prompt(config, tokens - images, dtype)
+        if not images:
+            return prompt
+        empty = partial(torch.empty, dtype=dtype, device="meta")
         beside = config["in_channels"] - config["out_channels"]
-        return PromptEmbeds(
-            text=empty(tokens - images, config["text_dim"]),
-            # There is no glyph encoder, so any width of no tokens will do.
-            glyph=empty(0, 1),
-            image=empty(images, config["image_dim"]) if images else None,
-            frame=empty(beside, 1, 1, 1) if images else None,
+        return replace(
+            prompt,
+            image=empty(images, config["image_dim"]),
+            frame=empty(beside, 1, 1, 1),
         )
 
 

@@ -25,6 +25,7 @@ from sage_fast.models.hub import (
     check_known,
     fetch_command,
     find_folder,
+    hashable,
     load_vae,
     local_folder,
     model_device,
@@ -170,27 +171,24 @@ class Wan(WanTransformer):
         folder = local_folder(path)
         published = VAE_22 if likely == SECOND_REPOSITORY else {}
         autoencoder = stored_config(folder, "vae", published, AutoencoderKLWan)
-        # `empty` is cached by its arguments, and a list has no hash.
-        hashable = (
-            (key, tuple(value) if isinstance(value, list) else value)
-            for key, value in autoencoder.items()
-        )
-        decoder = partial(WanDecoder.empty, config=tuple(hashable))
         transformer = stored_config(
             folder, "transformer", PUBLISHED[likely], WanTransformer3DModel
         )
         images = image_tokens(transformer)
+        decoder = WanDecoder.empty(config=hashable(autoencoder))
+        decoding = WanDecoder.description(autoencoder)
+        whole = decoding["decoding"]
+        # Its authors decode in float32 on a GPU too.
+        decoding["decoding"] = lambda latent, videos, section, on_gpu: whole(
+            latent, videos, section, False
+        )
         return ModelDescription(
             transformer=transformer,
             text_tokens=TEXT_TOKENS + images,
             image_tokens=images,
-            latent_shape=decoder().latent_shape,
-            decoding=lambda latent, videos, section, on_gpu: decoder(
-                section.decode_dtype(on_gpu=False)
-            ).decoding(latent, section.decode_limit_gib),
-            decode_work=lambda latent, tiled, dtype: decoder(dtype).work(latent, tiled),
             forward_work=forward_work,
-            decoder_gb=sum(p.nbytes for p in decoder().vae.parameters()) / 1e9,
+            decoder_gb=sum(p.nbytes for p in decoder.vae.parameters()) / 1e9,
+            **decoding,
             encoder_gb=TEXT_ENCODER_GB,
             encoding=partial(
                 _encoding, stored_config(folder, "text_encoder", TEXT_ENCODER)
@@ -208,9 +206,10 @@ class Wan(WanTransformer):
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return _find(model, download=False)[1]
 
-    def pipeline_class(self, model: ModelConfig) -> str:
-        likely = likely_repository(model.path or DEFAULT_REPOSITORY)
-        return IMAGE_TO_VIDEO if likely == PICTURE_REPOSITORY else self.pipeline
+    def pipeline_of(self, model: ModelConfig) -> tuple[str, str]:
+        if likely_repository(model.path or DEFAULT_REPOSITORY) == PICTURE_REPOSITORY:
+            return IMAGE_TO_VIDEO, "image-to-video"
+        return super().pipeline_of(model)
 
     def pipeline_base(self, model: ModelConfig) -> str:
         return model.path or DEFAULT_REPOSITORY

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.counts.traced import meta_transformer
 from sage_fast import accelerate
 from sage_fast.models import block as shared_block
+from sage_fast.models.counting import Tracer
 from sage_fast.models.family import family_of
 from sage_fast.models.hunyuan15 import block
 from sage_fast.models.hunyuan15.backbone import dead_modules, velocity
 from sage_fast.models.stored import is_dead
-from sage_fast.planning.trace import Tracer
 from sage_fast.policy.lora import add_lora
 from sage_fast.records import PromptEmbeds
 from tests.models.hunyuan15.oracle import (

@@ -342,7 +342,7 @@ class CachedPromptEncoder(ABC):
 
 
 def _each(value: Any) -> tuple[Any, ...]:
-    """What there is for each of several encoders, or for the only one."""
+    """Values of several encoders, or of the only one."""
     return value if isinstance(value, tuple) else (value,)
 
 

@@ -239,10 +239,9 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(
         == 3
     )
     lengths = encoder.prepare([asked, "a red fox"])
-    assert lengths == [
-        embeds.lengths for embeds in encoder.encode([asked, "a red fox"])
-    ]
-    assert [length[2] for length in lengths] == [IMAGE_TOKENS, 0]
+    pictured, alone = encoder.encode([asked, "a red fox"])
+    assert lengths == [pictured.lengths, alone.lengths[:2]]
+    assert lengths[0][2] == IMAGE_TOKENS
     wide, square = encoder.encode([asked, asked._replace(height=64)])
     assert (
         torch.equal(wide.text, square.text)

@@ -358,6 +358,6 @@ def test_ranks_share_the_encoding_and_go_on_after_a_kill(
     )
     assert not cached & {encoder.path_of(text).name for text in one + other}
     alone = encoder_of(diffusers_checkpoint, tmp_path / "alone").encode(texts)
-    assert lengths == same == [embeds.lengths for embeds in alone]
+    assert lengths == same == [embeds.lengths[:2] for embeds in alone]
     for ours, expected in zip(encoder.encode(texts), alone, strict=True):
         assert_same(ours, expected)

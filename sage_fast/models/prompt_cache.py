@@ -249,7 +249,7 @@ class CachedPromptEncoder(ABC):
         return self.cache / key[:2] / f"{key}.safetensors"
 
     def extent(self, asked: Pictured) -> str:
-        """What the conditioning depends on of a video's size."""
+        """Part of a video's size that the conditioning depends on."""
         return f"{asked.height}x{asked.width}"
 
     def _read(

@@ -85,12 +85,12 @@ SECOND = {
     "patch_size": 2,
     "scale_factor_spatial": 16,
 }
-"""What the autoencoder of Wan 2.2 5B has otherwise."""
+"""Differences of Wan 2.2 5B's autoencoder."""
 
 IMAGE_WIDTH = 20
 READS_PICTURES = {"in_channels": 12, "image_dim": IMAGE_WIDTH, "added_kv_proj_dim": 24}
-"""What the transformer of image-to-video has otherwise: four channels of a mask and
-four of the picture, and its tokens.
+"""Differences of image-to-video's transformer: four channels of a mask and four of the
+picture, and its tokens.
 """
 
 

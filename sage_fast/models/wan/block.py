@@ -475,7 +475,8 @@ class _Block(BlockPass):
         """Gradients of the picture's tokens and of q2, from that of o2."""
         raw, v = self.heads(self.image_kv)
         out, lse = self.image_attention
-        q, k = self.text_normed[0], self.image_keys(raw)
+        q = self.text_normed[0]
+        k = self.image_keys(raw)
         dq, dk, dv = self.settings.local.backward(
             out_grad, q, k, v, out, lse, self.x.shape[1]
         )

@@ -113,8 +113,8 @@ class WanForward(BlockwiseForward):
     )
 
     first: int | None = field(default=None, init=False)
-    """Tokens of the first latent frame that are computed here, where these have a noise
-    level of their own in the forward that runs.
+    """Tokens of the first latent frame that are computed here, where these have another
+    noise level than the others in the forward that runs.
     """
 
     def make_rope(self, latents: Tensor) -> tuple[Tensor, Tensor]:
@@ -230,7 +230,7 @@ PICTURE_NAMES = {
     "attn2.add_k_proj": "cross_attn.k_img",
     "attn2.add_v_proj": "cross_attn.v_img",
 }
-"""Those of image-to-video alone, which get an adapter where one is asked for."""
+"""The same of image-to-video alone; they get an adapter where one is asked for."""
 
 IMAGE_TOKENS = 257
 """Tokens of a picture: 16 x 16 patches of CLIP and its class token."""
@@ -322,7 +322,7 @@ class WanTransformer(ModelFamily):
         result = result.to(velocity_dtype(transformer))
         if latents is drawn:
             return result
-        # What is kept is known, so its velocity is not the model's: (x - x_0) / sigma.
+        # Frames that are kept are known: their velocity, (x - x_0) / sigma, leads there.
         return torch.stack(
             [
                 row

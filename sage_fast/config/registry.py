@@ -19,12 +19,14 @@ MODEL_FAMILIES = {
     "toy_words": "sage_fast.models.toy.words:Words",
     "hunyuan15": "sage_fast.models.hunyuan15.hunyuan15:HunyuanVideo15",
     "wan": "sage_fast.models.wan.wan:Wan",
+    "wan_experts": "sage_fast.models.wan.experts:WanPair",
 }
 """`model.family` -> `ModelFamily`."""
 
 TRANSFORMERS = {
     "HunyuanVideo15Transformer3DModel": "hunyuan15",
     "WanTransformer3DModel": "wan",
+    "WanExperts": "wan_experts",
 }
 """Class of a transformer -> the family whose code computes with it; the first one is
 the default.

@@ -31,6 +31,7 @@ from sage_fast.config.sections import (
     DistributedConfig,
     EvaluationConfig,
     ForwardProcessConfig,
+    Guidance,
     KLWeightConfig,
     LoggingConfig,
     LoraConfig,
@@ -172,7 +173,7 @@ class RunConfig:
         return self.model.dtype
 
     @property
-    def sampling_guidance(self) -> float:
+    def sampling_guidance(self) -> Guidance:
         """Guidance scale of a rollout's sampler."""
         scale = self.forward_process.sampling_guidance
         return self.rollout.guidance_scale if scale is None else scale

@@ -103,6 +103,7 @@ Steps = Annotated[int, Field(ge=2, le=10_000)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Positive = Annotated[float, Field(gt=0, le=MANY)]
 NotNegative = Annotated[float, Field(ge=0, le=MANY)]
+Guidance = NotNegative | tuple[NotNegative, NotNegative]
 Share = Annotated[float, Field(gt=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Inside = Annotated[float, Field(gt=0, lt=1)]
@@ -358,8 +359,10 @@ class RolloutConfig:
     """Noise scale of the sampler; 0 is the ODE. With `flow_grpo_wan` it is a factor of
     the noise of flow_grpo's code for Wan, which has no such setting: 1 is theirs.
     """
-    guidance_scale: NotNegative = fixed(6.0, PAIRS)
-    """Classifier-free guidance; 1 evaluates the conditional branch only."""
+    guidance_scale: Guidance = fixed(6.0, PAIRS)
+    """Classifier-free guidance; 1 evaluates the conditional branch only. Two numbers
+    are for a model of two experts, the one at the noisier levels first.
+    """
     negative_prompt: str = fixed("", PAIRS)
     """Prompt of the unconditional branch, which guidance leads away from; empty as in
     the reference.

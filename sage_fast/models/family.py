@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import MODEL_FAMILIES, TRANSFORMERS, describe, resolve
-from sage_fast.config.sections import ModelConfig
+from sage_fast.config.sections import Guidance, ModelConfig
 from sage_fast.distributed.world import SINGLE_PROCESS, World
 from sage_fast.models import hub
 from sage_fast.models.stored import FusedForward, StoredWeights, in_parts
@@ -103,6 +104,8 @@ class WeightFacts:
     """Fewest denoising steps with which its owners say that it draws correctly; None
     where they say nothing.
     """
+    experts: int = 1
+    """Transformers that take turns by the noise level."""
     pictures: bool | None = False
     """True for weights that animate the picture of a prompt: each prompt needs one
     then, and has none otherwise. None for weights that take prompts with and without.
@@ -135,11 +138,16 @@ class WeightFacts:
         )
 
     def check_guidance(
-        self, guidance_scale: float, key: str = "rollout.guidance_scale"
+        self, guidance_scale: Guidance, key: str = "rollout.guidance_scale"
     ) -> None:
         """ValueError where guidance is distilled into weights that would be guided once
-        more.
+        more, or where a scale is for an expert that is not there.
         """
+        if isinstance(guidance_scale, tuple) and len(guidance_scale) != self.experts:
+            raise ValueError(
+                f"{key} is {list(guidance_scale)}, for two experts, but these weights "
+                "are one transformer. Give one number."
+            )
         if self.guidance_distilled is not None and guidance_scale != 1.0:
             raise ValueError(
                 f"{key} is {guidance_scale}, but guidance is distilled into these "
@@ -286,6 +294,13 @@ class ModelDescription:
         return int(self.transformer["num_layers"])
 
     @property
+    def num_blocks(self) -> int:
+        """Of all experts."""
+        return self.num_layers * len(
+            family_of(name=self.transformer.get("_class_name")).experts
+        )
+
+    @property
     def patch(self) -> tuple[int, int, int]:
         """Frames, rows and columns of a latent that are one video token."""
         size = self.transformer.get("patch_size", 1)
@@ -326,8 +341,10 @@ class ModelFamily(ABC):
     repository: of its weights on the hub, which `model.path` may leave out.
     transformer_class: of its transformers. decoder: the `AutoencoderDecoder` whose
     costs `describe` counts, if it has one. text_width: key of the transformer's config
-    with the width of its text tokens. blocks: attribute of the transformer with the list of
-    its blocks, which are fused, sharded and given adapters one by one. lora_targets:
+    with the width of its text tokens. blocks: attribute of the transformer with the list
+    of its blocks, which are fused, sharded and given adapters one by one. experts: how
+    names of weights and of an adapter's file begin for each of several transformers
+    that take turns. lora_targets:
     linear layers of a block that get an adapter by default. adaln_targets: those that
     compute the modulation, which `model.adaln` may replace by a table. time_embedding:
     names of modules that compute the input of `adaln_layers`.
@@ -351,6 +368,7 @@ class ModelFamily(ABC):
     decoder: Any = None
     text_width: str = "joint_attention_dim"
     blocks: str = "transformer_blocks"
+    experts: tuple[str, ...] = ("",)
     lora_targets: tuple[str, ...] = ()
     adaln_targets: tuple[str, ...] = ()
     time_embedding: tuple[str, ...] = ()
@@ -607,8 +625,10 @@ def family_of(
 
 
 def transformer_blocks(transformer: nn.Module) -> list[Any]:
-    """The blocks of a transformer, in their order."""
-    return list(getattr(transformer, family_of(transformer).blocks))
+    """The blocks of a transformer, in their order; of one expert after the other."""
+    family = family_of(transformer)
+    find = (attrgetter(f"{expert}{family.blocks}") for expert in family.experts)
+    return [block for blocks in find for block in blocks(transformer)]
 
 
 def describe_model(model: ModelConfig) -> ModelDescription:

@@ -194,6 +194,7 @@ def stored_bytes(path: str) -> int:
 
 WEIGHTS = {
     "transformer": STEMS["diffusers"],
+    "transformer_2": STEMS["diffusers"],
     "vae": STEMS["diffusers"],
     "text_encoder": STEMS["transformers"],
     "text_encoder_2": STEMS["transformers"],

@@ -223,22 +223,29 @@ class StoredWeights(Mapping[str, Tensor]):
     """The weights in a folder of a diffusers model: each look-up maps one into memory
     and keeps nothing.
 
+    Args:
+        folder: of the model. parts: how names of weights begin -> the folder in it that
+            has them.
+
     ValueError names a file that is damaged or quantised; OSError for one that is
     missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, parts: Mapping[str, str] = {"": ""}) -> None:
         self._opened: dict[Path, Any] = {}
-        self._files: dict[str, Path] = {}
+        self._files: dict[str, tuple[Path, str]] = {}
         self.shapes: dict[str, torch.Size] = {}
-        for path in weight_files(folder):
-            file = self._open(path)
-            for name in file.keys():  # noqa: SIM118  no mapping
-                self._files[name] = path
-                self.shapes[name] = torch.Size(file.get_slice(name).get_shape())
+        for prefix, part in parts.items():
+            for path in weight_files(folder / part):
+                file = self._open(path)
+                for own in file.keys():  # noqa: SIM118  no mapping
+                    name = f"{prefix}{own}"
+                    self._files[name] = path, own
+                    self.shapes[name] = torch.Size(file.get_slice(own).get_shape())
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._open(self._files[name]).get_tensor(name)
+        path, own = self._files[name]
+        return self._open(path).get_tensor(own)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -271,7 +278,8 @@ class StoredWeights(Mapping[str, Tensor]):
                 continue
             # peft's wrapper puts a layer's own weights one level deeper.
             name = qualified.replace(".base_layer", "")
-            part = self._open(self._files[name]).get_slice(name)
+            path, own = self._files[name]
+            part = self._open(path).get_slice(own)
             if isinstance(parameter, DTensor):
                 target = parameter.to_local()
                 shape, start = compute_local_shape_and_global_offset(

@@ -221,7 +221,7 @@ def make_memory_plan(
         weights = count_weights(config, description.transformer)
         memory = min(memory_gb, limit_gb) * 1e9
         gathered = gathered_weights(
-            config, weights, description.num_layers, layout, memory
+            config, weights, description.num_blocks, layout, memory
         )
         # A configuration that a run refuses is not planned. It may be launched as one
         # process of a group.

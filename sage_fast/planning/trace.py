@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sage_fast.config.sections import ModelConfig
+from sage_fast.config.sections import Guidance, ModelConfig
 from sage_fast.models.counting import CountingMode, Tracer
 from sage_fast.models.family import family_of
 from sage_fast.models.stored import Checkpointing, in_parts
@@ -94,7 +94,7 @@ class Call:
     checkpointing: Checkpointing
     kernels: Literal["triton", "reference"]
     adaln: Literal["auto", "weights"]
-    guidance_scale: float
+    guidance_scale: Guidance
     batch: int
     gradient: bool
     guidance: Literal["paired", "split"] = "paired"

@@ -156,7 +156,7 @@ def load_adapter(transformer: Any, path: Path) -> None:
     for name, pair in pairs.items():
         if is_dead(name, dead):
             continue
-        if not name.startswith(f"{family.blocks}."):
+        if not name.startswith(tuple(f"{e}{family.blocks}." for e in family.experts)):
             raise ValueError(
                 f"model.adapter: {path} adapts {name!r}, which is outside the trained "
                 f"blocks. {MERGE}"

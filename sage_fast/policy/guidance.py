@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sage_fast.config.sections import Guidance
 from sage_fast.models.family import family_of
 from sage_fast.records import PromptEmbeds
 
@@ -62,7 +63,7 @@ class GuidedPolicy:
     """
 
     def __init__(
-        self, transformer: Any, uncond: PromptEmbeds, guidance_scale: float
+        self, transformer: Any, uncond: PromptEmbeds, guidance_scale: Guidance
     ) -> None:
         self.transformer = transformer.eval()
         self.uncond = uncond
@@ -84,7 +85,8 @@ class GuidedPolicy:
         conditional = model_velocity(self.transformer, latents, sigma, prompts)
         if self.guidance_scale == 1.0:
             return conditional
-        return self._guided(conditional, self._uncond_velocity(latents, sigma, prompts))
+        uncond = self._uncond_velocity(latents, sigma, prompts)
+        return self._guided(conditional, uncond, self._scale(conditional, sigma))
 
     def velocity_and_gradient(
         self,
@@ -111,8 +113,7 @@ class GuidedPolicy:
             The guided velocity, detached, bit for bit that of `velocity`: the same
             expression of the outputs that were differentiated.
         """
-        scale = self.guidance_scale
-        if not split or scale == 1.0:
+        if not split or self.guidance_scale == 1.0:
             with torch.enable_grad():
                 output = self.velocity(latents, sigma, prompts)
             vjp(
@@ -124,17 +125,18 @@ class GuidedPolicy:
         with torch.enable_grad():
             output = model_velocity(self.transformer, latents, sigma, prompts)
         conditional = output.detach()
+        scale = self._scale(conditional, sigma)
         if callable(cotangents):
             with torch.no_grad():
                 uncond = self._uncond_velocity(latents, sigma, prompts)
-            cotangents = cotangents(self._guided(conditional, uncond))
+            cotangents = cotangents(self._guided(conditional, uncond, scale))
         vjp(output, [scale * cotangent for cotangent in cotangents])
         # The VJP has released the first branch's activations before the second branch
         # makes its own.
         with torch.enable_grad():
             output = self._uncond_velocity(latents, sigma, prompts)
         vjp(output, [(1.0 - scale) * cotangent for cotangent in cotangents])
-        return self._guided(conditional, output.detach())
+        return self._guided(conditional, output.detach(), scale)
 
     def _uncond_velocity(
         self, latents: Tensor, sigma: Tensor, prompts: Sequence[PromptEmbeds]
@@ -147,7 +149,16 @@ class GuidedPolicy:
             [self.uncond.beside(prompt) for prompt in prompts],
         )
 
-    def _guided(self, conditional: Tensor, uncond: Tensor) -> Tensor:
+    def _scale(self, velocity: Tensor, sigma: Tensor) -> float | Tensor:
+        """Guidance scale; of two experts, that of each row's (B, 1, 1, 1, 1)."""
+        if not isinstance(self.guidance_scale, tuple):
+            return self.guidance_scale
+        experts = self.transformer.experts_at(sigma)
+        scales = [self.guidance_scale[expert] for expert in experts]
+        return velocity.new_tensor(scales).view(-1, *[1] * (velocity.ndim - 1))
+
+    @staticmethod
+    def _guided(conditional: Tensor, uncond: Tensor, scale: float | Tensor) -> Tensor:
         # One expression for rollout and update: another order of its operations has
         # other last bits.
-        return uncond + self.guidance_scale * (conditional - uncond)
+        return uncond + scale * (conditional - uncond)

@@ -200,8 +200,8 @@ def write_adapter(
     rank: int,
     base: str,
 ) -> None:
-    """Write an adapter for the programs of a layout, with peft's description where they
-    need one.
+    """Write an adapter for the programs of a layout, that of each expert to a file, with
+    peft's description where they need one.
 
     Args:
         base: the base model's name in its metadata.
@@ -211,8 +211,10 @@ def write_adapter(
     # Without diffusers' own key: it reads the tensors by either prefix, and would take
     # the key's fields by one alone.
     about = {"format": "pt", "rank": str(rank), "alpha": str(rank), "base_model": base}
-    with replacing(folder / file_name(layout)) as partial:
-        save_file(renamed(family, pairs, layout), partial, metadata=about)
+    for expert, file in zip(family.experts, file_names(layout, family), strict=True):
+        own = {n.removeprefix(expert): pairs[n] for n in pairs if n.startswith(expert)}
+        with replacing(folder / file) as partial:
+            save_file(renamed(family, own, layout), partial, metadata=about)
     if layout == "peft":
         config = PeftLoraConfig(
             r=rank,
@@ -224,9 +226,12 @@ def write_adapter(
         write_text(folder / PEFT_CONFIG, described(config) + "\n")
 
 
-def file_name(layout: Layout) -> str:
-    """Name of an adapter's file, as the programs of its layout look for it."""
-    return PEFT_FILE if layout == "peft" else ADAPTER_FILE
+def file_names(layout: Layout, family: Family) -> list[str]:
+    """Name of an adapter's file, as the programs of its layout look for it; or the names
+    of each expert's.
+    """
+    usual = PEFT_FILE if layout == "peft" else ADAPTER_FILE
+    return [f"{e}safetensors" if e else usual for e in family.experts]
 
 
 # --------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ def file_name(layout: Layout) -> str:
 
 def adapter_files(path: Path) -> list[Path]:
     """The .safetensors file of an adapter, and peft's configuration with its scale
-    where that lies beside it.
+    where that lies beside it; or two files with `high` and `low` in their names.
 
     ValueError when there is none. path: the adapter's folder, or the file itself.
     """
@@ -245,6 +250,8 @@ def adapter_files(path: Path) -> list[Path]:
         usual = [file for file in files if file.name in (ADAPTER_FILE, PEFT_FILE)]
         if len(usual) == 1:
             files = usual
+        if len(files) == 2 and "high" in files[0].name and "low" in files[1].name:
+            return files
         if len(files) > 1:
             names = ", ".join(file.name for file in files)
             raise ValueError(
@@ -271,7 +278,7 @@ def adapter_files(path: Path) -> list[Path]:
 
 def read_adapter(path: Path, family: Family) -> dict[str, Pair]:
     """The pairs of a LoRA adapter by the layers' names in diffusers, from a file or
-    folder of any layout.
+    folder of any layout; for two experts from a folder with both files.
 
     A file that states no scale has alpha = rank, as all programs take it.
 
@@ -281,6 +288,25 @@ def read_adapter(path: Path, family: Family) -> dict[str, Pair]:
             its matrices; numbers that no training gives. The message names the file
             and the key.
     """
+    files = [file for file in adapter_files(path) if file.name != PEFT_CONFIG]
+    # A checkpoint has both experts in one file, by names that begin with the expert's.
+    experts = family.experts if len(files) == len(family.experts) else [""] * len(files)
+    pairs = {
+        f"{expert}{name}": pair
+        for expert, file in zip(experts, files, strict=True)
+        for name, pair in _read(file, family).items()
+    }
+    own = [any(name.startswith(expert) for name in pairs) for expert in family.experts]
+    if len(files) > len(own) or not all(own):
+        raise ValueError(
+            f"{path} is for {len(files)} transformer(s), and this model is {len(own)}. "
+            "Give a file, or for two a folder with files named high... and low..."
+        )
+    return pairs
+
+
+def _read(path: Path, family: Family) -> dict[str, Pair]:
+    """The pairs of a file, see `read_adapter`."""
     file, *beside = adapter_files(path)
     opened = open_weights(file)
     metadata = opened.metadata() or {}

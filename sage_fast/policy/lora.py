@@ -143,7 +143,8 @@ def lora_targets(transformer: Any, target_modules: Sequence[str] | None) -> list
     dead = family.dead_modules(transformer)
     targets: list[str] = []
     for suffix in family.lora_targets if target_modules is None else target_modules:
-        pattern = re.compile(rf"{family.blocks}\.\d+\.{re.escape(suffix)}")
+        experts = "|".join(family.experts)
+        pattern = re.compile(rf"({experts}){family.blocks}\.\d+\.{re.escape(suffix)}")
         matches = [
             n
             for n, m in transformer.named_modules()

@@ -3,6 +3,7 @@ diffusers' layout.
 
 FOLDER/
     pytorch_lora_weights.safetensors               format lora
+    high_noise.safetensors  low_noise.safetensors  the same of two experts
     adapter_model.safetensors  adapter_config.json  the same in peft's layout
     config.json  diffusion_pytorch_model*          format full
     README.md  config.yaml  *.png  export.json     the model card (template `model_card.md`); its source
@@ -33,7 +34,7 @@ from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.models.family import model_family
 from sage_fast.models.hub import is_repository
 from sage_fast.policy.adapters import load_model, use_weights
-from sage_fast.policy.layouts import Layout, file_name, read_adapter, write_adapter
+from sage_fast.policy.layouts import Layout, file_names, read_adapter, write_adapter
 from sage_fast.run.directory import EXPORT_RECORD as RECORD
 from sage_fast.run.directory import RunDirectory
 from sage_fast.run.resume import check_same_run
@@ -51,7 +52,8 @@ class Export:
     """A written export.
 
     averaged: the weights are the moving average that the run evaluated with. dtype: of
-    the stored weights.
+    the stored weights. adapter_files: names of an adapter's file, or of each expert's,
+    as the programs of its layout look for them.
 
     Example: `Export(folder=Path("exported"), format="lora", layout="diffusers",
     update=200, averaged=True, ...)`
@@ -63,11 +65,12 @@ class Export:
     update: int
     averaged: bool
     dtype: Literal["float32", "bfloat16"]
+    adapter_files: Sequence[str]
 
     @property
     def adapter_file(self) -> str:
-        """Name of the file of an adapter, as the programs of its layout look for it."""
-        return file_name(self.layout)
+        """The first of `adapter_files`."""
+        return self.adapter_files[0]
 
 
 class _InDirectory(Protocol):
@@ -148,6 +151,11 @@ def export(
             "--layout diffusers."
         )
     family = model_family(config.model.family)
+    if chosen == "full" and len(family.experts) > 1:
+        raise ConfigError(
+            f"--format full is for one transformer, and model.family "
+            f"{config.model.family} has several. Give --format lora."
+        )
     if layout not in family.clients:
         raise ConfigError(
             f"--layout is {layout}, and model.family {config.model.family} has names "
@@ -162,6 +170,7 @@ def export(
         update=int(source.state["trainer"]["update"]),
         averaged=averaged,
         dtype=config.model.dtype if chosen == "full" else "float32",
+        adapter_files=file_names(layout, family),
     )
     if chosen == "lora":
         pairs = read_adapter(source.folder / "lora", family)

@@ -252,7 +252,8 @@ def write_videos(
             )
             plan[name] = prompt, member
             own = {"noise_seed": seed, "prompt": identity, "member": member}
-            records[name] = settings | own
+            # As it comes back from the file: a tuple is a list there.
+            records[name] = json.loads(json.dumps(settings | own))
     # The record goes first: a video without one would be a stranger's to the next call.
     kept = _keep_or_refuse(output, records, overwrite)
     remaining = [name for name in plan if name not in kept]

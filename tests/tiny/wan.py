@@ -156,6 +156,21 @@ def save_wan(folder: Path, kind: str = "2.1") -> Path:
     return folder
 
 
+def save_pair(folder: Path) -> Path:
+    """Two experts, as Wan 2.2 A14B has them."""
+    one = build_wan()
+    WanPipeline(
+        tokenizer=one.tokenizer,
+        text_encoder=one.text_encoder,
+        vae=one.vae,
+        scheduler=one.scheduler,
+        transformer=one.transformer,
+        transformer_2=tiny_transformer(7),
+        boundary_ratio=0.875,
+    ).save_pretrained(folder)
+    return folder
+
+
 def _noisy(module: Any) -> Any:
     """In evaluation mode, with no weight at zero or one, as it is after its
     initialisation.

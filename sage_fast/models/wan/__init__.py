@@ -8,6 +8,8 @@ DEFAULT_REPOSITORY = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 LARGE_REPOSITORY = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 PICTURE_REPOSITORY = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"
 SECOND_REPOSITORY = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
+PAIR_REPOSITORY = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
+"""Of two experts."""
 
 
 def likely_repository(path: str) -> str:
@@ -18,6 +20,9 @@ def likely_repository(path: str) -> str:
     layers = stored_value(path, file, "num_layers")
     channels = stored_value(path, file, "out_channels")
     name = path.lower()
+    ratio = stored_value(path, "model_index.json", "boundary_ratio")
+    if ratio is not None or "a14b" in name:
+        return PAIR_REPOSITORY
     if "5b" in name if channels is None else channels > 16:
         return SECOND_REPOSITORY
     if "i2v" in name if layers is None else stored_value(path, file, "image_dim"):

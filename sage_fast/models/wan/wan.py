@@ -5,8 +5,7 @@ layout, and its description.
 `WanImageToVideoPipeline`, or the id of such a repository on the hub; all sizes are one
 class. Wan 2.1's image-to-video reads a picture as channels and as tokens. The 5B model
 has a noise level per token (`expand_timesteps`), so it continues a picture, if its
-prompt has one.
-Wan 2.2 with two experts (`transformer_2`) is refused.
+prompt has one. Wan 2.2 with two experts (`transformer_2`) is the family `wan_experts`.
 """
 
 from functools import partial
@@ -38,6 +37,7 @@ from sage_fast.models.stored import open_transformer, read_json
 from sage_fast.models.wan import (
     DEFAULT_REPOSITORY,
     LARGE_REPOSITORY,
+    PAIR_REPOSITORY,
     PICTURE_REPOSITORY,
     SECOND_REPOSITORY,
     likely_repository,
@@ -87,8 +87,9 @@ PUBLISHED = {
     PICTURE_REPOSITORY: WAN_14B_PICTURES,
     PICTURE_REPOSITORY.replace("480P", "720P"): WAN_14B_PICTURES,
     SECOND_REPOSITORY: WAN_22_5B,
+    PAIR_REPOSITORY: WAN_14B,
 }
-"""Repositories -> their transformer."""
+"""Repositories -> their transformer, or each of two."""
 
 VAE_22: dict[str, Any] = {
     "base_dim": 160,
@@ -112,9 +113,10 @@ DOWNLOAD_GB = {
     LARGE_REPOSITORY: 57.2 + 0.5,
     PICTURE_REPOSITORY: 65.6 + 0.5 + 2.5,
     SECOND_REPOSITORY: 20.0 + 2.8,
+    PAIR_REPOSITORY: 114.4 + 0.5,
 }
 TEXT_DOWNLOAD_GB = 22.7
-"""1e9 bytes of a download in float32, at most: transformer, autoencoder and CLIP; the
+"""1e9 bytes of a download in float32, at most: transformers, autoencoder and CLIP; the
 text encoder.
 """
 
@@ -139,10 +141,12 @@ class Wan(WanTransformer):
     """See `ModelFamily`."""
 
     licence = "apache-2.0", "https://www.apache.org/licenses/LICENSE-2.0"
+    repository = DEFAULT_REPOSITORY
+    parts: tuple[str, ...] = PARTS
 
     def load(self, model: ModelConfig) -> Components:
         cache = cache_folder(model)
-        root, facts = _find(model)
+        root, facts = self.find(model)
         transformer, weights = open_transformer(
             WanTransformer3DModel,
             root / "transformer",
@@ -165,7 +169,7 @@ class Wan(WanTransformer):
         )
 
     def describe(self, model: ModelConfig) -> ModelDescription:
-        path = model.path or DEFAULT_REPOSITORY
+        path = model.path or self.repository
         likely = likely_repository(path)
         check_known(path, likely, PUBLISHED)
         folder = local_folder(path)
@@ -196,23 +200,31 @@ class Wan(WanTransformer):
         )
 
     def requirements(self, model: ModelConfig) -> list[Requirement]:
-        path = model.path or DEFAULT_REPOSITORY
+        path = model.path or self.repository
         likely = likely_repository(path)
-        parts = PARTS + (PICTURE_PARTS if likely == PICTURE_REPOSITORY else ())
+        parts = self.parts + (PICTURE_PARTS if likely == PICTURE_REPOSITORY else ())
         include = ["model_index.json", *(f"{part}/*" for part in (*parts, "scheduler"))]
         size = DOWNLOAD_GB[likely] + TEXT_DOWNLOAD_GB
         return [requirement("Wan", path, parts, likely, *include, gigabytes=size)]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
-        return _find(model, download=False)[1]
+        return self.find(model, download=False)[1]
 
     def pipeline_of(self, model: ModelConfig) -> tuple[str, str]:
-        if likely_repository(model.path or DEFAULT_REPOSITORY) == PICTURE_REPOSITORY:
+        if likely_repository(model.path or self.repository) == PICTURE_REPOSITORY:
             return IMAGE_TO_VIDEO, "image-to-video"
         return super().pipeline_of(model)
 
     def pipeline_base(self, model: ModelConfig) -> str:
-        return model.path or DEFAULT_REPOSITORY
+        return model.path or self.repository
+
+    def find(
+        self, model: ModelConfig, *, download: bool = True
+    ) -> tuple[Path, WeightFacts]:
+        """The folder of the weights, and their facts. ValueError for missing files, and
+        for what cannot be trained.
+        """
+        return _find(model, download=download)
 
 
 def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:

@@ -247,7 +247,7 @@ def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFac
         ),
         (
             (index.get("transformer_2") or [None])[0] is not None,
-            "has two experts (Wan 2.2 A14B)",
+            "has two experts (Wan 2.2 A14B), which are model.family wan_experts",
         ),
         (
             index.get("boundary_ratio") is not None,

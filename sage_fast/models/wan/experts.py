@@ -6,7 +6,7 @@ below. Each has an adapter and may have a guidance scale: `rollout.guidance_scal
 3]`, that of `transformer` first, as in the authors' configuration for A14B.
 
 A micro-batch of an update may have videos at levels of both experts. Then each computes
-all rows, and every row takes the velocity of its own: a batch of another size rounds
+all rows, and every row takes that of its expert: a batch of another size rounds
 otherwise on a GPU, and the first ratio would not be 1. Where weights are sharded, ranks
 gather them together, so an expert that any of them needs is run by all. Both cost
 nothing where all videos are at one step: in rollouts and evaluations, and in updates

@@ -35,7 +35,7 @@ from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
 from sage_fast.planning.work import count_weights
 from sage_fast.policy.adapters import weights_digest
-from sage_fast.policy.layouts import read_adapter
+from sage_fast.policy.layouts import adapter_files, read_adapter
 from sage_fast.records import Prompt
 from sage_fast.rewards.base import Reward
 from sage_fast.rewards.server import function_score, lasting_streams, takes_samples
@@ -465,11 +465,14 @@ def _choose_weights(
     """
     if lora is not None:
         try:
+            file, *others = adapter_files(Path(lora))
+            if others and others[0].suffix == file.suffix:  # the other expert's
+                file = Path(lora)
             # For what is wrong with it, before anything is computed.
-            read_adapter(Path(lora), model_family(config.model.family))
+            read_adapter(file, model_family(config.model.family))
         except ValueError as error:
             raise ConfigError(f"--lora: {error}") from error
-        return Path(lora), Path(lora)
+        return file, file
     found = choose_checkpoint(checkpoint, RunDirectory(config.output_dir))
     if found is None:
         return None

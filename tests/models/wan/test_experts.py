@@ -135,6 +135,7 @@ def test_a_batch_at_levels_of_both_experts_has_the_bits_of_each(
     ours: Components,
 ) -> None:
     latents, prompts, empty = states(ours)
+    assert ours.transformer.experts_at(LEVELS) == [0, 1, 0, 1]
     policy = GuidedPolicy(ours.transformer, empty, SCALES)
     with torch.no_grad():
         mixed = policy.velocity(latents, LEVELS, prompts)

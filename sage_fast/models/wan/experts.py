@@ -147,7 +147,7 @@ class ExpertsForward(FusedForward):
 class WanPair(Wan):
     """See `ModelFamily`."""
 
-    default = PAIR_REPOSITORY
+    repository = PAIR_REPOSITORY
     parts = (*PARTS, "transformer_2")
     transformer_class = "WanExperts"
     experts = tuple(EXPERTS)
@@ -189,9 +189,11 @@ class WanPair(Wan):
     def find(
         self, model: ModelConfig, *, download: bool = True
     ) -> tuple[Path, WeightFacts]:
-        path = model.path or self.default
+        path = model.path or self.repository
         parts = (*self.parts, "scheduler")
-        root = find_folder(path, parts, self.default, "convert_wan", download=download)
+        root = find_folder(
+            path, parts, self.repository, "convert_wan", download=download
+        )
         file = root / "model_index.json"
         index = read_json(file) if file.is_file() else {}
         known = index.get("_class_name") == "WanPipeline"
@@ -199,9 +201,9 @@ class WanPair(Wan):
             raise ValueError(
                 f"{file} is not of a WanPipeline with a boundary_ratio between two "
                 "experts. For one transformer set model.family to wan; get two with: "
-                f"{fetch_command(self.default)}"
+                f"{fetch_command(self.repository)}"
             )
-        require_parts(root, self.parts, path, self.default)
+        require_parts(root, self.parts, path, self.repository)
         return root, WeightFacts(shift=published_shift(root), experts=2)
 
     @staticmethod

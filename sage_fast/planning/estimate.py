@@ -420,9 +420,8 @@ def make_plan(
     slower = longer.total / forward.total - 1
     seconds_per_evaluation = None
     if section.every:
-        one, _ = device.seconds(
-            held.calls.evaluation, config.compute_dtype, config.model.attention
-        )
+        how = config.compute_dtype, config.model.attention
+        one, _ = device.seconds(held.calls.evaluation, *how)
         # The ranks that share a video take turns at decoding.
         decoded = math.ceil(batches * section.batch_size / layout.sp)
         scoring = sum(
@@ -449,11 +448,10 @@ def make_plan(
 
 def _forward_work(held: MemoryPlan, text_tokens: int) -> Work:
     """Work of one forward of one sample, by the family's closed form or traced."""
-    description = held.description
-    if description.forward_work is not None:
-        size = held.video_tokens, text_tokens
-        return description.forward_work(description.transformer, *size)
-    call = velocity_call(held.config, description, held.on_gpu)
+    model = held.description
+    if model.forward_work is not None:
+        return model.forward_work(model.transformer, held.video_tokens, text_tokens)
+    call = velocity_call(held.config, model, held.on_gpu)
     call = replace(call, batch=1, guidance_scale=1.0, text_tokens=text_tokens)
     cost = trace(replace(call, trained="full"))  # without adapters
     return Work(linear=cost.linear, attention=cost.attention)

@@ -56,7 +56,7 @@ def write(
     with (
         language_model,
         patch.dict(checkpoints.BYT5, BYT5),
-        patch.object(checkpoints, "_make_distinct"),
+        patch.object(checkpoints, "make_distinct"),
     ):
         pipeline = checkpoints.build_pipeline()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -317,7 +317,11 @@ class HunyuanVideo15(HunyuanTransformer):
         language = stored_config(folder, "text_encoder", LANGUAGE_MODEL)
         changes: dict[str, Any] = {
             "transformer": transformer,
-            **VAEDecoder.description(stored_config(folder, "vae", {}, VAEDecoder.kind)),
+            # Also where only the transformer's file is here.
+            "latent_shape": lambda *size: (
+                transformer["out_channels"],
+                *VAEDecoder.empty().latent_shape(*size)[1:],
+            ),
             "encoding": partial(encoding, language, picture=pictures),
         }
         if pictures:

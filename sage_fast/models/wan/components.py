@@ -185,16 +185,6 @@ class WanDecoder(AutoencoderDecoder):
         self.space = vae.config["scale_factor_spatial"]
         self.step = 2 * self.space
 
-    def scaled(self, latents: Tensor) -> Tensor:
-        latents = latents.to(self.vae.dtype)
-        mean, std = (
-            torch.tensor(self.vae.config[name])
-            .view(1, -1, 1, 1, 1)
-            .to(latents.device, latents.dtype)
-            for name in ("latents_mean", "latents_std")
-        )
-        return latents / (1.0 / std) + mean
-
     def parts(self, latents: Tensor) -> Iterator[Tensor]:
         _, _, frames, height, width = latents.shape
         self.vae.use_tiling = not self.fits(frames, height, width, self.memory_gib)

@@ -298,18 +298,22 @@ class WanTransformer(ModelFamily):
             row[: len(prompt.text)] = prompt.text
         sigma = sigma.to(latents.device)
         timestep = sigma * 1000.0
-        kept = [prompt.kept for prompt in prompts]
-        drawn = latents
-        if any(frames is not None for frames in kept):
-            latents, timestep = _beside_kept(transformer, latents, timestep, kept)
-        images = [prompt.image for prompt in prompts if prompt.image is not None]
-        channels = [prompt.frame for prompt in prompts if prompt.frame is not None]
+        given = latents
+        mask, kept = _kept_frames(latents, prompts)
+        if mask is not None:
+            latents = torch.where(mask, kept, latents)
+            _, rows, columns = transformer.config["patch_size"]
+            tokens = latents.shape[3] // rows * (latents.shape[4] // columns)
+            # Of every token; those of a kept frame have no noise.
+            timestep = timestep[:, None] * ~mask.flatten(1)
+            timestep = timestep.repeat_interleave(tokens, dim=1)
         inputs = latents.to(dtype)
-        if channels:
+        if channels := [p.frame for p in prompts if p.frame is not None]:
             beside = torch.stack(channels).to(inputs)
             # Those of a plan have no size.
             beside = beside.expand(-1, -1, *latents.shape[2:])
             inputs = torch.cat([inputs, beside], dim=1)
+        images = [p.image for p in prompts if p.image is not None]
         result: Tensor = transformer(
             hidden_states=inputs,
             timestep=timestep,
@@ -320,20 +324,10 @@ class WanTransformer(ModelFamily):
             return_dict=False,
         )[0]
         result = result.to(velocity_dtype(transformer))
-        if latents is drawn:
+        if mask is None:
             return result
-        # Frames that are kept are known: their velocity, (x - x_0) / sigma, leads there.
-        return torch.stack(
-            [
-                row
-                if frames is None
-                else torch.cat(
-                    [(x[:, : frames.shape[1]] - frames) / s, row[:, frames.shape[1] :]],
-                    dim=1,
-                )
-                for row, x, s, frames in zip(result, drawn, sigma, kept, strict=True)
-            ]
-        )
+        # That of a kept frame is known and leads there: (x - x_0) / sigma.
+        return torch.where(mask, (given - kept) / sigma.view(-1, 1, 1, 1, 1), result)
 
     @classmethod
     def empty_prompt(
@@ -352,28 +346,23 @@ class WanTransformer(ModelFamily):
         )
 
 
-def _beside_kept(
-    transformer: WanTransformer3DModel,
-    latents: Tensor,
-    timestep: Tensor,
-    kept: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Latents with what their prompts keep in its place, and timesteps (B, N), 0 for
-    its tokens.
-
-    Args:
-        timestep: (B,), of all other tokens.
-        kept: see `PromptEmbeds`.
+def _kept_frames(
+    latents: Tensor, prompts: Sequence[PromptEmbeds]
+) -> tuple[Tensor | None, Tensor]:
+    """Which frames of latents (B, C, F, H, W) their prompts keep, (B, 1, F, 1, 1), and
+    latents with these; None where no prompt keeps any.
     """
-    _, rows, columns = transformer.config["patch_size"]
-    tokens = latents.shape[3] // rows * (latents.shape[4] // columns)
+    if all(prompt.kept is None for prompt in prompts):
+        return None, latents
+    batch, _, frames, _, _ = latents.shape
+    mask = torch.zeros(batch, 1, frames, 1, 1, dtype=torch.bool, device=latents.device)
     latents = latents.clone()
-    timestep = timestep[:, None].repeat(1, latents.shape[2] * tokens)
-    for x, levels, frames in zip(latents, timestep, kept, strict=True):
-        if frames is not None:
-            x[:, : frames.shape[1]] = frames
-            levels[: frames.shape[1] * tokens] = 0.0
-    return latents, timestep
+    for row, (x, prompt) in enumerate(zip(latents, prompts, strict=True)):
+        if prompt.kept is not None:
+            count = prompt.kept.shape[1]
+            mask[row, :, :count] = True
+            x[:, :count] = prompt.kept
+    return mask, latents
 
 
 def image_tokens(config: Mapping[str, Any]) -> int:

@@ -197,9 +197,10 @@ class Trainer:
         Before the transformer is on the GPU, because there may not be room for both.
         """
         self.encoder = encoder
-        videos = self.config.video, self.config.evaluation_video
+        videos = [self.config.video]
+        if self.config.evaluation_video != self.config.video:
+            videos.append(self.config.evaluation_video)
         asked: list[str | Pictured] = [self.config.rollout.negative_prompt]
-        # Those of a size are the same question, and encoded once.
         asked += [p.asked(video) for video in videos for p in prompts]
         lengths = encoder.prepare(
             asked,

@@ -984,7 +984,7 @@ def test_the_start_looks_at_rates_steps_and_guidance(
     )
     build_trainer(tiny_run("--optimizer.learning_rate=0.1", "--evaluation.num_steps=7"))
     words = (
-        "moves weights 1.8e+02 times as far",
+        "moves weights 88 times as far",
         "rollout.num_steps 4",
         "evaluation.num_steps 7",
     )

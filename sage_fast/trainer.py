@@ -355,8 +355,7 @@ class Trainer:
             return trajectories, scoring.gather(self.videos_per_rollout)
 
     def _embed_of_rollout(self, prompt: Prompt) -> PromptEmbeds:
-        video = self.config.video
-        return self.embed(prompt.asked(video))
+        return self.embed(prompt.asked(self.config.video))
 
     def _new_scoring(self, **options: Any) -> VideoScoring:
         return VideoScoring(

@@ -349,8 +349,8 @@ class WanTransformer(ModelFamily):
 def _kept_frames(
     latents: Tensor, prompts: Sequence[PromptEmbeds]
 ) -> tuple[Tensor | None, Tensor]:
-    """Which frames of latents (B, C, F, H, W) their prompts keep, (B, 1, F, 1, 1), and
-    latents with these; None where no prompt keeps any.
+    """Mask (B, 1, F, 1, 1) of the frames that prompts keep, and latents (B, C, F, H, W)
+    with these in their place; no mask where no prompt keeps any.
     """
     if all(prompt.kept is None for prompt in prompts):
         return None, latents

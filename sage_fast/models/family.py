@@ -134,7 +134,7 @@ class WeightFacts:
         raise ValueError(
             f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are "
             f"{kind}-to-video. {fix}, or set "
-            f"model.path to {other}-to-video weights, such as 480p_{other[0]}2v."
+            f"model.path to {other}-to-video weights."
         )
 
     def check_guidance(
@@ -144,7 +144,7 @@ class WeightFacts:
         more, or where a scale is for an expert that is not there.
         """
         if isinstance(guidance_scale, tuple) and len(guidance_scale) != self.experts:
-            raise ValueError(
+            raise ConfigError(
                 f"{key} is {list(guidance_scale)}, for two experts, but these weights "
                 "are one transformer. Give one number."
             )

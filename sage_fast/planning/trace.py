@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from sage_fast.config.sections import Guidance, ModelConfig
 from sage_fast.models.counting import CountingMode, Tracer
-from sage_fast.models.family import family_of
+from sage_fast.models.family import WeightFacts, family_of
 from sage_fast.models.stored import Checkpointing, in_parts
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import PromptEmbeds
@@ -222,6 +222,7 @@ def _traced_policy(call: Call, num_layers: int) -> tuple[GuidedPolicy, PromptEmb
     prompt = family.empty_prompt(
         {**transformer.config, **dict(call.transformer)}, call.text_tokens, dtype
     )
+    WeightFacts(experts=len(family.experts)).check_guidance(call.guidance_scale)
     policy = GuidedPolicy(transformer, prompt, call.guidance_scale)
     with (
         torch.no_grad(),

@@ -172,6 +172,13 @@ class Wan(WanTransformer):
         path = model.path or self.repository
         likely = likely_repository(path)
         check_known(path, likely, PUBLISHED)
+        pair = likely == PAIR_REPOSITORY
+        if pair is not (self.repository == PAIR_REPOSITORY):
+            kind = "of two experts" if pair else "one transformer"
+            family = "wan_experts" if pair else "wan"
+            raise ValueError(
+                f"model.path is {path!r}, which is {kind}. Set model.family to {family}."
+            )
         folder = local_folder(path)
         published = VAE_22 if likely == SECOND_REPOSITORY else {}
         autoencoder = stored_config(folder, "vae", published, AutoencoderKLWan)

@@ -293,7 +293,7 @@ def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
             "model": {"path": str(diffusers_checkpoint)},
             "evaluation": {"prompts": ["a", "b"]},
         },
-        r"4 of 4 prompts have no picture.*image-to-video. Name one in the column 'image'.*480p_t2v": text_alone,
+        r"4 of 4 prompts have no picture.*image-to-video. Name one in the column 'image'.*text-to-video": text_alone,
     }
     for message, changes in cases.items():
         wrong = load_config(write(world, tmp_path, **changes))

@@ -415,3 +415,18 @@ def test_the_plan_counts_both_experts_and_the_work_of_one(
     assert len(transformer_blocks(pair)) == 4
     assert plans[0].weights.total == sum(p.numel() for p in pair.parameters())
     assert plans[0].weights.total == 2 * plans[1].weights.total
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.path=Wan-AI/Wan2.2-T2V-A14B-Diffusers"], "to wan_experts"),
+        (["--model.family=wan_experts"], "one transformer. Set model.family to wan"),
+        (["--rollout.guidance_scale=[4,3]"], "but these weights are one transformer"),
+    ],
+)
+def test_a_plan_of_another_number_of_transformers_is_refused(
+    words: list[str], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_plan(load_config("wan_480p_lora_1gpu", words), DEVICES["h200"], sizes={})

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from sage_fast.config.documents import read_yaml
 from sage_fast.config.sections import LoraConfig, OptimizerConfig
 
 if TYPE_CHECKING:
@@ -69,6 +68,9 @@ class Recipe:
 
 def published_recipe(key: str) -> Recipe:
     """A recipe of `config/published_recipes.yaml`, which has the places of its values."""
+    # Its YAML reader may be missing where the optimizers alone are used.
+    from sage_fast.config.documents import read_yaml
+
     file = Path(__file__).parent / "config/published_recipes.yaml"
     quoted = read_yaml(file.read_text("utf-8"), str(file))[key]
     return Recipe(**{field.name: quoted.get(field.name) for field in fields(Recipe)})

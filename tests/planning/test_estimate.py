@@ -1069,11 +1069,11 @@ def test_a_run_decodes_as_its_gpu_has_room(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(estimate, "rank_device", lambda name: torch.device("cuda"))
     properties: Any = SimpleNamespace(total_memory=80e9, name="a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    assert settle_memory(config).model.decode_memory_gib == 22
+    assert settle_memory(config).model.decode_memory_gib == 41
     filled = settle_memory(
         replace(config, model=replace(config.model, checkpointing="auto"))
     ).model
-    assert filled.decode_memory_gib == 22 and filled.checkpointing == "full"
+    assert filled.decode_memory_gib == 41 and filled.checkpointing == "full"
     properties.total_memory = 24e9
     assert settle_memory(config).model.decode_memory_gib == "auto", (
         "in tiles where a whole video does not fit"

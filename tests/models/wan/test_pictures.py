@@ -476,7 +476,10 @@ def test_videos_are_generated_and_exported(world: World, tmp_path: Path) -> None
         (weights,) = (tmp_path / layout).glob("*.safetensors")
         pipeline.load_lora_weights(str(tmp_path / layout), weight_name=weights.name)
         loaded = dict(pipeline.transformer.named_parameters())
-        effects.append([p for name, p in loaded.items() if "lora_B" in name])
+        # The loader fills up with zeros for a picture's layers.
+        effects.append(
+            [p for n, p in loaded.items() if "lora_B" in n and "attn2.add_" not in n]
+        )
     trained = load_file(
         next((tmp_path / "run/checkpoints").glob("*1/lora/*.safetensors"))
     )

@@ -113,17 +113,19 @@ def build_wan(
                 vocab_size=24, feed_forward_proj="gated-gelu", dropout_rate=0.0, **sizes
             )
         )
-        vision = CLIPVisionModel(
-            CLIPVisionConfig(
-                hidden_size=IMAGE_WIDTH,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                image_size=32,
-                patch_size=8,
+        parts = _noisy(vae), _noisy(encoder)
+        vision = _noisy(
+            CLIPVisionModel(
+                CLIPVisionConfig(
+                    hidden_size=IMAGE_WIDTH,
+                    intermediate_size=24,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    image_size=32,
+                    patch_size=8,
+                )
             )
         )
-        parts = _noisy(vae), _noisy(encoder), _noisy(vision)
     scheduler = UniPCMultistepScheduler(
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
@@ -139,7 +141,7 @@ def build_wan(
     }
     if kind == "i2v":
         pipeline = WanImageToVideoPipeline(
-            image_encoder=parts[2],
+            image_encoder=vision,
             image_processor=CLIPImageProcessor(
                 size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
             ),

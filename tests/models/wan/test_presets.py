@@ -162,7 +162,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"videoalign": videoalign, "base": base, "prompts": prompts, **models}
 
 
-@pytest.mark.parametrize("name", STARTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The quick ones have the recipes of the others.
+        pytest.param(name, marks=[] if "quick" in name else pytest.mark.slow)
+        for name in STARTED
+    ],
+)
 @pytest.mark.usefixtures("nothing_drawn")
 def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> None:
     """Three updates, with its sampler, adapters, objective and reward; smaller are the

@@ -137,6 +137,19 @@ class PromptEmbeds:
         return replace(self, image=prompt.image, frame=prompt.frame, kept=prompt.kept)
 
 
+def with_kept(latents: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    """Latents (B, C, F, H, W) with the frames that prompts keep in their place; the same
+    tensor where they keep none.
+    """
+    if all(prompt.kept is None for prompt in prompts):
+        return latents
+    latents = latents.clone()
+    for row, prompt in zip(latents, prompts, strict=True):
+        if prompt.kept is not None:
+            row[:, : prompt.kept.shape[1]] = prompt.kept
+    return latents
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sample:
     """One video of a rollout: which prompt it answers, which member of the prompt's

@@ -38,7 +38,7 @@ from sage_fast.models.family import VideoDecoder
 from sage_fast.noise import STREAM_INITIAL, NoiseKey, gaussian, noise_ids
 from sage_fast.objective import loss_columns
 from sage_fast.policy.guidance import GuidedPolicy
-from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
+from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory, with_kept
 from sage_fast.rewards.base import OnFailure, describe_batch, seed_generators
 from sage_fast.rewards.composite import CompositeReward, ScoredBatch, gather_scores
 from sage_fast.sde import TransitionTable, sigma_schedule, transition_table
@@ -234,10 +234,7 @@ def sample_trajectory(
         )
     if steps is None or steps.stop == table.num_steps:
         # To the bit: a step only comes near what its prompt keeps.
-        x = x.clone()
-        for row, sample in zip(x, samples, strict=True):
-            if (frames := sample.embeds.kept) is not None:
-                row[:, : frames.shape[1]] = frames
+        x = with_kept(x, [sample.embeds for sample in samples])
     return Trajectory(
         samples=list(samples),
         keys=list(keys),

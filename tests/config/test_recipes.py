@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks import report
+from benchmarks import recipes
 from sage_fast.config.load import load_config, preset_names
 from sage_fast.config.schema import RunConfig
 from sage_fast.optim import (
@@ -46,7 +46,7 @@ def test_a_first_update_moves_the_weights_as_far_as_in_the_recipe_that_is_named(
     preset: str,
 ) -> None:
     config = load_config(preset)
-    recipe = published_recipe(report.named_recipe(preset))
+    recipe = published_recipe(recipes.named_recipe(preset))
     assert 1 / 2 <= own_movement(config) / recipe.movement <= 2
     assert recipe.optimizer == config.optimizer.name
     if preset.startswith("wan22_5b"):
@@ -54,8 +54,8 @@ def test_a_first_update_moves_the_weights_as_far_as_in_the_recipe_that_is_named(
         assert recipe.rank is None and config.training.mode == "lora"
         return
     assert (recipe.rank is None) == (config.training.mode == "full")
-    for recipes in (GRPO_RECIPES, NFT_RECIPES):
-        assert {*recipes.values()} <= RECIPES.keys()
+    for compared in (GRPO_RECIPES, NFT_RECIPES):
+        assert {*compared.values()} <= RECIPES.keys()
     if "wan" in preset:
         # All that decides how far, not its product alone.
         assert (
@@ -95,7 +95,7 @@ def test_a_small_model_is_compared_with_no_recipe() -> None:
 def test_the_documented_table_is_the_file() -> None:
     """With the presets below it; `python -m benchmarks report --write` writes it."""
     page = (ROOT / "docs/real_model.md").read_text("utf-8")
-    table = report.recipes_block([])
+    table = recipes.table()
     assert table in page and len(table.splitlines()) == 2 + len(RECIPES) + 5
     assert "| LoRA 64, alpha 128 | U: `examples/diffusion/wan21_t2v.yaml` |" in table
     assert "| 1e-5, Muon | 1e-4 | 1e-7 to 1e-5 | all | S: " in table

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -83,6 +84,28 @@ def run_ranks(
     if failed:
         raise RuntimeError("\n".join(failed))
     return [value for _, value in results]
+
+
+def assert_same_updates(
+    given: list[dict[str, Any]],
+    expected: list[dict[str, Any]],
+    first: float,
+    wide: float = 0.0,
+) -> None:
+    """Reward, gradient and evaluations of ranks are those of one process.
+
+    Args:
+        given, expected: a record of each update.
+        first: relative difference of the first update; of the others 1e-4.
+        wide: absolute difference that is allowed beside it.
+    """
+    keys = {"reward/mean", "grad_norm", "eval/0", "eval/1"}
+    for update, (own, wanted) in enumerate(zip(given, expected, strict=True)):
+        assert keys & wanted.keys()
+        for key in keys & wanted.keys():
+            assert own[key] == pytest.approx(
+                wanted[key], rel=1e-4 if update else first, abs=wide
+            ), (update, key)
 
 
 def try_ranks(

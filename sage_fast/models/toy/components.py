@@ -294,6 +294,10 @@ class Toy(HunyuanTransformer):
             decoding=lambda latent, videos, section, on_gpu: Decoding(
                 peak_bytes=16.0 * videos * math.prod(latent)
             ),
+            decode_work=lambda latent, tiled, dtype: (
+                2.0 * math.prod(latent) * latent[0],
+                0.0,
+            ),
             forward_work=forward_work,
             modulation=modulation(transformer),
         )

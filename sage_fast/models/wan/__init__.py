@@ -1,5 +1,5 @@
-"""Wan 2.1 and Wan 2.2 5B: diffusers' transformer, UMT5, the video decoder, and its
-weights from disk.
+"""Wan 2.1 and 2.2: diffusers' transformer, or two of them, UMT5, the video decoder, and
+their weights from disk.
 """
 
 from sage_fast.models.hub import stored_value

@@ -101,8 +101,8 @@ def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
 
 
 class Modulation(NamedTuple):
-    """The eight (B, D) vectors of a block, or with two noise levels (B, 2, D): diffusers' table in its order, and the
-    affine layer norm's w - 1 and b.
+    """The eight (B, D) vectors of a block, with two noise levels (B, 2, D): diffusers'
+    table in its order, and the affine layer norm's w - 1 and b.
     """
 
     shift_msa: Tensor
@@ -135,33 +135,24 @@ class TwoLevels:
     ) -> Any:
         results: list[Sequence[Tensor]] = []
         for level, tokens in enumerate((slice(self.first), slice(self.first, None))):
-            parts = [
-                value
-                if kind == "." or value is None
-                else value[:, tokens]
-                if kind == "t"
-                else value[:, level]
-                for kind, value in zip(takes, given, strict=False)
-            ]
-            if parts[0].shape[1]:
-                found = run(*parts, **more)
-                results.append((found,) if len(gives) == 1 else found)
+            parts = list(given)
+            for place, (kind, value) in enumerate(zip(takes, given, strict=False)):
+                if kind == "t" and value is not None:
+                    parts[place] = value[:, tokens]
+                elif kind == "v":
+                    parts[place] = value[:, level]
+            # A share of the tokens may have only one of the levels.
+            found = run(*parts, **more) if parts[0].shape[1] else ()
+            results.append((found,) if isinstance(found, Tensor) else found)
+        joined = []
+        for place, kind in enumerate(gives):
+            known = [found[place] for found in results if found]
+            if kind == "t":
+                joined.append(torch.cat(known, 1))
             else:
-                # A share of the tokens may have only one of the levels.
-                results.append([])
-        one, two = results
-        joined = [
-            torch.cat([*one[i : i + 1], *two[i : i + 1]], 1)
-            if kind == "t"
-            else torch.stack(
-                [
-                    one[i] if one else torch.zeros_like(two[i]),
-                    two[i] if two else torch.zeros_like(one[i]),
-                ],
-                -2,
-            )
-            for i, kind in enumerate(gives)
-        ]
+                zero = torch.zeros_like(known[0])
+                pair = [found[place] if found else zero for found in results]
+                joined.append(torch.stack(pair, -2))
         return joined[0] if len(gives) == 1 else tuple(joined)
 
 
@@ -188,9 +179,8 @@ def block_forward(
         weights: from `read_block`.
         rotary: tables of the video tokens.
         tensors: (B, N, D) video tokens, or this rank's share of them; text (B, L, D),
-            a picture's tokens before those of `TEXT_TOKENS`;
-            modulation (B, 8, D) or (B, 2, 8, D), see `Modulation`; and the weights as `read_block`
-            lists them.
+            a picture's tokens before the `TEXT_TOKENS`; modulation (B, 8, D) or (B, 2,
+            8, D), see `Modulation`; and the weights as `read_block` lists them.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         result: Tensor = _BlockFunction.apply(settings, weights, rotary, *tensors)

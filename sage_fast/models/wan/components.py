@@ -163,7 +163,8 @@ class WanPromptEncoder(CachedPromptEncoder):
 
 
 class WanDecoder(AutoencoderDecoder):
-    """Latents (B, 16, F, H, W) to videos uint8 (B, 4F-3, 3, 8H, 8W), on the CPU.
+    """Latents (B, 16, F, H, W) to videos uint8 (B, 4F-3, 3, 8H, 8W), on the CPU; of Wan
+    2.2 5B (B, 48, F, H, W) to (B, 4F-3, 3, 16H, 16W).
 
     81 frames of 480 x 832 have latents of (16, 21, 60, 104).
 
@@ -230,18 +231,16 @@ class WanDecoder(AutoencoderDecoder):
     ) -> Decoding:
         _, frames, height, width = latent
         tiled = not self.fits(frames, height, width, memory_gib)
-        peak = self.peak_bytes(frames, height, width)
+        peak = float(self.peak_bytes(frames, height, width))
         if tiled:
             rows, columns, row_step, column_step = self.tiles()
-            # One tile, and those decoded, which overlap.
-            share = rows * columns / (row_step * column_step)
-            pixels = height * width * int(self.space) ** 2
             peak = self.peak_bytes(frames, min(height, rows), min(width, columns))
-            peak += (
-                int(share * pixels * 3 * self.time * frames) * self.vae.dtype.itemsize
-            )
+            # Beside one tile those that are decoded, which overlap.
+            video = 3 * self.time * frames * height * width * int(self.space) ** 2
+            share = rows * columns / (row_step * column_step)
+            peak += share * video * self.vae.dtype.itemsize
         return Decoding(
-            peak_bytes=float(peak),
+            peak_bytes=peak,
             tiled=tiled,
             limited=True,
             dtype=str(self.vae.dtype).removeprefix("torch."),

@@ -50,7 +50,7 @@ from sage_fast.models.wan.block import (
     block_forward,
     read_block,
 )
-from sage_fast.records import PromptEmbeds
+from sage_fast.records import PromptEmbeds, with_kept
 
 
 def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
@@ -298,16 +298,16 @@ class WanTransformer(ModelFamily):
             row[: len(prompt.text)] = prompt.text
         sigma = sigma.to(latents.device)
         timestep = sigma * 1000.0
-        given = latents
-        mask, kept = _kept_frames(latents, prompts)
-        if mask is not None:
-            latents = torch.where(mask, kept, latents)
+        seen = with_kept(latents, prompts)
+        mask = None
+        if seen is not latents:
+            mask = _mask_of_kept(latents, prompts)
             _, rows, columns = transformer.config["patch_size"]
             tokens = latents.shape[3] // rows * (latents.shape[4] // columns)
             # Of every token; those of a kept frame have no noise.
             timestep = timestep[:, None] * ~mask.flatten(1)
             timestep = timestep.repeat_interleave(tokens, dim=1)
-        inputs = latents.to(dtype)
+        inputs = seen.to(dtype)
         if channels := [p.frame for p in prompts if p.frame is not None]:
             beside = torch.stack(channels).to(inputs)
             # Those of a plan have no size.
@@ -327,7 +327,7 @@ class WanTransformer(ModelFamily):
         if mask is None:
             return result
         # That of a kept frame is known and leads there: (x - x_0) / sigma.
-        return torch.where(mask, (given - kept) / sigma.view(-1, 1, 1, 1, 1), result)
+        return torch.where(mask, (latents - seen) / sigma.view(-1, 1, 1, 1, 1), result)
 
     @classmethod
     def empty_prompt(
@@ -346,23 +346,14 @@ class WanTransformer(ModelFamily):
         )
 
 
-def _kept_frames(
-    latents: Tensor, prompts: Sequence[PromptEmbeds]
-) -> tuple[Tensor | None, Tensor]:
-    """Mask (B, 1, F, 1, 1) of the frames that prompts keep, and latents (B, C, F, H, W)
-    with these in their place; no mask where no prompt keeps any.
-    """
-    if all(prompt.kept is None for prompt in prompts):
-        return None, latents
+def _mask_of_kept(latents: Tensor, prompts: Sequence[PromptEmbeds]) -> Tensor:
+    """True (B, 1, F, 1, 1) for the frames of latents that prompts keep."""
     batch, _, frames, _, _ = latents.shape
     mask = torch.zeros(batch, 1, frames, 1, 1, dtype=torch.bool, device=latents.device)
-    latents = latents.clone()
-    for row, (x, prompt) in enumerate(zip(latents, prompts, strict=True)):
+    for row, prompt in zip(mask, prompts, strict=True):
         if prompt.kept is not None:
-            count = prompt.kept.shape[1]
-            mask[row, :, :count] = True
-            x[:, :count] = prompt.kept
-    return mask, latents
+            row[:, : prompt.kept.shape[1]] = True
+    return mask
 
 
 def image_tokens(config: Mapping[str, Any]) -> int:

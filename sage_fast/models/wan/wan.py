@@ -133,7 +133,6 @@ PARTS = ("transformer", "vae", *ENCODERS)
 PICTURE_PARTS = ("image_encoder", "image_processor")
 """Folders in diffusers' layout, and those of image-to-video of Wan 2.1 alone."""
 
-
 IMAGE_TO_VIDEO = "WanImageToVideoPipeline"
 
 
@@ -231,52 +230,45 @@ class Wan(WanTransformer):
         """The folder of the weights, and their facts. ValueError for missing files, and
         for what cannot be trained.
         """
-        return _find(model, download=download)
-
-
-def _find(model: ModelConfig, *, download: bool = True) -> tuple[Path, WeightFacts]:
-    """The folder of the weights, and their facts. ValueError for missing files, and for
-    what cannot be trained.
-    """
-    path = model.path or DEFAULT_REPOSITORY
-    parts = (*PARTS, *PICTURE_PARTS, "scheduler")
-    likely = likely_repository(path)
-    root = find_folder(path, parts, likely, "convert_wan", download=download)
-    file = root / "model_index.json"
-    index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
-    kind = index.get("_class_name")
-    command = fetch_command(DEFAULT_REPOSITORY)
-    # A pipeline's file has [null, null] for a part that it lacks.
-    for wrong, why in (
-        (
-            kind not in ("WanPipeline", IMAGE_TO_VIDEO),
-            f"is of a {kind}, not of a WanPipeline or {IMAGE_TO_VIDEO}",
-        ),
-        (
-            (index.get("transformer_2") or [None])[0] is not None,
-            "has two experts (Wan 2.2 A14B), which are model.family wan_experts",
-        ),
-        (
-            index.get("boundary_ratio") is not None,
-            "says at which noise level two experts take turns (Wan 2.2 A14B)",
-        ),
-        (
-            (root / "transformer_2").exists(),
-            "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)",
-        ),
-    ):
-        if wrong:
-            raise ValueError(
-                f"These weights cannot be trained: {file} {why}. Use Wan 2.1 or Wan 2.2 "
-                f"5B, for example: {command}"
-            )
-    require_parts(root, PARTS, path, likely)
-    # With a noise level per token the first frame may be a picture's.
-    pictures = None if index.get("expand_timesteps") else False
-    if image_tokens(read_json(root / "transformer" / "config.json")):
-        pictures = True
-        require_parts(root, PICTURE_PARTS, path, likely)
-    return root, WeightFacts(shift=published_shift(root), pictures=pictures)
+        path = model.path or DEFAULT_REPOSITORY
+        parts = (*PARTS, *PICTURE_PARTS, "scheduler")
+        likely = likely_repository(path)
+        root = find_folder(path, parts, likely, "convert_wan", download=download)
+        file = root / "model_index.json"
+        index = read_json(file) if file.is_file() else {"_class_name": "WanPipeline"}
+        kind = index.get("_class_name")
+        command = fetch_command(DEFAULT_REPOSITORY)
+        # A pipeline's file has [null, null] for a part that it lacks.
+        for wrong, why in (
+            (
+                kind not in ("WanPipeline", IMAGE_TO_VIDEO),
+                f"is of a {kind}, not of a WanPipeline or {IMAGE_TO_VIDEO}",
+            ),
+            (
+                (index.get("transformer_2") or [None])[0] is not None,
+                "has two experts (Wan 2.2 A14B), which are model.family wan_experts",
+            ),
+            (
+                index.get("boundary_ratio") is not None,
+                "says at which noise level two experts take turns (Wan 2.2 A14B)",
+            ),
+            (
+                (root / "transformer_2").exists(),
+                "has transformer_2 beside it, one of two experts (Wan 2.2 A14B)",
+            ),
+        ):
+            if wrong:
+                raise ValueError(
+                    f"These weights cannot be trained: {file} {why}. Use Wan 2.1 or Wan 2.2 "
+                    f"5B, for example: {command}"
+                )
+        require_parts(root, PARTS, path, likely)
+        # With a noise level per token the first frame may be a picture's.
+        pictures = None if index.get("expand_timesteps") else False
+        if image_tokens(read_json(root / "transformer" / "config.json")):
+            pictures = True
+            require_parts(root, PICTURE_PARTS, path, likely)
+        return root, WeightFacts(shift=published_shift(root), pictures=pictures)
 
 
 def _encoders(pictures: bool | None) -> tuple[str, ...]:

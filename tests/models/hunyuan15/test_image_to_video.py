@@ -39,7 +39,7 @@ from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.api import evaluate, generate
 from sage_fast.tools.diagnosis import Check, files
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks, train
+from tests.distributed.ranks import assert_same_updates, run_ranks, train
 from tests.made_runs import numbers
 from tests.run.test_media import damaged
 from tests.tiny.checkpoints import (
@@ -394,11 +394,7 @@ def test_two_ranks_train_like_one_process(
         "--distributed.keep_gathered=rollout",
     ]
     for records, _, _ in run_ranks(train, 2, file, sharded):
-        for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
-            for key in {"reward/mean", "grad_norm", "eval/0", "eval/1"} & wanted.keys():
-                assert given[key] == pytest.approx(
-                    wanted[key], rel=1e-4 if update else 1e-5
-                ), (update, key)
+        assert_same_updates(records, expected, first=1e-5)
 
 
 @pytest.mark.slow

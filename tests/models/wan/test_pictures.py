@@ -47,7 +47,7 @@ from sage_fast.sde import transition_table
 from sage_fast.sharding.ulysses import shard_sequence
 from sage_fast.tools.api import generate
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks, train
+from tests.distributed.ranks import assert_same_updates, run_ranks, train
 from tests.distributed.test_ulysses import thread_collectives, thread_group
 from tests.made_runs import numbers
 from tests.models.wan.test_fused import (
@@ -58,6 +58,7 @@ from tests.models.wan.test_fused import (
     prompt,
     transformer,
 )
+from tests.models.wan.test_training import FORWARD_PROCESS
 from tests.tiny.wan import IMAGE_WIDTH, READS_PICTURES, save_wan
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -282,11 +283,6 @@ def test_many_tokens_of_one_sample_have_two_gates(
     one gate.
     """
     monkeypatch.setattr("sage_fast.models.block._FEW_TOKENS", 8)
-    monkeypatch.setattr(
-        torch,
-        "randn",
-        lambda *n, f=torch.randn, **o: f(*n, **o)[:1] if n[0] == 2 else f(*n, **o),
-    )
     results = []
     for fused in (False, True):
         model = transformer()
@@ -393,13 +389,6 @@ def write(world: World, folder: Path, **changes: dict[str, Any]) -> str:
     return str(file)
 
 
-FORWARD_PROCESS = [
-    "--training.update=forward_process",
-    "--rollout.sde_type=ode",
-    "--objective.kl_mode=none",
-]
-
-
 @pytest.mark.parametrize("words", [[], FORWARD_PROCESS], ids=["grpo", "nft"])
 def test_three_updates_and_a_resume_to_the_bit(
     words: list[str], world: World, tmp_path: Path
@@ -448,11 +437,7 @@ def test_two_ranks_train_like_one_process(world: World, tmp_path: Path) -> None:
     if "shard" in layout:
         words += ["--rollout.batch_size=2", "--distributed.keep_gathered=rollout"]
     for records, _, _ in run_ranks(train, 2, file, words):
-        for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
-            for key in {"reward/mean", "grad_norm", "eval/0", "eval/1"} & wanted.keys():
-                assert given[key] == pytest.approx(
-                    wanted[key], rel=1e-4 if update else 1e-5
-                ), (update, key)
+        assert_same_updates(records, expected, first=1e-5)
 
 
 @pytest.mark.slow

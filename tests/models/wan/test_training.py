@@ -25,7 +25,7 @@ from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.exporting import export
 from sage_fast.tools.profiling import BLOCK, profile_update
 from tests.conftest import TINY_RUN
-from tests.distributed.ranks import run_ranks, train
+from tests.distributed.ranks import assert_same_updates, run_ranks, train
 from tests.made_runs import numbers
 from tests.tiny.wan import TEXT_WIDTH, save_wan
 
@@ -149,11 +149,7 @@ def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) 
     for records, _, spread in run_ranks(
         train, ranks, file, [*words, f"--rollout.batch_size={videos}"]
     ):
-        for update, (given, wanted) in enumerate(zip(records, expected, strict=True)):
-            for key in {"reward/mean", "grad_norm", "eval/0"} & wanted.keys():
-                assert given[key] == pytest.approx(
-                    wanted[key], rel=1e-4 if update else 1e-6, abs=wide
-                ), (update, key)
+        assert_same_updates(records, expected, first=1e-6, wide=wide)
         for name, value in weights.items():
             torch.testing.assert_close(
                 spread[name], value, rtol=1e-3, atol=max(wide, 1e-5)

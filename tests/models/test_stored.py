@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ from sage_fast.models.stored import StoredWeights
 from sage_fast.models.toy.components import ASSETS, WEIGHTS_NAME
 from sage_fast.policy.lora import add_lora, base_digest
 from sage_fast.run.run import build_trainer
-from tests.conftest import TINY_RUN
 from tests.distributed.ranks import join, peak_bytes, run_ranks, try_ranks
+from tests.models.runs import run_file
 from tests.tiny.checkpoints import copy_tree
 
 WIDE = {
@@ -55,21 +54,12 @@ def write_wide_model(tiny: Path, folder: Path) -> Path:
 def write_run(model: Path, folder: Path) -> str:
     """A LoRA run whose frozen weights are in shards."""
     folder.mkdir()
-    (folder / "prompts.txt").write_text("a cat\na dog\n")
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
-    tree |= {
-        "output_dir": str(folder / "run"),
-        "data": {"prompts": str(folder / "prompts.txt")},
-        "model": {"family": "hunyuan15", "path": str(model), "device": "cpu"},
-        "video": {"num_frames": 5, "height": 16, "width": 32},
-        "reward": {
-            "rewards": ["tests.rewards.support:brightness"],
-            "weights": {"brightness": 1.0},
-        },
-        "evaluation": {"every": 0},
-    }
-    (folder / "run.yaml").write_text(json.dumps(tree))
-    return str(folder / "run.yaml")
+    return run_file(
+        folder,
+        data={"prompts": ["a cat", "a dog"]},
+        model={"family": "hunyuan15", "path": str(model)},
+        video={"num_frames": 5, "height": 16, "width": 32},
+    )
 
 
 def weights_digest(weights: Mapping[str, Tensor]) -> str:

@@ -7,6 +7,7 @@ The fused forward with pictures is held against diffusers in float64 in test_fus
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from diffusers.utils import load_image
 from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,9 +38,8 @@ from sage_fast.records import Pictured, PromptEmbeds
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.api import evaluate, generate
 from sage_fast.tools.diagnosis import Check, files
-from tests.conftest import TINY_RUN
 from tests.distributed.ranks import assert_same_updates, run_ranks, train
-from tests.made_runs import numbers
+from tests.models.runs import assert_resumes_to_the_bit, run_file
 from tests.run.test_media import damaged
 from tests.tiny.checkpoints import (
     IMAGE_TOKENS,
@@ -80,31 +79,15 @@ def world(
 
 
 def write(world: Path, folder: Path, **changes: dict[str, Any]) -> str:
-    """File of a run of three guided updates, each of two videos of two prompts."""
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
-    tree |= {
-        "output_dir": str(folder / "run"),
-        "data": {"prompts": str(world / "p.jsonl")},
-        "model": {
-            "family": "hunyuan15",
-            "path": str(world / "model"),
-            "device": "cpu",
-            "adaln": "weights",
-        },
-        "video": {"num_frames": 5, "height": HEIGHT, "width": WIDTH, "fps": 24},
-        "reward": {
-            "rewards": ["tests.rewards.support:brightness"],
-            "weights": {"brightness": 1.0},
-        },
-        "training": {"num_updates": 3},
-        "evaluation": {"num_prompts": 2, "every": 3, "batch_size": 1, "num_samples": 0},
-    }
-    tree["rollout"] |= {"num_steps": 2, "micro_batch_size": 2}
-    for name, section in changes.items():
-        tree[name] = tree.get(name, {}) | section
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(tree))
-    return str(file)
+    """File of a run of two guided updates, each of two videos of two prompts."""
+    model = {"family": "hunyuan15", "path": str(world / "model"), "adaln": "weights"}
+    changes["model"] = model | changes.get("model", {})
+    return run_file(
+        folder,
+        **{"data": {"prompts": str(world / "p.jsonl")}} | changes,
+        video={"num_frames": 5, "height": HEIGHT, "width": WIDTH, "fps": 24},
+        rollout={"num_steps": 2, "micro_batch_size": 2},
+    )
 
 
 def load(world: Path, cache: Path) -> Components:
@@ -351,33 +334,11 @@ UPDATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", UPDATES.values(), ids=UPDATES)
-def test_three_updates_and_a_resume_to_the_bit(
+def test_a_resumed_run_is_the_whole_one_to_the_bit(
     words: list[str], world: Path, tmp_path: Path
 ) -> None:
-    for name, parts in (("whole", (3,)), ("parts", (2, 3))):
-        (tmp_path / name).mkdir()
-        file = write(world, tmp_path / name, evaluation={"every": 0})
-        for updates in parts:
-            Run(
-                load_config(
-                    file, [*words, "--resume=auto", f"--training.num_updates={updates}"]
-                )
-            ).train()
-    whole, parts = (numbers(tmp_path / name / "run") for name in ("whole", "parts"))
-    rows = [row for row in whole if "grad_norm" in row]
-    assert whole == parts and len(rows) == 3
-    assert all(
-        row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0 for row in rows
-    )
-    stored = (
-        next((tmp_path / name / "run/checkpoints").glob("*3/lora/*.safetensors"))
-        for name in ("whole", "parts")
-    )
-    first, second = map(load_file, stored)
-    assert (
-        all(torch.equal(value, second[name]) for name, value in first.items())
-        and len(first) > 8
-    )
+    adapters = assert_resumes_to_the_bit(partial(write, world), tmp_path, words)
+    assert len(adapters) > 8
 
 
 @pytest.mark.slow
@@ -385,7 +346,7 @@ def test_three_updates_and_a_resume_to_the_bit(
 def test_two_ranks_train_like_one_process(
     words: list[str], world: Path, tmp_path: Path
 ) -> None:
-    file = write(world, tmp_path, training={"num_updates": 2})
+    file = write(world, tmp_path)
     ((expected, _, _),) = run_ranks(train, 1, file, words)
     sharded = [
         *words,
@@ -401,7 +362,7 @@ def test_two_ranks_train_like_one_process(
 def test_videos_of_pictures_are_generated_evaluated_and_exported(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(world, tmp_path, evaluation={"every": 0}, training={"num_updates": 1})
+    file = write(world, tmp_path, training={"num_updates": 1})
     run = Run(load_config(file))
     run.train()
     report = evaluate(run.config, tmp_path / "scores", resamples=100)

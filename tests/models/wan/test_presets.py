@@ -172,7 +172,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 @pytest.mark.usefixtures("nothing_drawn")
 def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> None:
-    """Three updates, with its sampler, adapters, objective and reward; smaller are the
+    """Two updates, with its sampler, adapters, objective and reward; smaller are the
     model, the videos, the groups and the evaluation.
     """
     words = [
@@ -183,12 +183,12 @@ def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> N
         f"--evaluation.prompts={files['prompts']}",
         "--evaluation.num_prompts=null",
         "--evaluation.num_steps=3",
-        "--evaluation.every=3",
+        "--evaluation.every=2",
         "--evaluation.num_samples=0",
         "--video={num_frames: 5, height: 32, width: 32, fps: 16}",
         "--rollout.num_generations=2",
         "--rollout.batch_size=4",
-        "--training.num_updates=3",
+        "--training.num_updates=2",
         f"--reward.options.videoalign.path={files['videoalign']}",
         f"--reward.options.videoalign.base_model={files['base']}",
         "--logging.report_to=[]",
@@ -196,7 +196,7 @@ def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> N
     config = load_config(name, words)
     trainer = build_trainer(config)
     before = {key: p.detach().clone() for key, p in trainer.engine.parameters.items()}
-    for _ in range(3):
+    for _ in range(2):
         row = trainer.iterate()
         assert row.get("ratio/first_max_deviation", 0.0) == 0.0
         assert row["grad_norm"] > 0 and row["reward/VQ_std"] > 0

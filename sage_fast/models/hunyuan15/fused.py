@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sage_fast.models.block import run_block
 from sage_fast.models.fused import BlockwiseForward, without_autocast
-from sage_fast.models.hunyuan15.block import block_forward, read_block
+from sage_fast.models.hunyuan15.block import Block, read_block
 from sage_fast.models.stored import MAX_LEVELS
 from sage_fast.records import PromptEmbeds
 
@@ -181,16 +182,9 @@ def _fused_block(
         text_modulation = self.norm1_context.linear(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(
-        settings,
-        streams,
-        acceleration.rotary,
-        x,
-        modulation,
-        text,
-        text_modulation,
-        *flat,
-    )
+    given = (x, modulation, text, text_modulation, *flat)
+    x, text_out = run_block(Block, settings, streams, acceleration.rotary, *given)
+    return x, text if text_out is None else text_out
 
 
 def _fused_forward(

@@ -40,14 +40,14 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.block import EPS
+from sage_fast.models.block import EPS, run_block
 from sage_fast.models.family import Client, ModelFamily, Work
 from sage_fast.models.fused import BlockwiseForward, without_autocast
 from sage_fast.models.stored import velocity_dtype
 from sage_fast.models.wan.block import (
     TEXT_TOKENS,
+    Block,
     TwoLevels,
-    block_forward,
     read_block,
 )
 from sage_fast.records import PromptEmbeds, with_kept
@@ -68,9 +68,9 @@ def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
     settings = acceleration.settings(x.device, x.dtype)
     if acceleration.first is not None:
         settings = replace(settings, first=acceleration.first)
-    return block_forward(
-        settings, weights, acceleration.rotary, x, text, modulation, *flat
-    )
+    given = (x, text, modulation, *flat)
+    result: Tensor = run_block(Block, settings, weights, acceleration.rotary, *given)
+    return result
 
 
 def _fused_forward(

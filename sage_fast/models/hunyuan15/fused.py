@@ -30,7 +30,11 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from sage_fast.models.block import run_block
-from sage_fast.models.fused import BlockwiseForward, without_autocast
+from sage_fast.models.fused import (
+    BlockwiseForward,
+    require_full_scale,
+    without_autocast,
+)
 from sage_fast.models.hunyuan15.block import Block, read_block
 from sage_fast.models.stored import MAX_LEVELS
 from sage_fast.records import PromptEmbeds
@@ -229,17 +233,8 @@ def _fused_forward(
             encoder_attention_mask_2,
             image_embeds,
         )
-    scale = (attention_kwargs or {}).get("scale", 1.0)
-    # As in diffusers' forward, the scale of the adapters holds for this call.
-    if scale != 1.0:
-        from diffusers.utils import scale_lora_layers, unscale_lora_layers
-
-        scale_lora_layers(self, scale)
-    try:
-        sample = acceleration.forward(hidden_states, timestep, prompts)
-    finally:
-        if scale != 1.0:
-            unscale_lora_layers(self, scale)
+    require_full_scale(attention_kwargs)
+    sample = acceleration.forward(hidden_states, timestep, prompts)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from diffusers.utils import load_image
-from PIL import Image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -168,35 +167,6 @@ def test_the_whole_pipeline_is_the_stock_one(
     ).norm() > 0.01
 
 
-def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
-    components = load(world, world / "cache")
-    seen = list[dict[str, Any]]()
-    uncond, prompt = pair(components, world)
-    hook = components.transformer.register_forward_pre_hook(
-        lambda module, arguments, given: seen.append(given), with_kwargs=True
-    )
-    x = torch.randn(1, LATENT_CHANNELS, 2, HEIGHT // 16, WIDTH // 16)
-    GuidedPolicy(components.transformer, uncond, 2.0).velocity(
-        x, torch.tensor([0.5]), [prompt]
-    )
-    hook.remove()
-    conditional, unconditional = seen
-    assert (
-        len(unconditional["encoder_hidden_states"][0])
-        == len(uncond.text)
-        < len(prompt.text)
-    )
-    for branch in (conditional, unconditional):
-        given = branch["hidden_states"][0, LATENT_CHANNELS:-1]
-        mask = branch["hidden_states"][0, -1]
-        assert torch.equal(branch["image_embeds"][0], prompt.image) and torch.equal(
-            given[:, :1], prompt.frame
-        )
-        assert not given[:, 1:].any() and mask[0].eq(1).all() and not mask[1:].any(), (
-            "the first latent frame alone"
-        )
-
-
 # --------------------------------------------------------------------------------------
 # the cache
 
@@ -240,21 +210,6 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(
         broken = damaged(tmp_path, kind)
         with pytest.raises(ValueError, match=rf"{kind} cannot be read as a picture"):
             encoder.prepare(["a fox", asked._replace(image=str(broken))])
-
-
-def test_the_model_sees_a_cut_out_on_white(world: Path, tmp_path: Path) -> None:
-    encoder: Any = load(world, tmp_path / "cache").prompt_encoder
-    clear = Image.new("RGBA", (96, 64), (200, 30, 30, 0))
-    clear.save(tmp_path / "clear.png")
-    Image.new("RGB", clear.size, "white").save(tmp_path / "white.png")
-    asked = [
-        Pictured("a", str(tmp_path / name), HEIGHT, WIDTH)
-        for name in ("clear.png", "white.png")
-    ]
-    first, second = encoder.encode(asked)
-    assert torch.equal(first.image, second.image) and torch.equal(
-        first.frame, second.frame
-    )
 
 
 # --------------------------------------------------------------------------------------

@@ -190,20 +190,12 @@ def test_an_impossible_size_names_the_nearest(
         decoder.latent_shape(*size)
 
 
+@pytest.mark.parametrize("frame", [0, 2])
 def test_values_that_are_not_finite_are_refused(
-    vae: AutoencoderKLHunyuanVideo15,
-) -> None:
-    decoder = VAEDecoder(vae)
-    vae.decoder.conv_out.conv.bias.data[0] = float("inf")
-    with pytest.raises(RuntimeError, match="model.vae_dtype"):
-        decoder.decode(latents_of(1, 1, 1, 1))
-
-
-def test_values_of_a_later_frame_that_are_not_finite_are_refused(
-    vae: AutoencoderKLHunyuanVideo15,
+    frame: int, vae: AutoencoderKLHunyuanVideo15
 ) -> None:
     latents = latents_of(2, 3, 1, 1)
-    latents[1, :, 2] = float("nan")
+    latents[1, :, frame] = float("nan")
     with pytest.raises(RuntimeError, match="model.vae_dtype"):
         VAEDecoder(vae).decode(latents)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.config.load import load_config, preset_summary
+from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import first_steps
 from sage_fast.planning.devices import DEVICES
@@ -32,20 +32,12 @@ STARTED = sorted(path.stem for path in (ROOT / "configs").glob("wan*.yaml"))
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_name_says(name: str) -> None:
     config: RunConfig = load_config(name)
-    assert (config.model.family, config.model.forward, config.output_dir) == (
-        "wan",
-        "fused",
-        f"runs/{name}",
-    )
+    assert config.output_dir == f"runs/{name}"
     assert (config.video.height, config.video.width, config.video.fps) == (480, 832, 16)
     assert config.video.num_frames == (17 if "quick" in name else 81)
     assert config.reward.options["videoalign"]["fps"] == config.video.fps
     rollout = config.rollout
-    assert (rollout.shift, config.model.dtype, config.training.mode) == (
-        3.0,
-        "bfloat16",
-        "lora",
-    )
+    assert rollout.shift == 3.0
     lora = config.lora
     forward = name.endswith("_nft")
     assert (
@@ -82,9 +74,6 @@ def test_a_preset_is_what_its_name_says(name: str) -> None:
         f"{videos // config.rollout.num_generations} prompts; published"
     )
     assert header in (ROOT / f"configs/{name}.yaml").read_text("utf-8")
-    assert preset_summary(name).endswith(".") and re.search(
-        r"_(24gb|1gpu)(_nft)?$", name
-    )
     assert name in (ROOT / "docs/wan.md").read_text("utf-8")
     assert len(load_prompts(config)[0]) >= 64
 

@@ -105,7 +105,6 @@ LAYOUTS = {
         "--distributed.dp_shard=2",
         "--distributed.keep_gathered=rollout",
     ],
-    "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
     "lora_sharded_bf16": [
         "--distributed.dp_shard=2",
         "--distributed.keep_gathered=never",

@@ -210,11 +210,6 @@ def _fused_forward(
     of the conditions.
     """
     acceleration: Acceleration = self._acceleration
-    if timestep_r is not None:
-        raise ValueError(
-            "timestep_r belongs to MeanFlow variants, which the fused forward does "
-            "not compute."
-        )
     if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"timestep is {timestep.dtype}; rounding it makes it another noise level. "
@@ -222,10 +217,7 @@ def _fused_forward(
             "MixedPrecisionPolicy(cast_forward_inputs=False)."
         )
     if prompts is None:
-        if encoder_hidden_states is None or encoder_attention_mask is None:
-            raise ValueError(
-                "Give encoder_hidden_states and encoder_attention_mask, or prompts."
-            )
+        assert encoder_hidden_states is not None and encoder_attention_mask is not None
         prompts = acceleration.unpad(
             encoder_hidden_states,
             encoder_attention_mask,

@@ -301,9 +301,7 @@ class Manifold:
             part.square().sum(1, keepdim=True) - 2 * part @ self.table.T + self.energy
             for part in flat.split(256)
         ]
-        return (
-            torch.cat(parts).clamp_min(0) if parts else torch.empty(0, len(self.scenes))
-        )
+        return torch.cat(parts).clamp_min(0)
 
     def distance(self, videos: Tensor) -> Tensor:
         """Root mean square pixel distance to the nearest legal video, float32 (B,),

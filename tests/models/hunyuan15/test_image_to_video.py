@@ -18,6 +18,7 @@ from diffusers.utils import load_image
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.counts.traced import unused_work
 from sage_fast import Prompt, accelerate
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
@@ -30,7 +31,7 @@ from sage_fast.models.family import (
     family_of,
     load_components,
 )
-from sage_fast.models.hunyuan15.backbone import dead_modules, unused_work
+from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Pictured, PromptEmbeds

@@ -16,7 +16,7 @@ from tests.made_runs import numbers
 
 
 def run_file(folder: Path, **sections: Any) -> str:
-    """File of a run to `folder / "run"`, rewarded for brightness; sections: in place of
+    """File of a run to `folder / "run"`, rewarded for brightness; sections: instead of
     those of `TINY_RUN`, or entries of theirs.
     """
     tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))

@@ -233,6 +233,7 @@ def test_a_layout_without_names_is_refused(trained: RunConfig, tmp_path: Path) -
         export(trained.output_dir, tmp_path / "o", layout="official")
 
 
+@pytest.mark.slow
 def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
     # The profiler takes 0.1 ms for each operator.
     rollout = {"num_steps": 2, "num_generations": 2, "batch_size": 2}

@@ -12,7 +12,7 @@ and attention. Products with a dimension of at most 128, as those of LoRA, are "
 they too cost what they read and write.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,8 +29,9 @@ from benchmarks.workload import HUNYUAN_VIDEO_15
 from sage_fast import accelerate
 from sage_fast.config.sections import LoraConfig
 from sage_fast.models.counting import PRODUCTS, Tracer, is_thin
+from sage_fast.models.family import Work
 from sage_fast.models.fused import Rotary
-from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
+from sage_fast.models.hunyuan15.backbone import forward_work, image_tokens
 from sage_fast.models.stored import Checkpointing
 from sage_fast.planning import trace
 from sage_fast.policy.lora import add_lora
@@ -349,3 +350,17 @@ def measure_forward() -> dict[str, float]:
             f"forward.host_syncs/{shape.name}": len(record.syncs),
         }
     return found
+
+
+def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
+    """Parts of `forward_work` that no velocity needs: the last block's text queries,
+    projections and feed-forward, and the condition channels of text-to-video.
+    """
+    d = config["num_attention_heads"] * config["attention_head_dim"]
+    n = video_tokens
+    length = text_tokens
+    per_token = 2 + 2 * config["mlp_ratio"]
+    linear = 2 * length * per_token * d * d
+    if not image_tokens(config):
+        linear += 2 * n * d * (config["in_channels"] - config["out_channels"])
+    return Work(linear=linear, attention=4 * length * (n + length) * d)

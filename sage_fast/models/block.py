@@ -1,5 +1,5 @@
-"""One pass of a transformer block, as far as the families compute it alike: linear
-layers with adapters, and the MLP.
+"""One pass of a transformer block, as far as the families compute it alike: its place
+in autograd, linear layers with adapters, and the MLP.
 
 The last branch of a block is gate_mlp (gelu(y W_1 + b) W_2 + b) in every family. Its
 product h W_2 is never recomputed for its own sake. The backward needs it only for the
@@ -19,8 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import BlockKernels
+from sage_fast.models.fused import without_autocast
 from sage_fast.models.projection import (
     Adapter,
     Gradients,
@@ -129,6 +131,54 @@ def restore(ctx: Any, saved: Iterator[Tensor], *passes: Staged) -> None:
         for name in one.saved:
             size = next(sizes)
             one.__dict__[name] = tuple(islice(saved, size)) if size else next(saved)
+
+
+def run_block(
+    kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
+) -> Any:
+    """Results of one block; with autograd where a gradient is wanted.
+
+    Args:
+        kind: class of the pass, made of all that follows. Its `forward` gives the
+            results, and `gradients(grads, wanted, gradients)` the gradients of its
+            first `inputs` tensors, from those of the results. `live`: its parts that
+            have stages too.
+        tensors: inputs, and the weights in their flat list.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return _BlockFunction.apply(kind, settings, weights, rotary, *tensors)
+    with torch.no_grad():
+        return kind(settings, weights, rotary, *tensors).forward()
+
+
+class _BlockFunction(torch.autograd.Function):
+    """`run_block` for autograd."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
+    ) -> Any:
+        block = kind(settings, weights, rotary, *tensors)
+        out = block.forward()
+        ctx.made = kind, settings, weights, rotary
+        ctx.count = len(tensors)
+        save(ctx, tensors, block, *block.live)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        kind, settings, weights, rotary = ctx.made
+        saved = ctx.saved_tensors
+        tensors = saved[: ctx.count]
+        weights = weights.rebuilt(tensors[kind.inputs :])
+        block = kind(settings, weights, rotary, *tensors)
+        restore(ctx, iter(saved[ctx.count :]), block, *block.live)
+        wanted = ctx.needs_input_grad[4:]
+        gradients = Gradients(wanted[kind.inputs :])
+        with without_autocast(tensors[0]):
+            found = block.gradients(grads, wanted, gradients)
+        return None, None, None, None, *found, *gradients.values
 
 
 @dataclass

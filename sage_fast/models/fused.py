@@ -106,6 +106,15 @@ def without_autocast(
     return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
+def require_full_scale(attention_kwargs: dict[str, Any] | None) -> None:
+    """ValueError where a call of diffusers scales its adapters."""
+    if (attention_kwargs or {}).get("scale", 1.0) != 1.0:
+        raise ValueError(
+            "The fused forward takes no scale of adapters in a call. Set it by "
+            "set_adapters of the transformer, or set model.forward to stock."
+        )
+
+
 @dataclass(kw_only=True, eq=False, repr=False)
 class BlockwiseForward(FusedForward):
     """The fused forward of one transformer; `undo`, or the end of a `with`, restores

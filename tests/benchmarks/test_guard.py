@@ -23,10 +23,11 @@ from benchmarks import __main__, budgets, guard, report, results
 from benchmarks.budgets import judge, read_budgets
 from benchmarks.counts import processes, traced
 from benchmarks.session import parser_of
+from sage_fast.models import block as shared_block
 from sage_fast.models import fused as fused_module
 from sage_fast.models.fused import LocalAttention
 from sage_fast.models.hunyuan15 import block as block_module
-from sage_fast.models.hunyuan15.block import _Block, _Stream
+from sage_fast.models.hunyuan15.block import Block, _Stream
 from sage_fast.objectives.grpo import TwoPhase
 from sage_fast.objectives.single_pass import SinglePass
 from sage_fast.optim import OptimizerSet
@@ -69,7 +70,7 @@ def test_every_budget_holds_and_no_exact_limit_has_room(group: str) -> None:
 Change = Callable[[Patch, Path], None]
 Method = tuple[Any, str]
 
-ROTATED = vars(_Block)["rotated"]
+ROTATED = vars(Block)["rotated"]
 
 STAGES = ("begin", "velocity", "measure", "accumulate")
 PHASES = list(itertools.product((TwoPhase, SinglePass), STAGES))
@@ -91,22 +92,24 @@ def before(act: Callable[..., object], *methods: Method) -> Change:
     return apply
 
 
-def copy_and_thin_product(block: Any, grad: Tensor | None = None, *args: Any) -> None:
-    x = block.video.x if grad is None else grad
+def copy_and_thin_product(
+    block: Any, grads: tuple[Tensor, ...] = (), *args: Any
+) -> None:
+    x = grads[0] if grads else block.video.x
     torch.mm((x + 0)[0], x.new_empty(x.shape[2], 8))
 
 
 def something_kept(patch: Patch, folder: Path) -> None:
-    forward = block_module._BlockFunction.forward
+    forward = shared_block._BlockFunction.forward
 
     def keeping(
-        ctx: Any, settings: Any, streams: Any, rotary: Any, x: Tensor, *tensors: Tensor
+        ctx: Any, kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
     ) -> Any:
-        result = forward(ctx, settings, streams, rotary, x, *tensors)
-        ctx.save_for_backward(*ctx.to_save, x.clone())
+        result = forward(ctx, kind, settings, weights, rotary, *tensors)
+        ctx.save_for_backward(*ctx.to_save, tensors[0].clone())
         return result
 
-    patch.setattr(block_module._BlockFunction, "forward", staticmethod(keeping))
+    patch.setattr(shared_block._BlockFunction, "forward", staticmethod(keeping))
 
 
 def outlives(stream: Any, *args: Any) -> None:
@@ -178,7 +181,7 @@ def begins_with(lines: str) -> Change:
 
 MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     "a copy and a thin product": (
-        before(copy_and_thin_product, (_Block, "forward"), (_Block, "backward")),
+        before(copy_and_thin_product, (Block, "forward"), (Block, "gradients")),
         [
             "block.forward_*bytes/*",
             "block.backward_*bytes/*",

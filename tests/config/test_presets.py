@@ -22,7 +22,7 @@ from sage_fast.config.load import (
     preset_summary,
 )
 from sage_fast.config.schema import by_dotted_key, check_batch, to_dict
-from sage_fast.models.hunyuan15.hunyuan15 import DISTILLED_STEPS, HUNYUAN_VIDEO_15
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15
 from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import SAFE_SHARE, Plan, make_plan
@@ -37,6 +37,9 @@ from sage_fast.rewards.server import (
 )
 from sage_fast.rollout import rollout_table
 from sage_fast.run.prompt_files import load_prompts, read_prompts
+
+DISTILLED_STEPS = 50
+"""Of weights with distilled guidance, by the README of Tencent-Hunyuan/HunyuanVideo-1.5."""
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = sorted((ROOT / "configs").glob("hv15_*.yaml"))

@@ -40,6 +40,7 @@ from sage_fast.rollout import (
 )
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.conftest import TINY_RUN
+from tests.models.runs import run_file
 from tests.tiny.qwen_image import save_qwen_image
 
 FAMILY = "examples.qwen_image:QwenImage"
@@ -78,17 +79,12 @@ def ours(folder: Path) -> Components:
 @pytest.fixture
 def tiny(folder: Path, tmp_path: Path) -> Callable[..., RunConfig]:
     """Run of two updates on pictures of 32 x 32."""
-    file = tmp_path / "run.yaml"
-    tree = TINY_RUN | {
-        "output_dir": str(tmp_path / "run"),
-        "model": vars(section(folder)),
-        "video": {"num_frames": 1, "height": 32, "width": 32},
-        "reward": {
-            "rewards": ["tests.rewards.support:brightness"],
-            "weights": {"brightness": 1.0},
-        },
-    }
-    file.write_text(json.dumps(tree))
+    file = run_file(
+        tmp_path,
+        model=vars(section(folder)),
+        video={"num_frames": 1, "height": 32, "width": 32},
+        evaluation=TINY_RUN["evaluation"],
+    )
     return lambda *words: load_config(file, words)
 
 

@@ -20,6 +20,7 @@ from diffusers import AutoencoderKLHunyuanVideo15, AutoencoderKLWan
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
 
+from benchmarks.counts.traced import unused_work
 from sage_fast import accelerate
 from sage_fast.commands import plan as plan_command
 from sage_fast.commands.cli import main
@@ -27,7 +28,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import Decoding, describe_model
-from sage_fast.models.hunyuan15.backbone import forward_work, unused_work
+from sage_fast.models.hunyuan15.backbone import forward_work
 from sage_fast.models.hunyuan15.hunyuan15 import (
     END_TOKENS,
     HUNYUAN_VIDEO_15,

@@ -137,7 +137,6 @@ def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
     config = tiny_run("--evaluation.every=0")
     # A second one that computes on this CPU.
     monkeypatch.setitem(LIBRARIES, "xformers", LIBRARIES["reference"])  # type: ignore[misc]
-    monkeypatch.setattr(attention, "_require_runnable", lambda *use: None)
 
     def trained(updates: int) -> Run:
         run = Run(

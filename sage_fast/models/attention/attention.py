@@ -20,7 +20,6 @@ operations. `resolve_backend` chooses among the libraries, whose calls are in
 Shapes: B batch, Nq and Nk tokens of query and key, H heads, D head dim.
 """
 
-import functools
 import logging
 from collections.abc import Mapping
 from typing import get_args
@@ -100,7 +99,14 @@ def resolve_backend(
                 f"model.attention is {name!r}, but it must be auto or one of "
                 f"{', '.join(BACKENDS)}."
             )
-        _require_runnable(name, *use)
+        reason = LIBRARIES[name].unavailable(use)
+        if reason is not None:
+            able = (b for b in BACKENDS if not LIBRARIES[b].unavailable(use))
+            raise ConfigError(
+                f"The attention backend {name!r} cannot run on {use.device}: {reason}. "
+                "Or set model.attention to auto, or to one that can run here: "
+                f"{', '.join(able) or 'none'}."
+            )
         return name  # type: ignore[return-value]  # a key of LIBRARIES is a Backend
     candidates: tuple[Backend, ...] = ("sdpa", "reference")
     if dtype == torch.float64:
@@ -142,36 +148,12 @@ def backend_report(
     return {name: LIBRARIES[name].unavailable(use) for name in BACKENDS}
 
 
-@functools.cache
-def _require_runnable(
-    name: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    deterministic: bool,
-) -> None:
-    """Refuse a backend that cannot run. Cached: the ops ask at every call, and what is
-    installed does not change.
-    """
-    use = Use(device, dtype, head_dim, deterministic)
-    reason = LIBRARIES[name].unavailable(use)
-    if reason is None:
-        return
-    others = [other for other in BACKENDS if not LIBRARIES[other].unavailable(use)]
-    raise ConfigError(
-        f"The attention backend {name!r} cannot run on {use.device}: {reason}. "
-        "Or set model.attention to auto, or to one that can run here: "
-        f"{', '.join(others) or 'none'}."
-    )
-
-
 def call_forward(
     q: Tensor, k: Tensor, v: Tensor, backend: str, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
     """`attention` without graph and dispatcher, for callers that differentiate by
     themselves.
     """
-    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     out, lse = LIBRARIES[backend].forward(q, k, v)
     return out.contiguous(), lse.contiguous()
 
@@ -197,7 +179,6 @@ def call_backward(
         dq (B, Nq, H, D), dk and dv (B, Nk, H, D), contiguous, in q's dtype. Not
         differentiable again.
     """
-    _require_runnable(backend, q.device, q.dtype, q.shape[-1], deterministic)
     # Autograd may hand over a broadcast gradient, which no library reads.
     grad_out = grad_out.contiguous()
     lse = lse.contiguous()
@@ -273,15 +254,12 @@ def attention(
         q: (B, Nq, H, D). Batch and token strides may be anything, the last two
             dimensions are dense.
         k, v: (B, Nk, H, D), likewise.
-        backend: one of `BACKENDS`; `resolve_backend` turns `auto` into one.
+        backend: one of `BACKENDS`, from `resolve_backend`.
         deterministic: the backward pass gives the same bits every time.
 
     Returns:
         out: (B, Nq, H, D) contiguous, in q's dtype.
         lse: (B, H, Nq) float32, float64 for float64; natural logarithm of the sum of
         exp(scaled scores).
-
-    Raises:
-        ConfigError: a backend that cannot run there.
     """
     return _attention(q, k, v, backend, deterministic)

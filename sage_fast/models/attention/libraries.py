@@ -15,7 +15,6 @@ D), k and v (B, Nk, H, D).
 
 import functools
 import importlib
-import inspect
 import logging
 import math
 import os
@@ -484,9 +483,7 @@ def _hub_flash3() -> Any:
         # By name, because a checkout of this project has a folder that is called so
         # too.
         load = importlib.import_module("kernels").get_local_kernel
-        old = "package_name" in inspect.signature(load).parameters
-        build = load(folder, "flash_attn3") if old else load(folder)
-        return build.flash_attn_interface
+        return load(folder).flash_attn_interface
     except Exception as error:  # noqa: BLE001  releases of that package raise AssertionError and more
         logger.debug("No FlashAttention-3 from the hub: %s", error)
         return None

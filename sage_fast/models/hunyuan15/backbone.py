@@ -181,20 +181,6 @@ def forward_work(
     )
 
 
-def unused_work(config: Mapping[str, Any], video_tokens: int, text_tokens: int) -> Work:
-    """Parts of `forward_work` that no velocity needs: the last block's text queries,
-    projections and feed-forward, and the condition channels of text-to-video.
-    """
-    d = config["num_attention_heads"] * config["attention_head_dim"]
-    n = video_tokens
-    length = text_tokens
-    per_token = 2 + 2 * config["mlp_ratio"]
-    linear = 2 * length * per_token * d * d
-    if not image_tokens(config):
-        linear += 2 * n * d * (config["in_channels"] - config["out_channels"])
-    return Work(linear=linear, attention=4 * length * (n + length) * d)
-
-
 def modulation(config: Mapping[str, Any]) -> int:
     """Numbers of a table of the modulation per noise level: 12 D per block."""
     return int(

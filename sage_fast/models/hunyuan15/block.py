@@ -32,7 +32,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import without_graph
 from sage_fast.models.block import (
@@ -42,10 +41,8 @@ from sage_fast.models.block import (
     Staged,
     Weights,
     read_layers,
-    restore,
-    save,
 )
-from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
+from sage_fast.models.fused import BlockSettings, Rotary
 from sage_fast.models.projection import Gradients, read_adapters
 
 
@@ -54,6 +51,10 @@ class Streams(NamedTuple):
 
     video: Weights
     text: Weights
+
+    def rebuilt(self, tensors: Sequence[Tensor]) -> "Streams":
+        """See `Weights.rebuilt`."""
+        return Streams(self.video.rebuilt(tensors), self.text.rebuilt(tensors))
 
 
 def read_block(block: nn.Module, *, last: bool) -> tuple[Streams, list[Tensor]]:
@@ -101,37 +102,13 @@ class Modulation(NamedTuple):
     gate_mlp: Tensor
 
 
-def block_forward(
-    settings: BlockSettings, streams: Streams, rotary: Rotary, *tensors: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Run one block; with autograd where a gradient is wanted.
-
-    Args:
-        settings: how.
-        streams: the weights, from `read_block`.
-        rotary: tables of the video tokens.
-        tensors: tokens x and modulation (B, 6 D) of the video, N tokens or this rank's
-            share of them; the same of the text, L >= 1 tokens; and the weights as
-            `read_block` lists them.
-
-    Returns:
-        Video (B, N, D) and text (B, L, D) after the block; in the last block the text
-        as it came in.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        out, text_out = _BlockFunction.apply(settings, streams, rotary, *tensors)
-        return out, tensors[2] if text_out is None else text_out
-    with torch.no_grad():
-        return _Block(settings, streams, rotary, *tensors).forward()
-
-
 _SAVED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "none": (("qkv", "attention"), ("attended", "hidden")),
     "feed_forward": (("qkv", "attention"), ("attended",)),
     "selective": (("attention",), ()),
     "full": ((), ()),
 }
-"""Stages of a `_Block` and of each of its live streams that the forward leaves for the
+"""Stages of a `Block` and of each of its live streams that the forward leaves for the
 backward, by checkpointing.
 """
 
@@ -255,8 +232,19 @@ class _Stream(BlockPass):
         return torch.cat(parts, dim=1)
 
 
-class _Block(Staged):
-    """One pass of one block."""
+class Block(Staged):
+    """One pass of one block.
+
+    Args:
+        settings: how.
+        streams: the weights, from `read_block`.
+        rotary: tables of the video tokens.
+        tensors: tokens x and modulation (B, 6 D) of the video, N tokens or this rank's
+            share of them; the same of the text, L >= 1 tokens; and the weights as
+            `read_block` lists them.
+    """
+
+    inputs = 4
 
     def __init__(
         self,
@@ -379,38 +367,28 @@ class _Block(Staged):
         for stream in self.live:
             stream.attention = out[:, stream.tokens].flatten(2)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Both streams after the block (the text as it came in where nothing reads its
-        output).
-        """
+    def forward(self) -> tuple[Tensor, Tensor | None]:
+        """Both streams after the block; None for a text output that nothing reads."""
         self.attend()
         # memory for the feed-forward
         self.forget("y", "qkv", "rotated")
         out = self.video.forward()
-        return out, self.text.x if self.last else self.text.forward()
+        return out, None if self.last else self.text.forward()
 
     # ----------------------------------------------------------------------------------
     # backward
 
-    def backward(
-        self,
-        grad: Tensor,
-        text_grad: Tensor | None,
-        gradients: Gradients,
-        *,
-        modulation: bool,
-        inputs: bool,
-    ) -> None:
-        """Leave the gradients of both streams in their `grad` and `modulation_grads`.
-
-        Args:
-            grad, text_grad: gradients of the two results; None for a text output that
-                nothing reads. gradients: takes those of the weights.
-            modulation: whether the gradients of the modulation are wanted.
-            inputs: whether anything before the block wants a gradient.
+    def gradients(
+        self, grads: Sequence[Tensor], wanted: Sequence[bool], gradients: Gradients
+    ) -> tuple[Tensor | None, ...]:
+        """Of x, its modulation, the text and its modulation, where they are wanted;
+        `gradients` takes those of the weights.
         """
-        self.video.grad = grad.contiguous()
-        self.text.grad = None if text_grad is None else text_grad.contiguous()
+        wants_x, wants_modulation, wants_text, wants_text_modulation = wanted[:4]
+        modulation = wants_modulation or wants_text_modulation
+        inputs = wants_x or wants_text
+        self.video.grad = grads[0].contiguous()
+        self.text.grad = None if self.last else grads[1].contiguous()
         trains_qkv = gradients.wants(
             *self.video.layers["qkv"], *self.text.layers["qkv"]
         )
@@ -433,6 +411,12 @@ class _Block(Staged):
             stream.projections_backward(
                 heads, y, gradients, modulation=modulation, inputs=inputs
             )
+        return (
+            self.video.grad if wants_x else None,
+            self.video.joined_modulation_grads() if wants_modulation else None,
+            self.text.grad if wants_text else None,
+            self.text.joined_modulation_grads() if wants_text_modulation else None,
+        )
 
     def residuals_backward(self, gradients: Gradients, modulation: bool) -> Tensor:
         """From x2 to attention's result: dL/do, (B, tokens, H, head dim); leaves dL/dx1
@@ -489,56 +473,3 @@ class _Block(Staged):
         return [part.flatten(2) for part in of_video], [
             part.flatten(2) for part in of_text
         ]
-
-
-class _BlockFunction(torch.autograd.Function):
-    """`_Block` for autograd: takes settings, weights, tables, both streams with their
-    modulation, the flat weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        settings: BlockSettings,
-        streams: Streams,
-        rotary: Rotary,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, Tensor | None]:
-        block = _Block(settings, streams, rotary, *tensors)
-        out, text_out = block.forward()
-        ctx.settings = settings
-        ctx.streams = streams
-        ctx.rotary = rotary
-        ctx.count = len(tensors)
-        save(ctx, tensors, block, *block.live)
-        return out, None if block.last else text_out
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, grad: Tensor, text_grad: Tensor | None
-    ) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        tensors = saved[: ctx.count]
-        streams = Streams(*(stream.rebuilt(tensors[4:]) for stream in ctx.streams))
-        block = _Block(ctx.settings, streams, ctx.rotary, *tensors)
-        restore(ctx, iter(saved[ctx.count :]), block, *block.live)
-        wanted = ctx.needs_input_grad[3:]
-        wants_x, wants_modulation, wants_text, wants_text_modulation = wanted[:4]
-        gradients = Gradients(wanted[4:])
-        with without_autocast(grad):
-            block.backward(
-                grad,
-                None if block.last else text_grad,
-                gradients,
-                modulation=wants_modulation or wants_text_modulation,
-                inputs=wants_x or wants_text,
-            )
-        return (
-            *(None, None, None),
-            block.video.grad if wants_x else None,
-            block.video.joined_modulation_grads() if wants_modulation else None,
-            block.text.grad if wants_text else None,
-            block.text.joined_modulation_grads() if wants_text_modulation else None,
-            *gradients.values,
-        )

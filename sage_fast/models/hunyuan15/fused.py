@@ -29,8 +29,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sage_fast.models.fused import BlockwiseForward, without_autocast
-from sage_fast.models.hunyuan15.block import block_forward, read_block
+from sage_fast.models.block import run_block
+from sage_fast.models.fused import (
+    BlockwiseForward,
+    require_full_scale,
+    without_autocast,
+)
+from sage_fast.models.hunyuan15.block import Block, read_block
 from sage_fast.models.stored import MAX_LEVELS
 from sage_fast.records import PromptEmbeds
 
@@ -181,16 +186,9 @@ def _fused_block(
         text_modulation = self.norm1_context.linear(activated)
     streams, flat = read_block(self, last=self is acceleration.blocks[-1])
     settings = acceleration.settings(x.device, x.dtype)
-    return block_forward(
-        settings,
-        streams,
-        acceleration.rotary,
-        x,
-        modulation,
-        text,
-        text_modulation,
-        *flat,
-    )
+    given = (x, modulation, text, text_modulation, *flat)
+    x, text_out = run_block(Block, settings, streams, acceleration.rotary, *given)
+    return x, text if text_out is None else text_out
 
 
 def _fused_forward(
@@ -212,11 +210,6 @@ def _fused_forward(
     of the conditions.
     """
     acceleration: Acceleration = self._acceleration
-    if timestep_r is not None:
-        raise ValueError(
-            "timestep_r belongs to MeanFlow variants, which the fused forward does "
-            "not compute."
-        )
     if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"timestep is {timestep.dtype}; rounding it makes it another noise level. "
@@ -224,10 +217,7 @@ def _fused_forward(
             "MixedPrecisionPolicy(cast_forward_inputs=False)."
         )
     if prompts is None:
-        if encoder_hidden_states is None or encoder_attention_mask is None:
-            raise ValueError(
-                "Give encoder_hidden_states and encoder_attention_mask, or prompts."
-            )
+        assert encoder_hidden_states is not None and encoder_attention_mask is not None
         prompts = acceleration.unpad(
             encoder_hidden_states,
             encoder_attention_mask,
@@ -235,17 +225,8 @@ def _fused_forward(
             encoder_attention_mask_2,
             image_embeds,
         )
-    scale = (attention_kwargs or {}).get("scale", 1.0)
-    # As in diffusers' forward, the scale of the adapters holds for this call.
-    if scale != 1.0:
-        from diffusers.utils import scale_lora_layers, unscale_lora_layers
-
-        scale_lora_layers(self, scale)
-    try:
-        sample = acceleration.forward(hidden_states, timestep, prompts)
-    finally:
-        if scale != 1.0:
-            unscale_lora_layers(self, scale)
+    require_full_scale(attention_kwargs)
+    sample = acceleration.forward(hidden_states, timestep, prompts)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 
 

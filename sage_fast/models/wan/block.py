@@ -38,7 +38,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import BlockKernels, without_graph
 from sage_fast.models.block import (
@@ -47,10 +46,8 @@ from sage_fast.models.block import (
     Stage,
     Weights,
     read_layers,
-    restore,
-    save,
 )
-from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
+from sage_fast.models.fused import BlockSettings, Rotary
 from sage_fast.models.projection import Gradients, read_adapters
 
 TEXT_TOKENS = 512
@@ -71,7 +68,7 @@ SAVED = {
     "selective": ("attention", "text_attention"),
     "full": (),
 }
-"""Stages of a `_Block` that the forward leaves for the backward, by checkpointing."""
+"""Stages of a `Block` that the forward leaves for the backward, by checkpointing."""
 
 
 def read_block(block: Any) -> tuple[Weights, list[Tensor]]:
@@ -169,10 +166,8 @@ N, D), vectors (B, D) and others.
 """
 
 
-def block_forward(
-    settings: BlockSettings, weights: Weights, rotary: Rotary, *tensors: Tensor
-) -> Tensor:
-    """Run one block, (B, N, D); with autograd where a gradient is wanted.
+class Block(BlockPass):
+    """One pass of one block.
 
     Args:
         settings: how.
@@ -182,15 +177,9 @@ def block_forward(
             a picture's tokens before the `TEXT_TOKENS`; modulation (B, 8, D) or (B, 2,
             8, D), see `Modulation`; and the weights as `read_block` lists them.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        result: Tensor = _BlockFunction.apply(settings, weights, rotary, *tensors)
-        return result
-    with torch.no_grad():
-        return _Block(settings, weights, rotary, *tensors).forward()
 
-
-class _Block(BlockPass):
-    """One pass of one block."""
+    inputs = 3
+    live = ()
 
     def __init__(
         self,
@@ -351,17 +340,14 @@ class _Block(BlockPass):
     # ----------------------------------------------------------------------------------
     # backward
 
-    def backward(
-        self, grad: Tensor, gradients: Gradients, *, modulation: bool, inputs: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of x, the text and, where it is wanted, the modulation.
-
-        Args:
-            grad: of the result.
-            gradients: takes those of the weights.
-            modulation: whether the gradient of the modulation is wanted.
-            inputs: whether that of x is; where neither is, it stays that of x1.
+    def gradients(
+        self, grads: Sequence[Tensor], wanted: Sequence[bool], gradients: Gradients
+    ) -> tuple[Tensor | None, ...]:
+        """Of x, the text and the modulation, where they are wanted; `gradients` takes
+        those of the weights.
         """
+        wants_x, wants_text, modulation, *_ = wanted
+        grad = grads[0].contiguous()
         m = self.modulation
         kernels = self.kernels
         found = dict[str, Tensor]()
@@ -446,18 +432,15 @@ class _Block(BlockPass):
         y_grad = self.project_backward(
             "qkv", [part.flatten(2) for part in (dq, dk, dv)], y, gradients
         )
-        if inputs or modulation:
+        if wants_x or wants_text or modulation:
             grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(
                 y_grad, self.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, grad
             )
+        result = grad if wants_x else None, text_grad if wants_text else None
         if gate_grad is None:
-            return grad, text_grad, None
+            return *result, None
         found["gate_mlp"] = gate_grad
-        return (
-            grad,
-            text_grad,
-            torch.stack([found[name] for name in Modulation._fields], -2),
-        )
+        return *result, torch.stack([found[name] for name in Modulation._fields], -2)
 
     def picture_backward(
         self, out_grad: Tensor, gradients: Gradients
@@ -501,50 +484,3 @@ class _Block(BlockPass):
         for i, weight in enumerate(weights[1:] if index == 2 else weights):
             gradients.put(position + i, weight)
         return dq, dk
-
-
-class _BlockFunction(torch.autograd.Function):
-    """`_Block` for autograd: takes settings, weights, tables, x, text, modulation and
-    the flat weights.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        settings: BlockSettings,
-        weights: Weights,
-        rotary: Rotary,
-        *tensors: Tensor,
-    ) -> Tensor:
-        block = _Block(settings, weights, rotary, *tensors)
-        out = block.forward()
-        ctx.settings = settings
-        ctx.weights = weights
-        ctx.rotary = rotary
-        ctx.count = len(tensors)
-        save(ctx, tensors, block)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        tensors = saved[: ctx.count]
-        weights = ctx.weights.rebuilt(tensors[3:])
-        block = _Block(ctx.settings, weights, ctx.rotary, *tensors)
-        restore(ctx, iter(saved[ctx.count :]), block)
-        *_, wants_x, wants_text, wants_modulation = ctx.needs_input_grad[:6]
-        gradients = Gradients(ctx.needs_input_grad[6:])
-        with without_autocast(grad):
-            x_grad, text_grad, modulation_grad = block.backward(
-                grad.contiguous(),
-                gradients,
-                modulation=wants_modulation,
-                inputs=wants_x or wants_text,
-            )
-        found = (
-            x_grad if wants_x else None,
-            text_grad if wants_text else None,
-            modulation_grad,
-        )
-        return None, None, None, *found, *gradients.values

@@ -40,14 +40,18 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch import Tensor
 
 from sage_fast.config.sections import ModelConfig
-from sage_fast.models.block import EPS
+from sage_fast.models.block import EPS, run_block
 from sage_fast.models.family import Client, ModelFamily, Work
-from sage_fast.models.fused import BlockwiseForward, without_autocast
+from sage_fast.models.fused import (
+    BlockwiseForward,
+    require_full_scale,
+    without_autocast,
+)
 from sage_fast.models.stored import velocity_dtype
 from sage_fast.models.wan.block import (
     TEXT_TOKENS,
+    Block,
     TwoLevels,
-    block_forward,
     read_block,
 )
 from sage_fast.records import PromptEmbeds, with_kept
@@ -68,9 +72,9 @@ def _fused_block(self: Any, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
     settings = acceleration.settings(x.device, x.dtype)
     if acceleration.first is not None:
         settings = replace(settings, first=acceleration.first)
-    return block_forward(
-        settings, weights, acceleration.rotary, x, text, modulation, *flat
-    )
+    given = (x, text, modulation, *flat)
+    result: Tensor = run_block(Block, settings, weights, acceleration.rotary, *given)
+    return result
 
 
 def _fused_forward(
@@ -83,12 +87,7 @@ def _fused_forward(
     attention_kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Forward of an accelerated transformer, with diffusers' arguments."""
-    scale = (attention_kwargs or {}).get("scale", 1.0)
-    if scale != 1.0:
-        raise ValueError(
-            "The fused forward of Wan is for adapters at full scale. For anything else "
-            "set model.forward to stock."
-        )
+    require_full_scale(attention_kwargs)
     with without_autocast(hidden_states, self.patch_embedding.weight.dtype):
         sample = self._acceleration.forward(
             hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image

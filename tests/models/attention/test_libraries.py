@@ -319,22 +319,14 @@ def test_cudnn_leaves_64_keys_beyond_a_multiple_of_128_to_flash_on_hopper(
 def test_flash3_is_taken_from_the_hubs_cache_where_there_is_no_source_build(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the call of either age of the package; where the cache holds nothing, flash3
-    is as absent as before.
-    """
+    """Where the cache holds nothing, flash3 is as absent as before."""
     loaded: list[Path] = []
 
     def load(repo_path: Path, *, backend: str | None = None) -> object:
         loaded.append(repo_path)
         return types.SimpleNamespace(flash_attn_interface=module_of("flash3", {}))
 
-    def load_by_name(repo_path: Path, package_name: str) -> object:
-        assert package_name == "flash_attn3"
-        return load(repo_path)
-
-    package = types.SimpleNamespace(
-        get_local_kernel=load if kind == "kernel" else load_by_name
-    )
+    package = types.SimpleNamespace(get_local_kernel=load)
     monkeypatch.setitem(sys.modules, "kernels", package)
     monkeypatch.setenv("KERNELS_CACHE", str(tmp_path))
     snapshot = tmp_path / f"{kind}s--kernels-community--flash-attn3/snapshots/0123"

@@ -7,6 +7,7 @@ The fused forward with pictures is held against diffusers in float64 in test_fus
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ import pytest
 import torch
 from diffusers import HunyuanVideo15ImageToVideoPipeline
 from diffusers.utils import load_image
-from PIL import Image
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.counts.traced import unused_work
 from sage_fast import Prompt, accelerate
 from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
@@ -31,16 +31,15 @@ from sage_fast.models.family import (
     family_of,
     load_components,
 )
-from sage_fast.models.hunyuan15.backbone import dead_modules, unused_work
+from sage_fast.models.hunyuan15.backbone import dead_modules
 from sage_fast.planning.trace import meta_transformer
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Pictured, PromptEmbeds
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.api import evaluate, generate
 from sage_fast.tools.diagnosis import Check, files
-from tests.conftest import TINY_RUN
 from tests.distributed.ranks import assert_same_updates, run_ranks, train
-from tests.made_runs import numbers
+from tests.models.runs import assert_resumes_to_the_bit, run_file
 from tests.run.test_media import damaged
 from tests.tiny.checkpoints import (
     IMAGE_TOKENS,
@@ -80,31 +79,15 @@ def world(
 
 
 def write(world: Path, folder: Path, **changes: dict[str, Any]) -> str:
-    """File of a run of three guided updates, each of two videos of two prompts."""
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
-    tree |= {
-        "output_dir": str(folder / "run"),
-        "data": {"prompts": str(world / "p.jsonl")},
-        "model": {
-            "family": "hunyuan15",
-            "path": str(world / "model"),
-            "device": "cpu",
-            "adaln": "weights",
-        },
-        "video": {"num_frames": 5, "height": HEIGHT, "width": WIDTH, "fps": 24},
-        "reward": {
-            "rewards": ["tests.rewards.support:brightness"],
-            "weights": {"brightness": 1.0},
-        },
-        "training": {"num_updates": 3},
-        "evaluation": {"num_prompts": 2, "every": 3, "batch_size": 1, "num_samples": 0},
-    }
-    tree["rollout"] |= {"num_steps": 2, "micro_batch_size": 2}
-    for name, section in changes.items():
-        tree[name] = tree.get(name, {}) | section
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(tree))
-    return str(file)
+    """File of a run of two guided updates, each of two videos of two prompts."""
+    model = {"family": "hunyuan15", "path": str(world / "model"), "adaln": "weights"}
+    changes["model"] = model | changes.get("model", {})
+    return run_file(
+        folder,
+        **{"data": {"prompts": str(world / "p.jsonl")}} | changes,
+        video={"num_frames": 5, "height": HEIGHT, "width": WIDTH, "fps": 24},
+        rollout={"num_steps": 2, "micro_batch_size": 2},
+    )
 
 
 def load(world: Path, cache: Path) -> Components:
@@ -185,35 +168,6 @@ def test_the_whole_pipeline_is_the_stock_one(
     ).norm() > 0.01
 
 
-def test_the_unconditional_branch_keeps_the_picture(world: Path) -> None:
-    components = load(world, world / "cache")
-    seen = list[dict[str, Any]]()
-    uncond, prompt = pair(components, world)
-    hook = components.transformer.register_forward_pre_hook(
-        lambda module, arguments, given: seen.append(given), with_kwargs=True
-    )
-    x = torch.randn(1, LATENT_CHANNELS, 2, HEIGHT // 16, WIDTH // 16)
-    GuidedPolicy(components.transformer, uncond, 2.0).velocity(
-        x, torch.tensor([0.5]), [prompt]
-    )
-    hook.remove()
-    conditional, unconditional = seen
-    assert (
-        len(unconditional["encoder_hidden_states"][0])
-        == len(uncond.text)
-        < len(prompt.text)
-    )
-    for branch in (conditional, unconditional):
-        given = branch["hidden_states"][0, LATENT_CHANNELS:-1]
-        mask = branch["hidden_states"][0, -1]
-        assert torch.equal(branch["image_embeds"][0], prompt.image) and torch.equal(
-            given[:, :1], prompt.frame
-        )
-        assert not given[:, 1:].any() and mask[0].eq(1).all() and not mask[1:].any(), (
-            "the first latent frame alone"
-        )
-
-
 # --------------------------------------------------------------------------------------
 # the cache
 
@@ -257,21 +211,6 @@ def test_the_cache_knows_a_picture_by_its_content_and_size(
         broken = damaged(tmp_path, kind)
         with pytest.raises(ValueError, match=rf"{kind} cannot be read as a picture"):
             encoder.prepare(["a fox", asked._replace(image=str(broken))])
-
-
-def test_the_model_sees_a_cut_out_on_white(world: Path, tmp_path: Path) -> None:
-    encoder: Any = load(world, tmp_path / "cache").prompt_encoder
-    clear = Image.new("RGBA", (96, 64), (200, 30, 30, 0))
-    clear.save(tmp_path / "clear.png")
-    Image.new("RGB", clear.size, "white").save(tmp_path / "white.png")
-    asked = [
-        Pictured("a", str(tmp_path / name), HEIGHT, WIDTH)
-        for name in ("clear.png", "white.png")
-    ]
-    first, second = encoder.encode(asked)
-    assert torch.equal(first.image, second.image) and torch.equal(
-        first.frame, second.frame
-    )
 
 
 # --------------------------------------------------------------------------------------
@@ -351,33 +290,11 @@ UPDATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", UPDATES.values(), ids=UPDATES)
-def test_three_updates_and_a_resume_to_the_bit(
+def test_a_resumed_run_is_the_whole_one_to_the_bit(
     words: list[str], world: Path, tmp_path: Path
 ) -> None:
-    for name, parts in (("whole", (3,)), ("parts", (2, 3))):
-        (tmp_path / name).mkdir()
-        file = write(world, tmp_path / name, evaluation={"every": 0})
-        for updates in parts:
-            Run(
-                load_config(
-                    file, [*words, "--resume=auto", f"--training.num_updates={updates}"]
-                )
-            ).train()
-    whole, parts = (numbers(tmp_path / name / "run") for name in ("whole", "parts"))
-    rows = [row for row in whole if "grad_norm" in row]
-    assert whole == parts and len(rows) == 3
-    assert all(
-        row["ratio/first_max_deviation"] == 0.0 and row["grad_norm"] > 0 for row in rows
-    )
-    stored = (
-        next((tmp_path / name / "run/checkpoints").glob("*3/lora/*.safetensors"))
-        for name in ("whole", "parts")
-    )
-    first, second = map(load_file, stored)
-    assert (
-        all(torch.equal(value, second[name]) for name, value in first.items())
-        and len(first) > 8
-    )
+    adapters = assert_resumes_to_the_bit(partial(write, world), tmp_path, words)
+    assert len(adapters) > 8
 
 
 @pytest.mark.slow
@@ -385,7 +302,7 @@ def test_three_updates_and_a_resume_to_the_bit(
 def test_two_ranks_train_like_one_process(
     words: list[str], world: Path, tmp_path: Path
 ) -> None:
-    file = write(world, tmp_path, training={"num_updates": 2})
+    file = write(world, tmp_path)
     ((expected, _, _),) = run_ranks(train, 1, file, words)
     sharded = [
         *words,
@@ -401,7 +318,7 @@ def test_two_ranks_train_like_one_process(
 def test_videos_of_pictures_are_generated_evaluated_and_exported(
     world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write(world, tmp_path, evaluation={"every": 0}, training={"num_updates": 1})
+    file = write(world, tmp_path, training={"num_updates": 1})
     run = Run(load_config(file))
     run.train()
     report = evaluate(run.config, tmp_path / "scores", resamples=100)

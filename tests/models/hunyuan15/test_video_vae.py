@@ -87,7 +87,7 @@ def test_below_16_latents_of_a_frame_a_level_may_round_otherwise(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(4, 4, 5), (3, 6, 4), (1, 2, 2)])
+@pytest.mark.parametrize("size", [(4, 4, 5), (1, 2, 2)])
 def test_bits_are_those_of_the_whole_video(dtype: str, size: tuple[int, ...]) -> None:
     """A latent frame at a time against the published class, on a CPU."""
     vae = random_vae(TINY, CPU, getattr(torch, dtype))
@@ -99,22 +99,28 @@ def test_bits_are_those_of_the_whole_video(dtype: str, size: tuple[int, ...]) ->
     assert torch.equal(torch.cat(parts, dim=2), whole)
 
 
-@pytest.mark.parametrize("config", ["tiny", "wider"])
-@pytest.mark.parametrize("size", [(4, 3, 3), (7, 1, 1), (3, 1, 4), (2, 5, 7)])
-@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "parts", "channels"),
+    [
+        ((4, 2, 3), (1, 3), [8, 8, 16, 16, 16]),
+        ((7, 1, 1), (2, 3), [8, 8, 16, 16, 16]),
+        ((3, 1, 4), (1, 2), [8, 16, 32, 32, 64]),
+    ],
+)
 def test_any_parts_make_up_the_whole_video(
-    config: str, size: tuple[int, int, int], together: int
+    size: tuple[int, int, int], parts: tuple[int, ...], channels: list[int]
 ) -> None:
     """In float64, at any size and in parts of any length."""
-    channels = {} if config == "tiny" else {"block_out_channels": [8, 16, 32, 32, 64]}
-    vae = random_vae(TINY | channels, CPU, torch.float64)
+    vae = random_vae(TINY | {"block_out_channels": channels}, CPU, torch.float64)
     z = latents_of(1, *size, seed=1).double()
     with torch.no_grad():
         whole = vae.decode(z, return_dict=False)[0]
-        decode = FramewiseDecoder(vae.decoder)
-        found = torch.cat([decode(part) for part in z.split(together, dim=2)], dim=2)
     assert whole.abs().max() > 1
-    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+    for together in parts:
+        decode = FramewiseDecoder(vae.decoder)
+        with torch.no_grad():
+            found = [decode(part) for part in z.split(together, dim=2)]
+        torch.testing.assert_close(torch.cat(found, 2), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,13 +129,11 @@ def test_a_frame_depends_on_no_later_one_and_on_no_other_video(dtype: str) -> No
     frames.
     """
     decoder = VAEDecoder(random_vae(TINY, CPU, getattr(torch, dtype)))
-    latents = latents_of(3, 4, 3, 3)
+    latents = latents_of(2, 3, 3, 3)
     videos = decoder.decode(latents)
-    assert videos.float().std() > 10 and videos.shape == (3, 13, 3, 48, 48)
-    for k in (1, 2, 3):
-        assert torch.equal(decoder.decode(latents[:, :, :k]), videos[:, : 4 * k - 3])
-    for i in range(3):
-        assert torch.equal(decoder.decode(latents[i : i + 1]), videos[i : i + 1])
+    assert videos.float().std() > 10 and videos.shape == (2, 9, 3, 48, 48)
+    for k in (1, 2):
+        assert torch.equal(decoder.decode(latents[1:, :, :k]), videos[1:, : 4 * k - 3])
 
 
 def test_the_class_is_left_as_it_was(pipeline: HunyuanVideo15Pipeline) -> None:
@@ -186,27 +190,25 @@ def test_an_impossible_size_names_the_nearest(
         decoder.latent_shape(*size)
 
 
+@pytest.mark.parametrize("frame", [0, 2])
 def test_values_that_are_not_finite_are_refused(
-    vae: AutoencoderKLHunyuanVideo15,
-) -> None:
-    decoder = VAEDecoder(vae)
-    vae.decoder.conv_out.conv.bias.data[0] = float("inf")
-    with pytest.raises(RuntimeError, match="model.vae_dtype"):
-        decoder.decode(latents_of(1, 1, 1, 1))
-
-
-def test_values_of_a_later_frame_that_are_not_finite_are_refused(
-    vae: AutoencoderKLHunyuanVideo15,
+    frame: int, vae: AutoencoderKLHunyuanVideo15
 ) -> None:
     latents = latents_of(2, 3, 1, 1)
-    latents[1, :, 2] = float("nan")
+    latents[1, :, frame] = float("nan")
     with pytest.raises(RuntimeError, match="model.vae_dtype"):
         VAEDecoder(vae).decode(latents)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize(
-    "size", [(2, 16, 16), (9, 16, 24), (5, 22, 39), (3, 1, 1), (21, 30, 52)]
+    ("dtype", "size"),
+    [
+        ("float16", (2, 16, 16)),
+        ("float32", (9, 16, 24)),
+        ("bfloat16", (5, 22, 39)),
+        ("float32", (3, 1, 1)),
+        ("float16", (21, 30, 52)),
+    ],
 )
 def test_memory_bound_of_the_published_vae(
     dtype: str, size: tuple[int, int, int]
@@ -218,14 +220,13 @@ def test_memory_bound_of_the_published_vae(
     peak = traced_peak(decoder, *size)
     assert 0.9 < peak / decoder.peak_bytes(*size) < 1
     assert decoder.decoding((32, *size), 1.0) == decoder.decoding((32, *size), None)
-    if size[0] == 21 and dtype == "float16":
+    if size[0] == 21:
         assert peak == pytest.approx(4.37e9, rel=2e-3)
 
 
-@pytest.mark.parametrize(("dtype", "frames"), [("float16", 9), ("float32", 17)])
-def test_memory_bound_where_the_attention_is_largest(dtype: str, frames: int) -> None:
-    decoder = VAEDecoder.empty(dtype)
-    size = (frames, 120, 200)
+def test_memory_bound_where_the_attention_is_largest() -> None:
+    decoder = VAEDecoder.empty("float16")
+    size = (9, 120, 200)
     peak = traced_peak(decoder, *size)
     assert peak > 1.1 * decoder.peak_bytes(2, *size[1:]), "the widest blocks alone"
     assert 0.9 < peak / decoder.peak_bytes(*size) < 1

@@ -3,15 +3,14 @@ and trained, resumed, spread, planned and exported by the code that every family
 """
 
 import itertools
-import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from safetensors.torch import load_file
 from torch import Tensor
 
 from sage_fast.checkpoint.reader import open_checkpoint
@@ -37,7 +36,7 @@ from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.api import generate
 from sage_fast.tools.exporting import export
 from tests.distributed.ranks import assert_same_updates, run_ranks, train
-from tests.made_runs import numbers
+from tests.models.runs import assert_resumes_to_the_bit
 from tests.models.wan.test_training import (
     BF16,
     FORWARD_PROCESS,
@@ -67,11 +66,7 @@ def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
     """File of a run whose 4 steps are two of each expert."""
     rollout = {"num_steps": 4, "shift": 8.0, "guidance_scale": list(SCALES)}
     changes["rollout"] = rollout | changes.get("rollout", {})
-    file = write_one(model, folder, **changes)
-    tree = json.loads(Path(file).read_text())
-    tree["model"]["family"] = "wan_experts"
-    Path(file).write_text(json.dumps(tree))
-    return file
+    return write_one(model, folder, family="wan_experts", **changes)
 
 
 # --------------------------------------------------------------------------------------
@@ -128,7 +123,8 @@ def test_latents_are_those_of_the_stock_pipeline(model: Path, ours: Components) 
         assert (sampled(high) - expected).norm() > 1e-4 * expected.norm()
     assert handle is not None
     handle.undo()
-    assert "_acceleration" not in ours.transformer.__dict__
+    modules = ours.transformer.modules()
+    assert not any("_acceleration" in module.__dict__ for module in modules)
 
 
 def test_a_batch_at_levels_of_both_experts_has_the_bits_of_each(
@@ -192,9 +188,12 @@ def test_the_gradient_of_a_mixed_batch_is_the_sum_of_its_rows(
 
 MODES = {
     "two_phase": [],
-    "one_order": ["--training.permute_timesteps=false"],
     "stock_bf16": [STOCK, BF16, "--model.checkpointing=full"],
-    "split": ["--training.guidance=split", "--model.checkpointing=full"],
+    "split": [
+        "--training.guidance=split",
+        "--model.checkpointing=full",
+        "--training.permute_timesteps=false",
+    ],
     "single_pass": ["--training.update=single_pass"],
     "forward_process": FORWARD_PROCESS,
 }
@@ -204,11 +203,12 @@ MODES = {
 def test_both_adapters_move_from_a_ratio_of_one(
     mode: str, model: Path, tmp_path: Path
 ) -> None:
-    words = [*MODES[mode], "--evaluation.every=0", "--training.num_updates=3"]
+    words = [*MODES[mode], "--evaluation.every=0", "--rollout.batch_size=2"]
+    words += ["--rollout.num_generations=2"]
     trainer = build_trainer(load_config(write(model, tmp_path), words))
     before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
     assert len(before) == 2 * 2 * 2 * len(WanTransformer.lora_targets)
-    for _ in range(3):
+    for _ in range(2):
         row = trainer.iterate()
         assert row.get("ratio/first_max_deviation", 0.0) == 0.0 and row["grad_norm"] > 0
     assert not [n for n, p in trainer.parameters.items() if torch.equal(p, before[n])]
@@ -216,10 +216,6 @@ def test_both_adapters_move_from_a_ratio_of_one(
 
 LAYOUTS = {
     "sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
-    "never_gathered": [
-        "--distributed.dp_shard=2",
-        "--distributed.keep_gathered=never",
-    ],
     "shared_videos": ["--distributed.sp=2"],
     "forward_process": [
         *FORWARD_PROCESS,
@@ -252,29 +248,8 @@ def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) 
 
 
 def test_a_resumed_run_is_the_whole_one_to_the_bit(model: Path, tmp_path: Path) -> None:
-    runs = []
-    for name, parts in (("whole", (2,)), ("parts", (1, 2))):
-        (tmp_path / name).mkdir()
-        file = write(model, tmp_path / name)
-        for updates in parts:
-            words = [
-                "--resume=auto",
-                "--evaluation.every=0",
-                "--training.ema_decay=0.9",
-                f"--training.num_updates={updates}",
-            ]
-            Run(load_config(file, words)).train()
-        runs.append(tmp_path / name / "run")
-    whole, parts_ = (
-        [row for row in numbers(run) if "reward/mean" in row] for run in runs
-    )
-    assert whole == parts_ and len(whole) == 2
-    first, second = (
-        load_file(next((run / "checkpoints").glob("*2/lora/*.safetensors")))
-        for run in runs
-    )
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
+    words = ["--training.ema_decay=0.9"]
+    assert_resumes_to_the_bit(partial(write, model), tmp_path, words)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +293,7 @@ def of_the_run(config: RunConfig) -> list[Tensor]:
     return pair_of(transformer)
 
 
-@pytest.mark.parametrize("layout", ["diffusers", "comfyui", "musubi"])
+@pytest.mark.parametrize("layout", ["diffusers", "musubi"])
 def test_the_stock_pipeline_loads_both_files_of_an_export(
     layout: Any, trained: RunConfig, tmp_path: Path
 ) -> None:

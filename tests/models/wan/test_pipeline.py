@@ -158,17 +158,6 @@ def test_latents_and_frames_at_the_pipelines_own_sigmas(
     )
 
 
-def test_sizes_that_cannot_be_decoded(model: Model) -> None:
-    decoder = model.ours.video_decoder
-    for size, key in (
-        ((8, 32, 32), "num_frames is 8"),
-        ((9, 24, 32), "height is 24"),
-        ((9, 32, 40), "width is 40"),
-    ):
-        with pytest.raises(ValueError, match=key):
-            decoder.latent_shape(*size)
-
-
 def test_a_video_that_does_not_fit_is_decoded_in_tiles(model: Model) -> None:
     small = load_components(section(model.folder, decode_memory_gib=1e-9))  # type: ignore[arg-type]
     latents = torch.randn(1, 4, 1, 40, 40)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_fast.config.load import load_config, preset_summary
+from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import first_steps
 from sage_fast.planning.devices import DEVICES
@@ -32,20 +32,12 @@ STARTED = sorted(path.stem for path in (ROOT / "configs").glob("wan*.yaml"))
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_name_says(name: str) -> None:
     config: RunConfig = load_config(name)
-    assert (config.model.family, config.model.forward, config.output_dir) == (
-        "wan",
-        "fused",
-        f"runs/{name}",
-    )
+    assert config.output_dir == f"runs/{name}"
     assert (config.video.height, config.video.width, config.video.fps) == (480, 832, 16)
     assert config.video.num_frames == (17 if "quick" in name else 81)
     assert config.reward.options["videoalign"]["fps"] == config.video.fps
     rollout = config.rollout
-    assert (rollout.shift, config.model.dtype, config.training.mode) == (
-        3.0,
-        "bfloat16",
-        "lora",
-    )
+    assert rollout.shift == 3.0
     lora = config.lora
     forward = name.endswith("_nft")
     assert (
@@ -82,9 +74,6 @@ def test_a_preset_is_what_its_name_says(name: str) -> None:
         f"{videos // config.rollout.num_generations} prompts; published"
     )
     assert header in (ROOT / f"configs/{name}.yaml").read_text("utf-8")
-    assert preset_summary(name).endswith(".") and re.search(
-        r"_(24gb|1gpu)(_nft)?$", name
-    )
     assert name in (ROOT / "docs/wan.md").read_text("utf-8")
     assert len(load_prompts(config)[0]) >= 64
 
@@ -172,7 +161,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 )
 @pytest.mark.usefixtures("nothing_drawn")
 def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> None:
-    """Three updates, with its sampler, adapters, objective and reward; smaller are the
+    """Two updates, with its sampler, adapters, objective and reward; smaller are the
     model, the videos, the groups and the evaluation.
     """
     words = [
@@ -183,12 +172,12 @@ def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> N
         f"--evaluation.prompts={files['prompts']}",
         "--evaluation.num_prompts=null",
         "--evaluation.num_steps=3",
-        "--evaluation.every=3",
+        "--evaluation.every=2",
         "--evaluation.num_samples=0",
         "--video={num_frames: 5, height: 32, width: 32, fps: 16}",
         "--rollout.num_generations=2",
         "--rollout.batch_size=4",
-        "--training.num_updates=3",
+        "--training.num_updates=2",
         f"--reward.options.videoalign.path={files['videoalign']}",
         f"--reward.options.videoalign.base_model={files['base']}",
         "--logging.report_to=[]",
@@ -196,7 +185,7 @@ def test_a_preset_starts(name: str, files: dict[str, Path], tmp_path: Path) -> N
     config = load_config(name, words)
     trainer = build_trainer(config)
     before = {key: p.detach().clone() for key, p in trainer.engine.parameters.items()}
-    for _ in range(3):
+    for _ in range(2):
         row = trainer.iterate()
         assert row.get("ratio/first_max_deviation", 0.0) == 0.0
         assert row["grad_norm"] > 0 and row["reward/VQ_std"] > 0

@@ -4,15 +4,16 @@ code that every family has.
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from safetensors.torch import load_file
 from torch import Tensor
 
+from sage_fast.checkpoint.reader import open_checkpoint
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
@@ -24,9 +25,8 @@ from sage_fast.policy.adapters import use_weights
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools.exporting import export
 from sage_fast.tools.profiling import BLOCK, profile_update
-from tests.conftest import TINY_RUN
 from tests.distributed.ranks import assert_same_updates, run_ranks, train
-from tests.made_runs import numbers
+from tests.models.runs import assert_resumes_to_the_bit, run_file
 from tests.tiny.wan import TEXT_WIDTH, save_wan
 
 pytestmark = pytest.mark.usefixtures("nothing_drawn")
@@ -37,31 +37,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_wan(tmp_path_factory.mktemp("wan"))
 
 
-def write(model: Path, folder: Path, **changes: dict[str, Any]) -> str:
+def write(
+    model: Path, folder: Path, family: str = "wan", **changes: dict[str, Any]
+) -> str:
     """File of a run of two updates, each of four videos of a prompt."""
-    tree: dict[str, Any] = json.loads(json.dumps(TINY_RUN))
-    tree |= {
-        "output_dir": str(folder / "run"),
-        "data": {"prompts": ["a red circle moving left", "a fox in the snow"]},
-        "model": {"family": "wan", "path": str(model), "device": "cpu"},
-        "video": {"num_frames": 5, "height": 32, "width": 32, "fps": 16},
-        "reward": {
-            "rewards": ["tests.rewards.support:brightness"],
-            "weights": {"brightness": 1.0},
-        },
-        "evaluation": {"num_prompts": 2, "every": 2, "batch_size": 2, "num_samples": 0},
-    }
-    tree["rollout"] |= {
+    rollout = {
         "num_steps": 3,
         "num_generations": 4,
         "batch_size": 4,
         "micro_batch_size": 2,
     }
-    for name, section in changes.items():
-        tree[name] = tree.get(name, {}) | section
-    file = folder / "run.yaml"
-    file.write_text(json.dumps(tree))
-    return str(file)
+    changes["rollout"] = rollout | changes.get("rollout", {})
+    return run_file(
+        folder,
+        data={"prompts": ["a red circle moving left", "a fox in the snow"]},
+        model={"family": family, "path": str(model)},
+        video={"num_frames": 5, "height": 32, "width": 32, "fps": 16},
+        **changes,
+    )
 
 
 FORWARD_PROCESS = [
@@ -73,14 +66,11 @@ FULL = "--training.mode=full"
 BF16 = "--model.dtype=bfloat16"
 STOCK = "--model.forward=stock"
 MODES = {
-    "two_phase": [],
-    "two_phase_stock": [STOCK],
     "two_phase_bf16": [BF16, "--model.checkpointing=selective"],
     "two_phase_bf16_stock": [STOCK, BF16, "--model.checkpointing=full"],
     "two_phase_full": [FULL],
     "split": ["--training.guidance=split", "--model.checkpointing=full"],
     "single_pass": ["--training.update=single_pass"],
-    "forward_process": FORWARD_PROCESS,
     "forward_process_full": [*FORWARD_PROCESS, FULL],
     "forward_process_bf16": [*FORWARD_PROCESS, BF16],
 }
@@ -115,7 +105,6 @@ LAYOUTS = {
         "--distributed.dp_shard=2",
         "--distributed.keep_gathered=rollout",
     ],
-    "lora_sharded": ["--distributed.dp_shard=2", "--distributed.keep_gathered=rollout"],
     "lora_sharded_bf16": [
         "--distributed.dp_shard=2",
         "--distributed.keep_gathered=never",
@@ -162,39 +151,8 @@ def test_ranks_train_like_one_process(layout: str, model: Path, tmp_path: Path) 
 def test_a_resumed_run_is_the_whole_one_to_the_bit(
     words: list[str], model: Path, tmp_path: Path
 ) -> None:
-    runs = []
-    for name, parts in (("whole", (2,)), ("parts", (1, 2))):
-        (tmp_path / name).mkdir()
-        file = write(model, tmp_path / name)
-        for updates in parts:
-            Run(
-                load_config(
-                    file,
-                    [
-                        *words,
-                        "--resume=auto",
-                        "--evaluation.every=0",
-                        f"--training.num_updates={updates}",
-                    ],
-                )
-            ).train()
-        runs.append(tmp_path / name / "run")
-    whole, parts_ = (numbers(run) for run in runs)
-    train_rows = [
-        [row for row in rows if "reward/mean" in row] for rows in (whole, parts_)
-    ]
-    assert train_rows[0] == train_rows[1] and len(train_rows[0]) == 2
-    # The header of a file lists its metadata in any order.
-    whole_weights, resumed = (
-        load_file(next((run / "checkpoints").glob("*2/lora/*.safetensors")))
-        for run in runs
-    )
-    assert whole_weights.keys() == resumed.keys() and len(resumed) == 2 * 2 * len(
-        WanTransformer.lora_targets
-    )
-    assert all(
-        torch.equal(value, resumed[name]) for name, value in whole_weights.items()
-    )
+    adapters = assert_resumes_to_the_bit(partial(write, model), tmp_path, words)
+    assert len(adapters) == 2 * 2 * len(WanTransformer.lora_targets)
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +181,6 @@ def probe(transformer: WanTransformer3DModel) -> Tensor:
 
 
 def of_the_run(config: RunConfig) -> Tensor:
-    from sage_fast.checkpoint.reader import open_checkpoint
-
     transformer = load_components(config.model).transformer
     checkpoint = open_checkpoint(
         max((Path(config.output_dir) / "checkpoints").iterdir())
@@ -277,15 +233,10 @@ def test_a_layout_without_names_is_refused(trained: RunConfig, tmp_path: Path) -
         export(trained.output_dir, tmp_path / "o", layout="official")
 
 
+@pytest.mark.slow
 def test_a_trace_names_its_blocks(model: Path, tmp_path: Path) -> None:
-    # The profiler takes 0.1 ms for each operator of 4 videos and 3 steps, which are
-    # 100,000.
-    rollout = {
-        "num_steps": 2,
-        "num_generations": 2,
-        "batch_size": 2,
-        "micro_batch_size": 2,
-    }
+    # The profiler takes 0.1 ms for each operator.
+    rollout = {"num_steps": 2, "num_generations": 2, "batch_size": 2}
     trainer = build_trainer(
         load_config(write(model, tmp_path, rollout=rollout), ["--evaluation.every=0"])
     )

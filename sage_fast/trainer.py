@@ -145,7 +145,7 @@ class Trainer:
         components.check_guidance(config.rollout.guidance_scale)
         key = "forward_process.sampling_guidance"
         components.check_guidance(config.sampling_guidance, key)
-        components.warn(config.rollout.shift)
+        components.warn(config.rollout.shift, config.steps_by_key)
         published = chosen.published[config.training.mode]
         size = sum(p.numel() for p in components.transformer.parameters())
         if unusual := unusual_movement(config.optimizer, config.lora, published, size):

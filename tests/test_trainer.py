@@ -970,15 +970,25 @@ def test_weights_come_back_after_an_exception(tiny_run: MakeRun) -> None:
     )
 
 
-def test_the_start_looks_at_rates_and_guidance(
+def test_the_start_looks_at_rates_steps_and_guidance(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As `doctor` does; a small model has no published rate."""
     build_trainer(tiny_run("--optimizer.learning_rate=0.1"))
     assert "optimizer.learning_rate" not in caplog.text
     monkeypatch.setattr(optim, "LARGE_MODEL", 1)
-    build_trainer(tiny_run("--optimizer.learning_rate=0.1"))
-    assert "moves weights 88 times as far" in caplog.text
+    monkeypatch.setattr(
+        WeightFacts,
+        "few_steps",
+        lambda self, steps: {key: f"{key} {n}" for key, n in steps.items()},
+    )
+    build_trainer(tiny_run("--optimizer.learning_rate=0.1", "--evaluation.num_steps=7"))
+    words = (
+        "moves weights 88 times as far",
+        "rollout.num_steps 4",
+        "evaluation.num_steps 7",
+    )
+    assert all(word in caplog.text for word in words), caplog.text
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(
         WeightFacts, "check_guidance", lambda self, *given: seen.append(given)

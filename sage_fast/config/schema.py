@@ -188,6 +188,14 @@ class RunConfig:
         )
 
     @property
+    def steps_by_key(self) -> dict[str, int]:
+        """Denoising steps of rollout and evaluation."""
+        return {
+            "rollout.num_steps": self.rollout.num_steps,
+            "evaluation.num_steps": self.evaluation_steps,
+        }
+
+    @property
     def evaluation_steps(self) -> int:
         """Denoising steps of the evaluation."""
         return self.evaluation.num_steps or self.rollout.num_steps

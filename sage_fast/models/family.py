@@ -100,6 +100,10 @@ class WeightFacts:
     """
     shift: float | None = None
     """Timestep shift that the model was published with; None where nothing says."""
+    least_steps: int | None = None
+    """Fewest denoising steps with which its owners say that it draws correctly; None
+    where they say nothing.
+    """
     experts: int = 1
     """Transformers that take turns by the noise level."""
     pictures: bool | None = False
@@ -169,9 +173,24 @@ class WeightFacts:
             "other noise levels."
         )
 
-    def warn(self, shift: float) -> None:
-        """Log `shift_difference` where there is one."""
+    def few_steps(self, steps: Mapping[str, int]) -> dict[str, str]:
+        """Warnings by key for the keys with fewer steps than `least_steps`; a rollout
+        may be meant to be cheaper.
+        """
+        least = self.least_steps or 0
+        return {
+            key: f"{key} is {count}, but the owners of these weights say that they must "
+            f"have {least} steps to draw "
+            f"correctly. Set it to {least}, unless cheaper videos are meant."
+            for key, count in steps.items()
+            if count < least
+        }
+
+    def warn(self, shift: float, steps: Mapping[str, int]) -> None:
+        """Log `shift_difference` and `few_steps` where there are any."""
         if (text := self.shift_difference(shift)) is not None:
+            logger.warning("%s", text)
+        for text in self.few_steps(steps).values():
             logger.warning("%s", text)
 
 

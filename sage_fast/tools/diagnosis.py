@@ -427,6 +427,8 @@ def files(config: RunConfig) -> Iterator[Check]:
     if difference is not None:
         fix = f"--rollout.shift={facts.shift:g}"
         yield Check(section, "rollout.shift", "warning", difference, fix)
+    for key, text in facts.few_steps(config.steps_by_key).items():
+        yield Check(section, key, "warning", text, f"--{key}={facts.least_steps}")
 
 
 def memory(config: RunConfig, gpus: int) -> Iterator[Check]:

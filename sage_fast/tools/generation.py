@@ -165,7 +165,9 @@ def load_generator(config: RunConfig, prompts: Sequence[Prompt]) -> Generator:
         components = load_model(config.model, config.lora, read=False)
         components.check_guidance(config.rollout.guidance_scale)
         components.check_pictures(prompts)
-        components.warn(config.rollout.shift)
+        components.warn(
+            config.rollout.shift, {"evaluation.num_steps": config.evaluation_steps}
+        )
         video = config.evaluation_video
         latent_shape = components.video_decoder.latent_shape(
             video.num_frames, video.height, video.width

@@ -322,9 +322,15 @@ def test_doctor_says_of_the_weights_what_the_loader_says(
         tmp_path,
         f"--model.path={model}",
         "--rollout.guidance_scale=1",
+        "--evaluation.num_steps=50",
     )
     found = by_name(list(doctor.files(distilled)))
-    assert found["model weights"].status == "ok"
+    assert "evaluation.num_steps" not in found and found["model weights"].status == "ok"
+    steps = found["rollout.num_steps"]
+    assert (steps.status, steps.fix) == (
+        "warning",
+        "--rollout.num_steps=50",
+    ) and "is 20, but the owners" in steps.detail
     forward = [
         "--training.update=forward_process",
         "--objective.kl_mode=none",

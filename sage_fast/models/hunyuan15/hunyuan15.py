@@ -62,6 +62,11 @@ logger = logging.getLogger(__name__)
 
 SUPPORTED = "480p_t2v, 720p_t2v, 480p_t2v_distilled, 480p_i2v or 720p_i2v"
 
+DISTILLED_STEPS = 50
+"""Steps that weights with distilled guidance must use, by the README of
+Tencent-Hunyuan/HunyuanVideo-1.5.
+"""
+
 
 def load_components(model: ModelConfig) -> Components:
     """Open the transformer, load the VAE, and prepare the prompt encoders, which load
@@ -162,6 +167,7 @@ def find_model(
     facts = WeightFacts(
         guidance_distilled=str(guider) if distilled else None,
         shift=published_shift(root),
+        least_steps=DISTILLED_STEPS if distilled else None,
         pictures=pictures,
     )
     return root, facts

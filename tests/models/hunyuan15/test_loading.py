@@ -100,15 +100,29 @@ def test_distilled_weights_are_not_guided_once_more(copied: Path) -> None:
         components.check_guidance(5.0, "forward_process.sampling_guidance")
 
 
+def test_distilled_weights_are_warned_of_with_fewer_steps_than_they_must_have(
+    copied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(copied).warn(5.0, {"rollout.num_steps": 4})
+    edit_json(copied / "guider" / "guider_config.json", guidance_scale=1.0)
+    assert not caplog.text
+    load(copied).warn(5.0, {"rollout.num_steps": 49, "evaluation.num_steps": 50})
+    (record,) = caplog.records
+    assert (
+        "rollout.num_steps is 49, but the owners of these weights say that they "
+        "must have 50"
+    ) in record.message
+
+
 def test_the_shift_that_a_model_was_published_with(
     copied: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert load(copied).shift == 5.0
     edit_json(copied / "scheduler" / "scheduler_config.json", shift=7.0)
     components = load(copied)
-    components.warn(7.0)
+    components.warn(7.0, {})
     assert not caplog.text
-    components.warn(5.0)
+    components.warn(5.0, {})
     assert (
         "rollout.shift is 5, but these weights were published with a shift of 7"
         in caplog.text

@@ -38,8 +38,7 @@ def replace_metadata(folder: Path, data: bytes) -> None:
     )
 
 
-@pytest.mark.parametrize("resume", ["auto", "path"])
-def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
+def test_a_prepared_pickle_does_nothing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     evidence = tmp_path / "evidence"
     save(root, 1, 2)
@@ -50,7 +49,7 @@ def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"calls for posix.mkdir, .* Nothing in it was run"
     ) as error:
-        find_checkpoint("auto" if resume == "auto" else str(folder), root)
+        find_checkpoint("auto", root)
     # A damaged one would be passed over, and the run go on from an older one.
     assert not evidence.exists() and not isinstance(error.value, DamagedCheckpointError)
     pickle.loads((folder / "shards/.metadata").read_bytes())
@@ -101,8 +100,7 @@ def test_metadata_that_no_checkpoint_has_is_refused(
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_metadata_of_another_python_is_read(tmp_path: Path, module: str) -> None:
+def test_metadata_of_another_python_is_read(tmp_path: Path) -> None:
     """Python 3.13 writes paths by the name `pathlib._local`, which others lack."""
     save(tmp_path, 1)
     folder = tmp_path / "update-000001"
@@ -110,7 +108,7 @@ def test_metadata_of_another_python_is_read(tmp_path: Path, module: str) -> None
     # Protocol 2 has names as lines, of any length.
     text, count = re.subn(
         rb"cpathlib(\._local)?\n",
-        f"c{module}\n".encode(),
+        b"cpathlib._local\n",
         pickle.dumps(metadata, protocol=2),
     )
     assert count == 1

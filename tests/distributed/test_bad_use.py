@@ -37,11 +37,6 @@ def refusals(ranks: int, words: list[str], folder: Path) -> str:
     [
         (
             "train",
-            "--distributed.dp_shard=3",
-            r"dp_replicate null, dp_shard 3 and sp 1 do not fit 2 process",
-        ),
-        (
-            "train",
             "--output_dir=/proc/run",
             r"output_dir '/proc/run' cannot be written",
         ),

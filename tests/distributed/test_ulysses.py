@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ class Case:
     prompts: tuple[tuple[int, int], ...] = ((5, 2),)
     checkpointing: Checkpointing = "none"
     lora: bool = False
-    guidance: Literal["paired", "split"] | None = None
+    guided: bool = False
     heads: int = 4
     head_dim: int = 16
     dtype: torch.dtype = torch.float64
@@ -96,7 +96,7 @@ def compute(case: Case, group: Any = None) -> Result:
         prompt(*tokens, seed=i, dtype=case.dtype)
         for i, tokens in enumerate(case.prompts)
     ]
-    if case.guidance is None:
+    if not case.guided:
         output = velocity(model, x, sigma, prompts)
         output.square().sum().backward()
     else:
@@ -105,7 +105,7 @@ def compute(case: Case, group: Any = None) -> Result:
             x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
         )
         output = policy.velocity_and_gradient(
-            x, sigma, prompts, [cotangent], split=case.guidance == "split"
+            x, sigma, prompts, [cotangent], split=True
         )
     return output.detach(), {
         name: p.grad for name, p in model.named_parameters() if p.grad is not None
@@ -233,33 +233,17 @@ def thread_collectives(monkeypatch: Any) -> None:
 # threads
 
 
-MANY: dict[str, Any] = {"heads": 16, "head_dim": 6}
 CASES = {
     # name: ranks, case
     "tokens-do-not-divide": (4, Case()),
-    "full-tokens-divide": (
-        4,
-        Case(size=(2, 3, 4), checkpointing="full", prompts=((4, 0),)),
-    ),
-    "no-glyph": (4, Case(prompts=((6, 0),), checkpointing="selective")),
     "rank-of-padding-one-text-token": (4, Case(size=(1, 1, 5), prompts=((1, 0),))),
-    "fewer-tokens-than-ranks": (4, Case(size=(1, 1, 3), checkpointing="full")),
-    "batch": (
-        4,
-        Case(size=(2, 3, 4), prompts=((5, 2), (5, 2)), checkpointing="selective"),
-    ),
+    "tokens-divide": (2, Case(size=(2, 3, 4), checkpointing="selective")),
     "batch-ragged": (2, Case(prompts=((5, 2), (7, 0), (5, 2)), checkpointing="full")),
-    "lora-full-batch": (
-        4,
-        Case(lora=True, checkpointing="full", prompts=((5, 2), (5, 2))),
-    ),
-    "guided-pair": (2, Case(guidance="paired", checkpointing="selective")),
-    "guided-split": (4, Case(guidance="split", lora=True, checkpointing="full")),
-    # 25 tokens: eight shares of 4 with one of padding alone; sixteen of 2 with three.
-    "eight-batch": (8, Case(prompts=((3, 1), (3, 1)), checkpointing="full", **MANY)),
+    "guided-split-lora": (2, Case(guided=True, lora=True, checkpointing="full")),
+    # 25 tokens: sixteen shares of 2, three of padding alone.
     "sixteen-batch": (
         16,
-        Case(prompts=((3, 1), (3, 1)), checkpointing="selective", **MANY),
+        Case(prompts=((3, 1), (3, 1)), checkpointing="selective", heads=16, head_dim=6),
     ),
 }
 COUNTED = {

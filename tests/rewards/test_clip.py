@@ -128,7 +128,7 @@ def test_weights_that_are_not_there_are_not_made_up(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("num_frames", 0), ("batch_size", 0), ("dtype", "int8"), ("device", "nowhere")],
+    [("num_frames", 0), ("dtype", "int8"), ("device", "nowhere")],
 )
 def test_options_out_of_range(option: str, value: object, checkpoint: Path) -> None:
     with pytest.raises(ValueError, match=f"{option} is {value!r}"):

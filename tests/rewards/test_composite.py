@@ -282,17 +282,13 @@ def compared(score: Callable[[Tensor], Tensor]) -> CompositeReward:
             lambda values: values - values.mean(),
             r"bright \S+ in its batch and \S+ alone",
         ),
-        (
-            lambda values: values.argsort().argsort() * 1.0,
-            r" in its batch and \S+ alone",
-        ),
         (lambda values: values + 10 * torch.rand(len(values)), r"batch and \S+ alone"),
         (
             lambda values: values / (len(values) - 1),
             "scored again, alone: .* bright = inf",
         ),
     ],
-    ids=["centred", "ranked", "drawn", "not alone"],
+    ids=["centred", "drawn", "not alone"],
 )
 def test_a_score_that_depends_on_the_others_is_told_once(
     score: Callable[[Tensor], Tensor], message: str, caplog: pytest.LogCaptureFixture

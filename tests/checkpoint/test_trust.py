@@ -1,6 +1,5 @@
 """Opening a checkpoint runs no code, whoever has written it."""
 
-import ast
 import os
 import pickle
 import re
@@ -130,29 +129,16 @@ def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
     assert not evidence.exists()
 
 
+UNSAFE = re.compile(
+    r"(?<![.\w])(eval|exec)\(|\bpickle\.loads?\(|torch\.hub\.load\(|joblib\.load\("
+    r"|YAML\((?!typ=.safe.)|torch\.load\((?![^)]*weights_only=True)"
+    r"|(allow_pickle|trust_remote_code)=(?!False)"
+)
+
+
 def test_no_module_reads_a_file_in_a_way_that_runs_code() -> None:
     """torch.load with weights_only, no pickle, no unsafe YAML, no code from a hub."""
-    found = []
-    for path in sorted(Path(sage_fast.__file__).parent.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func)
-            options = {k.arg: ast.unparse(k.value) for k in call.keywords}
-            unsafe = (
-                name
-                in {
-                    "pickle.load",
-                    "pickle.loads",
-                    "eval",
-                    "exec",
-                    "torch.hub.load",
-                    "joblib.load",
-                }
-                or (name == "YAML" and options.get("typ") != "'safe'")
-                or (name == "torch.load" and options.get("weights_only") != "True")
-                or options.get("allow_pickle", "False") != "False"
-                or options.get("trust_remote_code", "False") != "False"
-            )
-            if unsafe:
-                found.append(f"{path.name}:{call.lineno} {name}")
-    assert found == []
+    for bad in ("torch.load(file)", "eval(text)", "YAML()", "x(allow_pickle=True)"):
+        assert UNSAFE.search(bad)
+    for path in Path(sage_fast.__file__).parent.rglob("*.py"):
+        assert not UNSAFE.search(path.read_text(encoding="utf-8")), path

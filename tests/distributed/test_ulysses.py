@@ -46,22 +46,21 @@ class Case:
     guided: bool = False
     heads: int = 4
     head_dim: int = 16
-    dtype: torch.dtype = torch.float64
 
 
 def transformer(case: Case) -> Any:
     """The same weights in every process and thread; a thread must not be the first to
     ask, for random numbers' sake.
     """
-    return copy.deepcopy(_transformer(case.lora, case.heads, case.head_dim, case.dtype))
+    return copy.deepcopy(_transformer(case.lora, case.heads, case.head_dim))
 
 
 @functools.cache
-def _transformer(lora: bool, heads: int, head_dim: int, dtype: torch.dtype) -> Any:
+def _transformer(lora: bool, heads: int, head_dim: int) -> Any:
     axes = (head_dim // 3 // 2 * 2,) * 2
     model = tiny_transformer(
         layers=LAYERS,
-        dtype=dtype,
+        dtype=torch.float64,
         num_attention_heads=heads,
         attention_head_dim=head_dim,
         rope_axes_dim=(head_dim - sum(axes), *axes),
@@ -73,7 +72,7 @@ def _transformer(lora: bool, heads: int, head_dim: int, dtype: torch.dtype) -> A
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 # adapters are made in float32
-                parameter.data = parameter.data.to(dtype)
+                parameter.data = parameter.data.double()
                 nn.init.normal_(
                     parameter,
                     std=0.1,
@@ -93,14 +92,14 @@ def compute(case: Case, group: Any = None) -> Result:
     x = latents(len(case.prompts), size=case.size)
     sigma = torch.linspace(0.3, 0.7, len(case.prompts))
     prompts = [
-        prompt(*tokens, seed=i, dtype=case.dtype)
+        prompt(*tokens, seed=i, dtype=torch.float64)
         for i, tokens in enumerate(case.prompts)
     ]
     if not case.guided:
         output = velocity(model, x, sigma, prompts)
         output.square().sum().backward()
     else:
-        policy = GuidedPolicy(model, prompt(3, 0, seed=9, dtype=case.dtype), 6.0)
+        policy = GuidedPolicy(model, prompt(3, 0, seed=9, dtype=torch.float64), 6.0)
         cotangent = torch.randn(
             x.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64
         )
@@ -300,7 +299,7 @@ def record(case: Case, group: Any) -> dict[str, Any]:
     shard_sequence(accelerate(model, checkpointing=case.checkpointing), group)
     x = latents(len(case.prompts), size=case.size)
     sigma = torch.full([len(case.prompts)], 0.5)
-    prompts = [prompt(*tokens, dtype=case.dtype) for tokens in case.prompts]
+    prompts = [prompt(*tokens, dtype=torch.float64) for tokens in case.prompts]
     with Recorder() as forward:
         output = velocity(model, x, sigma, prompts)
     with Recorder() as backward:
@@ -370,32 +369,6 @@ def test_collectives_per_layer(
             layer.backward for layer in reversed(layers)
         ]
         assert found["waits"] == 0
-
-
-def test_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As near to float64 as one process is, within a factor of two."""
-    exact = compute(Case())
-    case = Case(dtype=torch.bfloat16)
-
-    def distances(results: list[Result]) -> tuple[float, float]:
-        velocities = [
-            relative_error(output.double(), exact[0]) for output, _ in results
-        ]
-        errors = [
-            # the sum over ranks is taken in float32
-            sum(own[name].double() for _, own in results) - gradient
-            for name, gradient in exact[1].items()
-        ]
-        return max(velocities), float(
-            torch.cat([error.flatten() for error in errors]).norm()
-        )
-
-    one = distances([compute(case)])
-    thread_collectives(monkeypatch)
-    for mine, single in zip(
-        distances(on_threads(2, lambda group: compute(case, group))), one, strict=True
-    ):
-        assert 0 < mine < 2 * single
 
 
 def test_two_sizes_before_the_backward_of_either(

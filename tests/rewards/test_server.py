@@ -29,9 +29,8 @@ from sage_fast.rewards import remote, server
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rewards.remote import RemoteReward
 from sage_fast.rewards.server import RewardServer, SetupError
-from sage_fast.run.run import Run, build_trainer
+from sage_fast.run.run import build_trainer
 from sage_fast.tools.diagnosis import examine
-from tests.made_runs import numbers
 from tests.rewards import support
 from tests.rewards.support import VIDEOS, here, samples
 
@@ -69,11 +68,6 @@ def drowsy(videos, prompts):
     pathlib.Path(os.environ["NAP"]).touch()
     time.sleep(60)
 '''
-STYLE_RUN = [
-    "--reward.rewards=[style:Style]",
-    "--reward.options={style:Style: {scale: 0.3}}",
-    "--reward.weights={style: 1.0}",
-]
 
 
 @pytest.fixture(scope="module")
@@ -200,26 +194,6 @@ def test_served_scores_are_those_of_this_process_to_the_bit(serve: Serve) -> Non
     assert torch.equal(served["brightness"], expected)
 
 
-@pytest.mark.usefixtures("nothing_drawn")
-def test_another_environment_scores_the_toy_run(
-    other_python: Path,
-    packages: Path,
-    tiny_run: MakeRun,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Sampling, updates and evaluation come out the same, number for number."""
-    short = [*STYLE_RUN, "--training.num_updates=1", "--evaluation.every=1"]
-    short.append("--evaluation.num_samples=0")
-    Run(tiny_run(f"--reward.python={other_python}", *short)).train()
-    folder = Path(tiny_run().output_dir)
-    folder.rename(folder.with_name("served"))
-    monkeypatch.syspath_prepend(packages)
-    Run(tiny_run(*short)).train()
-    served = numbers(folder.with_name("served"))
-    assert served == numbers(folder)
-    assert {"reward/style_mean", "eval/paired_gain"} <= set().union(*served)
-
-
 @pytest.mark.parametrize("names", [["ocr", here("both")], [here("both")]])
 def test_a_file_of_rewards_alone_is_served(names: list[str], tmp_path: Path) -> None:
     """Weights are the trainers' affair."""
@@ -230,19 +204,24 @@ def test_a_file_of_rewards_alone_is_served(names: list[str], tmp_path: Path) -> 
 
 
 def test_rewards_that_ship_stay_here_when_another_interpreter_has_the_rest(
-    other_python: Path,
+    other_python: Path, packages: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = {"VQ": 1.0, "style": 1.0}
-    found = rewards(
-        python=other_python, rewards=["toy", "style:Style"], weights=weights
-    )
+    """Its scores are those of this one's to the bit."""
+    section: dict[str, Any] = {
+        "rewards": ["toy", "style:Style"],
+        "options": {"style:Style": {"scale": 0.3}},
+        "weights": {"VQ": 1.0, "style": 1.0},
+    }
+    found = rewards(python=other_python, **section)
     _, style = found.rewards.values()
     assert isinstance(style, RemoteReward) and found.thread is None
     # another user of this machine has none
     with pytest.raises(RewardServerError, match="the token in"):
         RemoteReward(style.url, None)
-    videos = torch.zeros(1, 8, 3, 16, 16, dtype=torch.uint8)
-    assert {"VQ", "style"} <= found.score(videos, SAMPLES[:1]).keys()
+    videos = torch.randint(0, 256, (1, 8, 3, 16, 16), dtype=torch.uint8)
+    monkeypatch.syspath_prepend(packages)
+    inline = rewards(**section).score(videos, SAMPLES[:1])
+    assert found.score(videos, SAMPLES[:1]) == inline and "style" in inline
 
 
 BRIGHT: dict[str, Any] = {"rewards": [here("Bright")], "weights": {"bright": 1.0}}

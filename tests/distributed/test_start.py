@@ -45,14 +45,6 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return chosen
 
 
-def test_the_gpu_that_was_named_becomes_the_current_one(
-    two_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    for name, number in (("auto", 1), ("cuda", 1), ("cuda:0", 0)):
-        assert rank_device(name) == two_gpus[-1] == torch.device("cuda", number)
-
-
 @pytest.mark.parametrize(
     ("visible", "count", "expected"),
     [
@@ -79,6 +71,8 @@ def test_every_rank_has_its_own_of_the_gpus_that_it_sees(
                 rank_device("auto")
         else:
             assert rank_device("auto") == two_gpus[-1] == torch.device("cuda", number)
+            assert rank_device("cuda") == torch.device("cuda", number)
+            assert rank_device("cuda:0") == two_gpus[-1] == torch.device("cuda", 0)
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,9 +137,9 @@ def add_adapter(partial: Path) -> None:
 )
 def test_training_goes_on_in_place(tmp_path: Path, asynchronous: bool) -> None:
     """The tensors change as soon as `save` returns; the copies of one save are reused
-    by the next, but for those of another shape or type.
+    by the next, but for those of another shape or type: bfloat16 has no 257.
     """
-    saves: list[Any] = [(1, 3), (2, 3), (3, 4), (4, 4, torch.float32)]
+    saves: list[Any] = [(1, 3), (2, 3), (3, 4), (257, 4, torch.float32)]
     with CheckpointWriter(tmp_path, keep_last=4, asynchronous=asynchronous) as saver:
         for arguments in saves:
             data = contents(*arguments)

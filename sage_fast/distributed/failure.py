@@ -12,7 +12,7 @@ import hashlib
 import platform
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,9 +119,7 @@ def is_communication_error(error: BaseException) -> bool:
 # ranks that differ
 
 
-def check_same_everywhere(
-    own: Mapping[str, str], device: torch.device | None = None
-) -> None:
+def check_same_everywhere(own: Mapping[str, str]) -> None:
     """Refuse ranks that would train on something else than the user believes.
     Collective, over the default group.
 
@@ -130,26 +128,26 @@ def check_same_everywhere(
 
     Args:
         own: values that all ranks must share, by name: configuration by dotted key,
-            software, digests of files. device: this rank's; two ranks must not have the
-            same GPU.
+            software, digests of files.
 
     Raises:
         ConfigError: what differs, and on which ranks; the same on all of them.
     """
     if not dist.is_initialized():
         return
-    gpu = ""
-    if device is not None and device.type == "cuda":
-        # By UUID, since two processes may know one GPU by different numbers.
-        gpu = str(torch.cuda.get_device_properties(device).uuid)
-    gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
-    dist.all_gather_object(gathered, (own, gpu))
-    everywhere = [values for values, _ in gathered]
+    everywhere: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everywhere, own)
     differences = []
     for name in sorted(set().union(*everywhere)):
-        owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
+        owners: dict[str, list[str]] = {}
+        for rank, values in enumerate(everywhere):
+            value = values.get(name, "missing")
+            owners.setdefault(value, []).append(f"rank {rank}")
         if len(owners) > 1:
-            shown = [f"{value} ({_in_words(ranks)})" for value, ranks in owners.items()]
+            shown = [
+                f"{value} ({', '.join(ranks[:MOST_SHOWN])})"
+                for value, ranks in owners.items()
+            ]
             differences.append(f"{name}: {', '.join(shown[:MOST_SHOWN])}")
     if differences:
         raise ConfigError(
@@ -157,28 +155,6 @@ def check_same_everywhere(
             "process with the same files and overrides, in one environment and on one "
             "file system that all nodes share."
         )
-    for uuid, ranks in _ranks_by_value([gpu for _, gpu in gathered]).items():
-        if uuid and len(ranks) > 1:
-            raise ConfigError(
-                f"{_in_words(ranks)} share one GPU. Start as many processes per node "
-                "as it has GPUs, with model.device auto, and see that "
-                "CUDA_VISIBLE_DEVICES shows every process all of them or one each."
-            )
-
-
-def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    """Example: [0, 1, 5] -> "ranks 0, 1, 5"; of more than four the first ones."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    more = ", ..." if len(ranks) > MOST_SHOWN else ""
-    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}{more}"
 
 
 # --------------------------------------------------------------------------------------

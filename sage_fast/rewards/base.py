@@ -2,7 +2,6 @@
 generators that it may use.
 """
 
-import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -142,10 +141,7 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
         found[name] = RewardCosts()
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         if costs is not None:
-            # A copy, which code of others may change.
-            options = copy.deepcopy(config.options.get(name, {}))
-            with Guard(name)("while it was asked for its costs"):
-                found[name] = costs(options, video)
+            found[name] = costs(config.options.get(name, {}), video)
     return found
 
 
@@ -154,10 +150,7 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
     ConfigError as above.
     """
     requirements = getattr(find_reward(name), "requirements", None)
-    if requirements is None:
-        return []
-    with Guard(name)("while it was asked for its requirements"):
-        return list(requirements(copy.deepcopy(options)))
+    return [] if requirements is None else list(requirements(options))
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:
@@ -166,11 +159,9 @@ def describe_batch(samples: Sequence[Sample]) -> str:
     """
     first = samples[0]
     text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
-    if len(samples) == 1:
-        return text
-    if len(samples) == 2:
-        return f"{text} or the video scored with it"
-    return f"{text} or one of the {len(samples) - 1} videos scored with it"
+    if len(samples) > 1:
+        text += f" or another of the {len(samples)} videos scored with it"
+    return text
 
 
 def resolve_device(name: str) -> torch.device:

@@ -29,10 +29,6 @@ from sage_fast.checkpoint.reader import (
 from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.config.errors import CheckpointError, DamagedCheckpointError
 
-WAYS = pytest.mark.parametrize(
-    "asynchronous", [False, True], ids=["foreground", "background"]
-)
-
 
 def contents(
     update: int = 1, rows: int = 3, dtype: torch.dtype = torch.bfloat16
@@ -81,9 +77,8 @@ def save(root: Path, *updates: int, **options: Any) -> None:
 # what is written
 
 
-@WAYS
 def test_all_is_on_disk_before_its_name_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order: every file with its last byte, the manifest of them, the folders, the
     name, and that the name lasts.
@@ -109,7 +104,7 @@ def test_all_is_on_disk_before_its_name_is(
     monkeypatch.setattr(os, "fsync", synced)
     monkeypatch.setattr(os, "replace", renamed)
     with CheckpointWriter(
-        tmp_path / "checkpoints", keep_last=2, asynchronous=asynchronous
+        tmp_path / "checkpoints", keep_last=2, asynchronous=True
     ) as saver:
         folder = saver.save(1, contents(), add_adapter)
     named = events.index(("rename", str(folder), 0))
@@ -118,22 +113,17 @@ def test_all_is_on_disk_before_its_name_is(
         for kind, path, size in events[:named]
         if kind == "sync"
     ]
-    files = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
+    sizes = {
+        path.relative_to(folder).as_posix(): path.is_file() and path.stat().st_size
         for path in folder.rglob("*")
-        if path.is_file()
     }
-    folders = {
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_dir()
-    }
-    assert len(files) > 3 and len(folders) == 2 and files.items() <= set(before)
+    files = {name: size for name, size in sizes.items() if size}
+    assert len(files) > 3 and len(sizes) == len(files) + 2
+    assert files.items() <= set(before)
     order = [path for path, _ in before]
     manifest = order.index(MANIFEST)
-    assert {*order[:manifest]} >= files.keys() - {MANIFEST} and {
-        *order[manifest + 1 :]
-    } == folders | {""}
+    assert {*order[:manifest]} >= files.keys() - {MANIFEST}
+    assert {*order[manifest + 1 :]} == sizes.keys() - files.keys() | {""}
     assert events[named + 1][:2] == ("sync", str(folder.parent))
 
 
@@ -142,12 +132,14 @@ def add_adapter(partial: Path) -> None:
     (partial / "lora/adapter.json").write_text("{}")
 
 
-@WAYS
+@pytest.mark.parametrize(
+    "asynchronous", [False, True], ids=["foreground", "background"]
+)
 def test_training_goes_on_in_place(tmp_path: Path, asynchronous: bool) -> None:
     """The tensors change as soon as `save` returns; the copies of one save are reused
-    by the next, but for those of another shape or type.
+    by the next, but for those of another shape or type: bfloat16 has no 257.
     """
-    saves: list[Any] = [(1, 3), (2, 3), (3, 4), (4, 4, torch.float32)]
+    saves: list[Any] = [(1, 3), (2, 3), (3, 4), (257, 4, torch.float32)]
     with CheckpointWriter(tmp_path, keep_last=4, asynchronous=asynchronous) as saver:
         for arguments in saves:
             data = contents(*arguments)
@@ -244,9 +236,7 @@ def test_what_ends_the_run_is_not_hidden_by_a_checkpoint(
     assert "Could not write checkpoint" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("asynchronous", "limit"), [(False, 100), (True, 1500), (False, 4000)]
-)
+@pytest.mark.parametrize(("asynchronous", "limit"), [(True, 100), (False, 4000)])
 def test_a_full_disk_loses_nothing(
     tmp_path: Path, asynchronous: bool, limit: int
 ) -> None:
@@ -325,12 +315,12 @@ def test_what_resume_means(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["shards/__0_0.distcp", "shards/.metadata", "state.json", "manifest.json"]
-)
-@pytest.mark.parametrize(
-    "damage",
-    [lambda path: os.truncate(path, 40), Path.unlink],
-    ids=["cut off", "missing"],
+    ("file", "damage"),
+    [
+        ("shards/__0_0.distcp", lambda path: os.truncate(path, 40)),
+        ("state.json", Path.unlink),
+        ("manifest.json", Path.unlink),
+    ],
 )
 def test_a_damaged_one_is_skipped_with_a_warning(
     tmp_path: Path,

@@ -1,6 +1,5 @@
 """Opening a checkpoint runs no code, whoever has written it."""
 
-import ast
 import os
 import pickle
 import re
@@ -38,8 +37,7 @@ def replace_metadata(folder: Path, data: bytes) -> None:
     )
 
 
-@pytest.mark.parametrize("resume", ["auto", "path"])
-def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
+def test_a_prepared_pickle_does_nothing(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     evidence = tmp_path / "evidence"
     save(root, 1, 2)
@@ -50,7 +48,7 @@ def test_a_prepared_pickle_does_nothing(tmp_path: Path, resume: str) -> None:
     with pytest.raises(
         CheckpointError, match=r"calls for posix.mkdir, .* Nothing in it was run"
     ) as error:
-        find_checkpoint("auto" if resume == "auto" else str(folder), root)
+        find_checkpoint("auto", root)
     # A damaged one would be passed over, and the run go on from an older one.
     assert not evidence.exists() and not isinstance(error.value, DamagedCheckpointError)
     pickle.loads((folder / "shards/.metadata").read_bytes())
@@ -101,8 +99,7 @@ def test_metadata_that_no_checkpoint_has_is_refused(
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
-def test_metadata_of_another_python_is_read(tmp_path: Path, module: str) -> None:
+def test_metadata_of_another_python_is_read(tmp_path: Path) -> None:
     """Python 3.13 writes paths by the name `pathlib._local`, which others lack."""
     save(tmp_path, 1)
     folder = tmp_path / "update-000001"
@@ -110,7 +107,7 @@ def test_metadata_of_another_python_is_read(tmp_path: Path, module: str) -> None
     # Protocol 2 has names as lines, of any length.
     text, count = re.subn(
         rb"cpathlib(\._local)?\n",
-        f"c{module}\n".encode(),
+        b"cpathlib._local\n",
         pickle.dumps(metadata, protocol=2),
     )
     assert count == 1
@@ -132,29 +129,16 @@ def test_a_prepared_shard_does_nothing(tmp_path: Path) -> None:
     assert not evidence.exists()
 
 
+UNSAFE = re.compile(
+    r"(?<![.\w])(eval|exec)\(|\bpickle\.loads?\(|torch\.hub\.load\(|joblib\.load\("
+    r"|YAML\((?!typ=.safe.)|torch\.load\((?![^)]*weights_only=True)"
+    r"|(allow_pickle|trust_remote_code)=(?!False)"
+)
+
+
 def test_no_module_reads_a_file_in_a_way_that_runs_code() -> None:
     """torch.load with weights_only, no pickle, no unsafe YAML, no code from a hub."""
-    found = []
-    for path in sorted(Path(sage_fast.__file__).parent.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
-            name = ast.unparse(call.func)
-            options = {k.arg: ast.unparse(k.value) for k in call.keywords}
-            unsafe = (
-                name
-                in {
-                    "pickle.load",
-                    "pickle.loads",
-                    "eval",
-                    "exec",
-                    "torch.hub.load",
-                    "joblib.load",
-                }
-                or (name == "YAML" and options.get("typ") != "'safe'")
-                or (name == "torch.load" and options.get("weights_only") != "True")
-                or options.get("allow_pickle", "False") != "False"
-                or options.get("trust_remote_code", "False") != "False"
-            )
-            if unsafe:
-                found.append(f"{path.name}:{call.lineno} {name}")
-    assert found == []
+    for bad in ("torch.load(file)", "eval(text)", "YAML()", "x(allow_pickle=True)"):
+        assert UNSAFE.search(bad)
+    for path in Path(sage_fast.__file__).parent.rglob("*.py"):
+        assert not UNSAFE.search(path.read_text(encoding="utf-8")), path

@@ -124,14 +124,15 @@ def test_a_network_that_does_not_carry_is_found_before_the_model_is_loaded(
 
 
 def join_with_few_descriptors() -> bool:
+    few = len(os.listdir("/proc/self/fd")) + 1
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (40, most))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
     start_world(DistributedConfig(), "lora", torch.device("cpu"), {})
-    return len(os.listdir("/proc/self/fd")) > 40
+    return len(os.listdir("/proc/self/fd")) > few
 
 
 def test_a_low_limit_of_descriptors_is_raised() -> None:
-    assert all(run_ranks(join_with_few_descriptors, 16))
+    assert all(run_ranks(join_with_few_descriptors, 2))
 
 
 def timeouts_of_a_start() -> tuple[float, set[float], set[float]]:
@@ -193,16 +194,6 @@ def test_a_slow_rank_is_named_and_the_reward_is_not_blamed(
     )
 
 
-def test_a_rank_that_is_killed_ends_all(tiny_model: Path, tmp_path: Path) -> None:
-    words = ["train", write_run(tiny_model, tmp_path), TIMEOUT]
-    results, text = on_ranks(2, words, tmp_path, partial(at_update, KILL, 0, 1))
-    assert results == [("gone", -signal.SIGKILL), ("gone", 1)], text
-    assert re.search(r"\[rank 1\] error: A collective failed: .*--resume auto", text), (
-        text
-    )
-    assert "Traceback" not in text, text
-
-
 def at_phase(phase: str, victim: int, update: int, rank: int) -> None:
     """Kill the rank `victim` in a phase of an update."""
     tell = Run._tell
@@ -235,7 +226,10 @@ def test_kills_of_either_rank_cost_the_update_in_progress(
         results, text = on_ranks(
             2, words, tmp_path, partial(at_phase, phase, victim, update)
         )
-        assert ("gone", -signal.SIGKILL) in results, text
+        assert results[victim] == ("gone", -signal.SIGKILL), text
+        assert results[1 - victim] == ("gone", 1), text
+        other = rf"\[rank {1 - victim}\] error: A collective failed: .*--resume auto"
+        assert re.search(other, text) and "Traceback" not in text, text
         assert (
             list_checkpoints(tmp_path / "run/checkpoints")[-1].name
             == f"update-{saved:06d}"
@@ -269,20 +263,18 @@ def test_a_run_of_four_ranks_goes_on_with_two_and_with_one(
             assert given[name] == pytest.approx(expected[name], rel=1e-3), name
 
 
-def hang(pending: bool, rank: int) -> None:
-    """Let rank 1 stop before its second update; with `pending`, while it also writes
-    the first one's checkpoint.
+def hang(rank: int) -> None:
+    """Let rank 1 stop before its second update, while it also writes the first one's
+    checkpoint.
     """
     if rank == 1:
         failure.STACKS_AFTER = 30.0
-        if pending:
-            writer.describe_files = lambda *_: time.sleep(600)  # type: ignore[assignment, return-value]
+        writer.describe_files = lambda *_: time.sleep(600)  # type: ignore[assignment, return-value]
     at_update(partial(time.sleep, 600), 1, 1, rank)
 
 
-@pytest.mark.parametrize("pending", [False, True])
 def test_a_rank_that_hangs_shows_where_and_ends(
-    pending: bool, tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     """The others end when their collective has failed, and only the one that hangs
     shows its threads.
@@ -291,10 +283,10 @@ def test_a_rank_that_hangs_shows_where_and_ends(
         tiny_model,
         tmp_path,
         evaluation={"every": 0},
-        checkpoint={"every": 1 if pending else 9},
+        checkpoint={"every": 1},
     )
     words = ["train", file, "--distributed.timeout_seconds=8"]
-    results, text = on_ranks(2, words, tmp_path, partial(hang, pending))
+    results, text = on_ranks(2, words, tmp_path, hang)
     assert results == [("gone", 1)] * 2, text
     hung = (tmp_path / "log-1").read_text()
     assert "Timeout (0:00:38)!" in hung and "in disturbed" in hung, text
@@ -344,19 +336,14 @@ def test_what_fails_on_one_rank_is_said_by_all(
     assert len(re.findall(message, text)) == 2, text
 
 
-@pytest.mark.parametrize("how", ["SIGTERM", "STOP"])
-def test_who_asks_one_rank_to_stop_stops_all_after_a_checkpoint(
-    how: str, tiny_model: Path, tmp_path: Path
+def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(
+    tiny_model: Path, tmp_path: Path
 ) -> None:
     file = write_run(
         tiny_model, tmp_path, training={"num_updates": 500}, checkpoint={"every": 500}
     )
     run = tmp_path / "run"
-    ask = (
-        (run / "STOP").touch
-        if how == "STOP"
-        else partial(signal.raise_signal, signal.SIGTERM)
-    )
+    ask = partial(signal.raise_signal, signal.SIGTERM)
     finish(2, ["train", file], tmp_path, partial(at_update, ask, 1, 2))
     last = read_metrics(run / "metrics.jsonl")[-1]["update"]
     assert (
@@ -397,59 +384,3 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(
     assert "Done: " in end.stdout
     finish(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
-
-
-def test_a_spare_node_goes_on_where_one_is_lost(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """Three agents of one process for two places: the second dies with its process, the
-    third takes its place.
-    """
-    file = write_run(
-        tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4}
-    )
-    node = tmp_path / "node.py"
-    node.write_text(
-        "import os, signal, sys\n"
-        "from sage_fast.commands import cli\n"
-        "from tests.distributed.test_failures import KILL, at_update\n"
-        "def lose():\n"
-        "    os.kill(os.getppid(), signal.SIGKILL)\n"
-        "    KILL()\n"
-        "if sys.argv.pop(1) == '1':\n"
-        "    at_update(lose, 0, 2, 0)\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
-    command, environment = torchrun(
-        "--nnodes=2:2",
-        "--nproc_per_node=1",
-        "--max-restarts=3",
-        f"--rdzv_endpoint=localhost:{meeting}",
-        "--rdzv_id=spare",
-    )
-    agents = []
-    for number in range(3):
-        if number == 2:
-            while (
-                not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None
-            ):
-                time.sleep(0.2)
-        pace = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
-        settings = f"--rdzv_conf=is_host={number == 0},{pace}"
-        words = [*command, settings, str(node), str(number)]
-        words += ["train", file, "--resume=auto"]
-        log = (tmp_path / f"agent-{number}").open("w")
-        agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
-    try:
-        codes = [agent.wait(timeout=200) for agent in agents]
-    finally:
-        for agent in agents:
-            agent.kill()
-    text = "".join((tmp_path / f"agent-{number}").read_text() for number in range(3))
-    assert codes == [0, -signal.SIGKILL, 0], text
-    assert "Going on from " in text and not list(
-        (tmp_path / "run").glob("previous-*")
-    ), text
-    rows = read_metrics(tmp_path / "run/metrics.jsonl")
-    assert [row["update"] for row in rows] == [1, 2, 3, 4]

@@ -16,7 +16,6 @@ from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sage_fast.config.sections import LoraConfig as LoraSection
 from sage_fast.models.hunyuan15.backbone import NAMES, HunyuanTransformer, velocity
 from sage_fast.policy.adapters import load_adapter, use_adapter, weights_digest
 from sage_fast.policy.layouts import adapter_files, read_adapter
@@ -163,28 +162,17 @@ def musubi_to_comfyui(number: str, layer: str) -> str:
     ).replace(".", "_")
 
 
-def diffusers(number: str, layer: str) -> str:
-    return f"transformer.transformer_blocks.{number}.{layer}"
-
-
 SAVED: dict[str, Callable[[Trained, Path], object]] = {
     "diffusers": save_by_diffusers,
     "pipeline": save_by_a_pipeline,
     "peft": save_by_peft,
     "official": lambda t, f: save_file(renamed(t, official, None), f / "a.safetensors"),
-    "official-prefix": lambda t, f: save_file(
-        {f"diffusion_model.{k}": v for k, v in renamed(t, official, None).items()},
-        f / "a.safetensors",
-    ),
     "comfyui": lambda t, f: save_file(
         joined(renamed(t, comfyui, None)), f / "a.safetensors"
     ),
     "musubi": lambda t, f: save_file(renamed(t, musubi, 4.0), f / "a.safetensors"),
     "musubi-comfyui": lambda t, f: save_file(
         joined(renamed(t, musubi_to_comfyui, 4.0)), f / "a.safetensors"
-    ),
-    "alpha-keys": lambda t, f: save_file(
-        renamed(t, diffusers, 4.0), f / "a.safetensors"
     ),
     "peft-file": lambda t, f: save_file(
         {f"base_model.model.{k}": v for k, v in t.weights.items()},
@@ -219,9 +207,7 @@ ALL_RULES = {
 @pytest.mark.parametrize(
     ("fields", "save"),
     [
-        (ALL_RULES, save_by_diffusers),
         (ALL_RULES, save_by_a_pipeline),
-        (ALL_RULES, save_by_peft),
         (
             {"alpha_pattern": {"attn.to_q": 7, "^transformer_blocks.1.ff.net.2": 1}},
             save_by_peft,
@@ -287,26 +273,19 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "no-b": (lambda t, c: t.pop(f"{FIRST}.lora_B.weight"), rf"'{FIRST}' has no lora_B"),
     "only-alpha": (extra("double_blocks.0.img_attn_q.alpha"), "has no lora_A"),
     "ranks": (extra(f"{FIRST}.lora_B.weight", 32, 3), r"\(2, 32\) and lora_B of shape \(32, 3\)"),
-    "convolution": (extra(f"{FIRST}.lora_A.weight", 2, 32, 1, 1), r"\(2, 32, 1, 1\)"),
     "other-rank": (field(r=3), "says rank 3"),
     "no-pattern": (field(alpha_pattern={"(": 3}), "unterminated subpattern"),
-    "list-of-patterns": (field(rank_pattern=["to_q"]), "is not a number"),
     "dora": (field(use_dora=True), "use_dora = True, which is not understood"),
-    "dora-key": (extra(f"{FIRST}.lora_magnitude_vector", 32), "DoRA"),
     "bias": (field(bias="all"), "bias = 'all'"),
-    "bias-key": (extra(f"{FIRST}.lora_B.bias", 32), "bias beside"),
+    "bias-key": (extra(f"{FIRST}.lora_B.bias", 32), "not a part"),
     "pissa": (field(init_lora_weights="pissa_niter_4"), "init_lora_weights = 'pissa_niter_4'"),
-    "saved-modules": (field(modules_to_save=["proj_out"]), "modules_to_save"),
-    "not-lora": (field(peft_type="LOHA"), "peft_type = 'LOHA'"),
     "unknown": (field(lora_gamma=0), "lora_gamma = 0"),
     "encoder": (field(**{"text_encoder.r": 2}), r"text_encoder\.r"),
     "no-rows": (lambda t, c: t.update({f"{FIRST}.lora_A.weight": torch.ones(0, 32),
                                        f"{FIRST}.lora_B.weight": torch.ones(32, 0)}), r"\(0, 32\)"),
     "no-number": (field(lora_alpha=None), "is not a number"),
-    "loha": (extra("lora_unet_double_blocks_0_img_attn_q.hada_w1_a", 2, 2), "LoHa"),
-    "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "whole weight .* not zero"),
+    "difference": (extra("diffusion_model.double_blocks.0.img_attn.qkv.diff", 2, 2), "not a part .*Merge it"),
     "te": (extra("lora_te1_layers_0.lora_down.weight", 2, 2), "of a text encoder"),
-    "weights": (extra("proj_out.weight", 2, 2), "proj_out.weight' is not a part"),
     "stranger": (extra("iteration", 1), "'iteration' is not a part"),
     "twice": (extra(f"transformer.{FIRST}.lora_A.weight", 2, 32), "two different A"),
     "two-names": (lambda t, c: [t.update({f"double_blocks.0.img_attn_q.{h}.weight": t[f"{FIRST}.{h}.weight"].clone()})
@@ -314,9 +293,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors, dict[str, Any]], object], str]] = {
     "two-scales": (extra(f"{FIRST}.alpha"), "two scales"),
     "empty": (lambda t, c: t.clear(), "is empty"),
     "nan": (filled(f"{FIRST}.lora_A.weight", torch.nan), rf"'{FIRST}.lora_A.weight' holds nan"),
-    "huge": (filled(f"{FIRST}.lora_B.weight", 1e30), r"holds 1e\+30"),
     "beyond-float16": (filled(f"{FIRST}.lora_A.weight", 65536), "holds 65536"),
-    "alpha-huge": (alpha(1e30), r"alpha' holds 1e\+30"),
     "alpha-zero": (alpha(0), rf"the scale of '{FIRST}', alpha / rank, is 0"),
     "alpha-two": (alpha(2, 3), "element"),
     "peft-alpha-zero": (field(alpha_pattern={"to_q": 0}), "alpha / rank, is 0"),
@@ -373,17 +350,6 @@ def test_what_is_beside_the_matrices_and_zero_changes_nothing(
     used = tiny_transformer(layers=2)
     use_adapter(used, tmp_path)
     torch.testing.assert_close(probe(used), plain.expected, rtol=1e-5, atol=1e-5)
-
-
-def test_quantised_matrices_are_refused(plain: Trained, tmp_path: Path) -> None:
-    save_file(
-        {name: value.to(torch.int8) for name, value in plain.weights.items()},
-        tmp_path / "a.safetensors",
-    )
-    with pytest.raises(
-        ValueError, match=r"a.safetensors is quantised: .*lora_A.weight is stored as"
-    ):
-        read_adapter(tmp_path, HunyuanTransformer)
 
 
 @pytest.mark.parametrize(
@@ -460,15 +426,12 @@ def test_a_scale_beside_the_weights_is_part_of_the_digest(
     assert read_adapter(tmp_path, HunyuanTransformer)[FIRST].scale == 4.0
 
 
-@pytest.mark.parametrize(
-    ("rank", "layers"), [(4, list(NAMES)), (2, LoraSection().target_modules)]
-)
-def test_an_adapter_of_other_layers_or_ranks_says_which_keys_to_set(
-    plain: Trained, tmp_path: Path, rank: int, layers: list[str]
+def test_an_adapter_of_other_layers_says_which_keys_to_set(
+    plain: Trained, tmp_path: Path
 ) -> None:
     save_by_peft(plain, tmp_path)
     transformer = tiny_transformer(layers=2)
-    add_lora(transformer, rank=rank, alpha=None, target_modules=layers, seed=0)
+    add_lora(transformer, rank=2, alpha=None, target_modules=None, seed=0)
     with pytest.raises(
         ValueError, match=r"model\.adapter.*Set lora\.rank and lora\.target_modules"
     ):

@@ -91,27 +91,22 @@ def test_the_formula_of_guidance(trainer: Trainer) -> None:
         assert torch.equal(policy.velocity(latents, sigma, prompts), conditional)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5, 6.0])
-@pytest.mark.parametrize(
-    "known", [True, False], ids=["cotangent-known", "cotangent-of-velocity"]
-)
+@pytest.mark.parametrize("scale", [0.0, 1.0, 2.5])
 def test_split_and_paired_give_one_velocity_and_one_gradient(
-    trainer: Trainer, scale: float, known: bool
+    trainer: Trainer, scale: float
 ) -> None:
+    """Also where the cotangent depends on the velocity."""
     policy = trainer.policy
     policy.guidance_scale = scale
     arguments = batch(trainer)
-    with torch.no_grad():
-        plain = policy.velocity(*arguments)
-    found = []
-    for split in (False, True):
-        cotangents = [plain.cos()] if known else lambda velocity: [velocity.cos()]
+    plain = policy.velocity(*arguments)
+    plain.sin().sum().backward()
+    expected = gradients(trainer)
+    given: list[Any] = [[plain.detach().cos()], lambda velocity: [velocity.cos()]]
+    for cotangents, split in itertools.product(given, (False, True)):
         velocity = policy.velocity_and_gradient(*arguments, cotangents, split=split)
         assert torch.equal(velocity, plain) and not velocity.requires_grad
-        found.append(gradients(trainer))
-    assert relative(found[1], found[0]) < 3e-6
-    policy.velocity(*arguments).sin().sum().backward()
-    assert relative(found[0], gradients(trainer)) < 1e-6
+        assert relative(gradients(trainer), expected) < 3e-6
 
 
 def test_forwards_of_a_gradient(
@@ -168,16 +163,13 @@ def test_split_halves_what_is_kept_for_the_backward_pass(trainer: Trainer) -> No
 # training
 
 
-@pytest.mark.parametrize(("kl_mode", "updates"), [("dual", 1), ("moving", 2)])
 def test_in_float64_every_gradient_agrees(
-    tiny_run: MakeRun, kl_mode: str, updates: int, monkeypatch: pytest.MonkeyPatch
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = [
-        f"--objective.kl_mode={kl_mode}",
-        f"--training.updates_per_rollout={updates}",
-    ]
-    given += [
-        "--training.num_updates=4",
+        "--objective.kl_mode=dual",
+        "--training.updates_per_rollout=2",
+        "--training.num_updates=2",
         "--optimizer.eps=1e-3",
         "--objective.clip_range=0.01",
     ]
@@ -185,12 +177,12 @@ def test_in_float64_every_gradient_agrees(
         train(
             tiny_run(*given, f"--training.guidance={guidance}"),
             monkeypatch,
-            iterations=2,
+            iterations=1,
             smooth=True,
         )[1]
         for guidance in ("paired", "split")
     )
-    assert len(paired) == 2 * updates
+    assert len(paired) == 2
     for a, b in zip(paired, split, strict=True):
         assert a.dtype == torch.float64 and float(a.norm()) > 0
         assert relative(b, a) < 1e-10

@@ -17,6 +17,7 @@ from sage_fast.config.sections import VideoConfig
 from sage_fast.models.hub import Requirement, require
 from sage_fast.planning.devices import DEVICES
 from sage_fast.planning.estimate import make_plan
+from sage_fast.planning.memory import rewards_here
 from sage_fast.planning.text import to_json
 from sage_fast.rewards.base import RewardCosts
 from sage_fast.rewards.clip import CLIPScore, PickScore
@@ -68,25 +69,22 @@ def config(tmp_path: Path, **options: object) -> RunConfig:
 def test_its_bytes_seconds_and_files_are_in_the_plan_and_at_the_doctors(
     tmp_path: Path,
 ) -> None:
-    def planned(**options: object) -> dict[str, Any]:
-        return to_json(make_plan(config(tmp_path, **options), DEVICES["h100"]), [])
-
     def file(**options: object) -> Check:
         checks = examine(config(tmp_path, **options))
         (found,) = [check for check in checks if check.name == "the judge"]
         return found
 
     folder = str(tmp_path)
-    plan = planned()
-    assert plan["memory"]["rollout"]["reward models"] == 3e9
-    assert plan["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
-    assert plan["memory"]["reward"]["scoring"] == 2e9
-    assert plan["phases"]["reward"]["predicted"] == pytest.approx(7.0)
+    assert rewards_here(config(tmp_path))[NAME].weights == 3e9
     assert (file().status, file().fix) == ("missing", "hf download judges/strict")
     assert file(path=folder).fix == f"hf download judges/strict --local-dir {folder}"
     # The files that are here count instead of the published ones.
     (tmp_path / "judge.safetensors").write_bytes(bytes(1000))
-    assert planned(path=folder)["memory"]["rollout"]["reward models"] == 1000
+    plan = to_json(make_plan(config(tmp_path, path=folder), DEVICES["h100"]), [])
+    assert plan["memory"]["rollout"]["reward models"] == 1000
+    assert plan["memory"]["rollout"]["rewards' tables"] == 8 * 16 * 16
+    assert plan["memory"]["reward"]["scoring"] == 2e9
+    assert plan["phases"]["reward"]["predicted"] == pytest.approx(7.0)
     assert file(path=folder).status == "ok"
 
 

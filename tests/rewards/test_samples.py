@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import check_trust, load_config
+from sage_fast.config.load import load_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, RewardConfig, RolloutConfig
@@ -144,10 +144,7 @@ def test_examples_score_alike_at_any_micro_batch_on_any_rank_and_by_any_transpor
         run_ranks(train_here, ranks, file, words)[0]
         for ranks, words in (
             (1, [alone]),
-            (1, [all_at_once]),
-            (1, [alone, f"--reward.python={sys.executable}"]),
             (1, [all_at_once, f"--reward.url={served(EXAMPLES)}"]),
-            (2, of_two),
             (2, [*of_two, f"--reward.python={sys.executable}"]),
             (2, ["--distributed.sp=2", alone]),
         )
@@ -178,7 +175,7 @@ def test_a_layout_that_splits_a_group_is_refused() -> None:
         reward.check_layout(rollout, replace(evaluation, noises=4), 2)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_a_group_is_scored_whole_at_any_micro_batch(
     size: int, tiny_run: MakeRun
 ) -> None:
@@ -206,7 +203,6 @@ def test_a_group_is_scored_again_whole(
     reward = composite(f"{__name__}:{name}", weights={"rank": 1.0})
     reward.compare_next()
     reward.score(VIDEOS, of_groups(a=[1, 1], b=[2]))
-    reward.compare_last()
     assert ("in its batch" in caplog.text) is told
 
 
@@ -234,12 +230,6 @@ def test_a_reward_gets_what_it_reads_here_and_by_a_server(
             assert (sample.prompt, sample.columns) == ("a fox", {"count": "2"})
             assert sample.video is None and torch.equal(sample.latents, latents)
             assert sample.picture.shape == (3, 16, 20) and sample.picture[2, 0, 0] == 3
-
-
-def test_columns_are_texts_however_the_file_writes_them(tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_text('{"prompt": "a fox", "tags": [1], "seed": 3}\n')
-    (prompt,) = read_prompts(tmp_path / "p.jsonl")
-    assert prompt.columns == {"tags": "[1]"} and hash(prompt) is not None
 
 
 def test_nothing_is_decoded_for_rewards_that_read_no_video(
@@ -288,15 +278,6 @@ def test_a_weight_of_a_judge_is_refused(tiny_run: MakeRun) -> None:
         ConfigError, match=r"reward\.weights\.brightness is 2, .* Remove"
     ):
         trainer.evaluate()
-
-
-def test_a_judge_of_somebody_else_is_not_imported_without_trust(
-    tiny_run: MakeRun, tmp_path: Path
-) -> None:
-    config = tiny_run(f"--reward.evaluation=[{JUDGE}]")
-    with pytest.raises(ConfigError, match=r"under reward\.evaluation.*--trust-config"):
-        check_trust(config, tmp_path, named=())
-    check_trust(config, tmp_path, named=(JUDGE,))
 
 
 def test_options_of_a_judge_stay_with_other_rewards_and_go_with_other_judges(

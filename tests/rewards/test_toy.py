@@ -21,7 +21,7 @@ from sage_fast.rewards.toy import ToyReward
 
 MANIFOLD = manifold_for(8, 16, 16)
 GENERATOR = torch.Generator().manual_seed(0)
-ROWS = torch.randperm(len(MANIFOLD.scenes), generator=GENERATOR)[:60].tolist()
+ROWS = torch.randperm(len(MANIFOLD.scenes), generator=GENERATOR)[:24].tolist()
 SCENES = [MANIFOLD.scenes[row] for row in ROWS]
 PROMPTS = [caption_of(scene).text for scene in SCENES]
 PERFECT = MANIFOLD.videos[ROWS]
@@ -72,12 +72,12 @@ def mean(videos):
 
 def test_every_legal_video_is_perfect():
     prompts = [caption_of(scene).text for scene in MANIFOLD.scenes]
-    scores = REWARD.score(MANIFOLD.videos[::5], prompts[::5])
+    scores = REWARD.score(MANIFOLD.videos[::15], prompts[::15])
     for name in ("VQ", "MQ", "TA"):
-        assert scores[name].dtype == torch.float32 and scores[name].shape == (360,)
-        assert torch.allclose(scores[name], torch.ones(360), atol=1e-4), name
-    assert torch.equal(scores["manifold_distance"], torch.zeros(360))
-    assert torch.equal(scores["aligned"], torch.ones(360))
+        assert scores[name].dtype == torch.float32 and scores[name].shape == (120,)
+        assert torch.allclose(scores[name], torch.ones(120), atol=1e-4), name
+    assert torch.equal(scores["manifold_distance"], torch.zeros(120))
+    assert torch.equal(scores["aligned"], torch.ones(120))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_blank_and_noise_are_worst(videos):
 @pytest.mark.parametrize(
     ("videos", "prompt", "message"),
     [
-        (PERFECT, PROMPTS[0], "60 videos and 1 prompts"),
+        (PERFECT, PROMPTS[0], "24 videos and 1 prompts"),
         (PERFECT[:1], "a pink circle moving left", "'pink'"),
         (PERFECT[:1].float(), PROMPTS[0], "Expected uint8"),
     ],

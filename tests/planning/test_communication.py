@@ -18,7 +18,7 @@ from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, waiting
 from sage_fast.planning.estimate import Plan, longest_prompt
 from sage_fast.planning.work import Group, Layout, plan_layout
-from tests.planning.test_estimate import small_plan
+from tests.planning.small import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 H100 = DEVICES["h100"]

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.results import read_result
 from benchmarks.suites import iteration
 from sage_fast.config.load import (
     config_file,
@@ -356,10 +357,7 @@ def test_no_preset_claims_more_than_what_was_committed() -> None:
         for line in file.read_text("utf-8").splitlines()
     ]
     on_gpu = {row["preset"] for row in rows if "NVIDIA" in row["device"]}
-    timed = [
-        device.result["cells"]
-        for device in report.read_results(results.glob("nvidia-*/*.json"))
-    ]
+    timed = [read_result(file)["cells"] for file in results.glob("nvidia-*/*.json")]
     if any("iteration B" in cells for cells in timed):
         on_gpu.add(iteration.RECIPE)
     # laid over by `python -m experiments`, and trained by `python -m experiments.readers`

@@ -373,8 +373,7 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--lease",
         type=float,
-        help="seconds for which a GPU is lent, for this run and the next; with --smoke "
-        "the order that is predicted",
+        help="seconds for which a GPU is lent, for this run and the next",
     )
     parser.add_argument(
         "--output_file",
@@ -483,11 +482,7 @@ def execute(
     print(results.table(session.result))
     if session.path is not None:
         print(f"written to {session.path}")
-    if options.lease and options.smoke:
-        from benchmarks import predicted  # traces the model
-
-        print(predicted.table(options.lease))
-    elif options.lease:
+    if options.lease and not options.smoke:
         left = max(0.0, left_of(options.lease, session.result["calls"]))
         print(
             f"{left:.0f} s of the lease are left for another run; to measure: "

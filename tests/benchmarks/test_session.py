@@ -21,7 +21,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from benchmarks import __main__, device, harness, predicted, results
+from benchmarks import __main__, device, harness, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
 from tests.commands.programs import run_module
@@ -447,35 +447,6 @@ def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> Non
 
 # --------------------------------------------------------------------------------------
 # a lease
-
-
-def test_a_lease_holds_what_decides_in_its_first_run_and_all_in_both() -> None:
-    """By the planner's rates of an H100. The seconds before a run, and those of
-    compilers, are assumed.
-    """
-    order = {
-        suite: (run, begins, ends)
-        for suite, run, begins, ends in predicted.order(900.0)
-    }
-    assert list(order)[1:] == [suite.name for suite in device.ON_GPU]
-    assert order["transformer"][2] - order["transformer"][1] <= 80.0
-    assert order["decode"][1] <= 300.0 and order["iteration"][2] <= 450.0
-    assert {suite for suite, (run, *_) in order.items() if run == 2} == {
-        "transformer compiled",
-        "kernels compiled",
-    }
-    assert (
-        order["kernels compiled"][2]
-        <= sessions.left_of(900.0, {"first": sessions.BUDGET})
-        == 300.0
-    )
-    assert predicted.table(900.0).count("\n") == 2 + len(order)
-    # Every suite has the time that it is predicted to take.
-    limits = {suite.name: suite.limit for suite in device.ON_GPU}
-    assert all(
-        seconds <= limits.get(suite, 20.0)
-        for suite, seconds in predicted.suite_seconds().items()
-    )
 
 
 def test_runs_share_a_lease(

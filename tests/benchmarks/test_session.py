@@ -4,11 +4,9 @@ script.
 
 import faulthandler
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -156,19 +154,6 @@ def test_a_child_that_came_to_its_end_has_no_successor(
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     assert sessions.supervise(("benchmarks", "device"), []) == given
     assert started.call_count == processes
-
-
-def test_a_process_ends_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    ours, supervisors = os.pipe()
-    waiting = threading.Thread(target=sessions.end_with_supervisor, args=(ours,))
-    waiting.start()
-    assert not ended.wait(0.2)
-    os.close(supervisors)
-    assert ended.wait(10.0)
-    waiting.join()
-    os.close(ours)
 
 
 def test_a_missing_parity_is_as_red_as_a_failed_one(session: MakeSession) -> None:
@@ -506,13 +491,3 @@ def test_a_process_that_follows_a_fault_begins_where_the_last_one_was(
     later = session(first.cells, result=first.result)
     later.run(suite)
     assert imported == [first, later]
-
-
-def test_what_waits_for_another_run_is_counted() -> None:
-    cells = {
-        "a b": {"suite": "a", "status": "done"},
-        "a c": {"suite": "a", "status": "skipped: the time is used up"},
-        "d e": {"suite": "d", "status": "running"},
-        "d f": {"suite": "d", "status": "skipped: d parity has not passed"},
-    }
-    assert results.left({"cells": cells}) == "a 1, d 1"

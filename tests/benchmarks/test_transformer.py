@@ -19,9 +19,10 @@ from benchmarks.contenders import Velocity
 from benchmarks.errors import SANE, WORST, pooled_error
 from benchmarks.harness import quantiles
 from benchmarks.session import Session, Suite, timing
-from benchmarks.shapes import SMOKE
+from benchmarks.shapes import HEAD_DIM, HEADS, SMOKE, TINY_HEAD_DIM, TINY_HEADS
 from benchmarks.suites import attention, iteration, transformer
 from benchmarks.workload import (
+    HUNYUAN_VIDEO_15,
     TINY,
     adapt,
     random_inputs,
@@ -44,6 +45,15 @@ def tiny(dtype: torch.dtype = torch.float64) -> HunyuanVideo15Transformer3DModel
     transformer = random_transformer(TINY, CPU, dtype)
     adapt(transformer)
     return transformer
+
+
+def test_attention_is_timed_at_the_models_heads() -> None:
+    """Its suite has them by itself, since it imports no model."""
+    for config, heads in (
+        (HUNYUAN_VIDEO_15, (HEADS, HEAD_DIM)),
+        (TINY, (TINY_HEADS, TINY_HEAD_DIM)),
+    ):
+        assert (config["num_attention_heads"], config["attention_head_dim"]) == heads
 
 
 def test_packed_peer_is_diffusers_without_padding() -> None:
@@ -232,6 +242,16 @@ def test_the_fastest_backend_that_passed_is_ours(session: MakeSession) -> None:
     assert attention.choose(session()) == "sdpa", (
         "before any was measured: what a run would take"
     )
+
+
+def test_float64_attention_is_autograds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "ROWS", 5)
+    tensors = attention.draw((1, 13, 2, 8), CPU, torch.float64)
+    q, k, v = (t.transpose(1, 2).detach().requires_grad_() for t in tensors[:3])
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    expected = [out, *torch.autograd.grad(out, (q, k, v), tensors[3].transpose(1, 2))]
+    for given, right in zip(attention.exact(tensors), expected, strict=True):
+        torch.testing.assert_close(given, right.transpose(1, 2))
 
 
 @pytest.mark.parametrize("fault", ["last tokens", "padded keys"])

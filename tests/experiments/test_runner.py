@@ -18,13 +18,15 @@ import pytest
 
 from experiments import claims, measures
 from experiments.__main__ import main, publish
-from experiments.claims import EXPERIMENTS, Training
+from experiments.claims import EXPERIMENTS, Experiment, Training
 from experiments.document import fill_tables, render
+from experiments.drawings import draw_experiment
 from experiments.findings import COST, Finding, Findings, read_findings, write_findings
 from experiments.runner import Study, run_jobs
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import dump_config
 from sage_fast.config.schema import RunConfig
+from sage_fast.run.plots import figure_file
 from tests.commands.programs import run_module
 from tests.made_runs import make_run
 
@@ -172,6 +174,22 @@ def test_results_of_another_configuration_or_base_model_are_refused(
         study.begin()
 
 
+def test_an_adapter_is_part_of_the_base_model(
+    tiny_run: MakeRun, finished_run: Path, tmp_path: Path
+) -> None:
+    def begin(update: int) -> None:
+        lora = finished_run / f"checkpoints/update-{update:06d}/lora"
+        file = tmp_path / f"{update}.yaml"
+        file.write_text(dump_config(tiny_run(f"--model.adapter={lora}")))
+        Study(tmp_path / "study", [str(file)]).begin()
+
+    begin(1)
+    begin(1)
+    (tmp_path / "study/trainings").mkdir()
+    with pytest.raises(ConfigError, match="results of another base model"):
+        begin(2)
+
+
 def test_findings_of_a_training(study: Study) -> None:
     make_run(
         study.folder / "trainings" / SAGE.name, final=[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
@@ -307,6 +325,16 @@ def made_up(key: str) -> list[Finding]:
     ]
 
 
+def test_figures_are_the_same_bytes_every_time() -> None:
+    experiment = next(e for e in EXPERIMENTS if e.key == "fig8")
+    findings = Findings(made_up("fig8"))
+    one, other = (draw_experiment(experiment, findings) for _ in range(2))
+    assert figure_file(one, "svg") == figure_file(
+        other, "svg"
+    ) and b"<dc:date>" not in figure_file(one, "svg")
+    assert figure_file(one, "png") == figure_file(other, "png")
+
+
 def test_the_committed_page_is_made_of_the_committed_results() -> None:
     """`python -m experiments --publish docs` mends this one."""
     found = read_findings(ROOT / "docs/results/reproduction.jsonl")
@@ -351,3 +379,19 @@ def test_the_command_measures_what_is_missing(
     assert read_findings(tmp_path / "study/results.jsonl").by_seed(
         "base", "reward", "cps"
     ).keys() == {0}
+
+
+@pytest.mark.slow
+def test_trainings_are_made_once(tiny_run: MakeRun, tmp_path: Path) -> None:
+    file = tmp_path / "new.yaml"
+    file.write_text(dump_config(tiny_run()))
+    mini = Experiment(
+        key="samplers", title="", tier="quick", caption="", seeds=(0,), arms=("cps",)
+    )
+    study = Study(tmp_path / "study", [str(file)])
+    study.begin()
+    said: list[str] = []
+    assert not study.run_missing([mini], 2, said.append), said
+    assert len(study.findings().by_seed("samplers", "final_reward", "cps")) == 1
+    again: list[str] = []
+    assert not study.run_missing([mini], 2, again.append) and not again

@@ -27,16 +27,8 @@ def plan_of(shape: str, device: str) -> Plan:
     )
 
 
-def step_seconds(
-    step: str, shape: str, layers: int, backend: str, device: str
-) -> float:
-    """A step of ours at a depth."""
-    cost = step_cost(step, shape, layers, device)
-    return DEVICES[device].seconds(cost, "bfloat16", backend)[0]
-
-
 def step_cost(step: str, shape: str, layers: int, device: str) -> Cost:
-    """Counted work of such a step."""
+    """Counted work of a step of ours at a depth."""
     plan = plan_of(shape, device)
     description = replace(
         plan.description,
@@ -67,7 +59,8 @@ def seconds(suite: str, row: Record, device: str) -> float | None:
     if who != "ours":
         return None
     if suite == "transformer":
-        return step_seconds(step, shape, row["layers"], row["attention"], device)
+        cost = step_cost(step, shape, row["layers"], device)
+        return DEVICES[device].seconds(cost, "bfloat16", row["attention"])[0]
     if suite == "iteration" and step == iteration.STEP:
         return row["videos"] * plan_of(shape, device).seconds_per_video
     # Earlier runs have decoded in tiles, which are more work.

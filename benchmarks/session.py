@@ -437,12 +437,12 @@ def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
     return 1
 
 
-def end_with_supervisor(stdin: int = 0) -> None:
+def end_with_supervisor() -> None:
     """Wait for the end of the supervising process, however it comes, and end this one:
     the next run of the same command would measure beside it. The supervisor holds the
     other end of this one's input.
     """
-    os.read(stdin, 1)
+    os.read(0, 1)
     os._exit(1)
 
 

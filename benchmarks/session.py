@@ -373,8 +373,7 @@ def parser_of(command: str, description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--lease",
         type=float,
-        help="seconds for which a GPU is lent, for this run and the next; with --smoke "
-        "the order that is predicted",
+        help="seconds for which a GPU is lent, for this run and the next",
     )
     parser.add_argument(
         "--output_file",
@@ -438,12 +437,12 @@ def supervise(program: Sequence[str], argv: Sequence[str]) -> int:
     return 1
 
 
-def end_with_supervisor(stdin: int = 0) -> None:
+def end_with_supervisor() -> None:
     """Wait for the end of the supervising process, however it comes, and end this one:
     the next run of the same command would measure beside it. The supervisor holds the
     other end of this one's input.
     """
-    os.read(stdin, 1)
+    os.read(0, 1)
     os._exit(1)
 
 
@@ -483,11 +482,7 @@ def execute(
     print(results.table(session.result))
     if session.path is not None:
         print(f"written to {session.path}")
-    if options.lease and options.smoke:
-        from benchmarks import predicted  # traces the model
-
-        print(predicted.table(options.lease))
-    elif options.lease:
+    if options.lease and not options.smoke:
         left = max(0.0, left_of(options.lease, session.result["calls"]))
         print(
             f"{left:.0f} s of the lease are left for another run; to measure: "

@@ -22,6 +22,9 @@ from sage_fast.models.toy.components import PatchCodec
 from sage_fast.models.toy.renderer import COLOURS, MOTIONS, SHAPES, manifold_for
 from sage_fast.records import Trajectory
 
+DIMENSIONS = 160
+OFF_MANIFOLD = 8
+"""Of a learnable policy's videos: in which scenes differ, and in which none do."""
 SPREAD = 0.02
 """Standard deviation of the data around an atom, in units of the latents."""
 
@@ -231,15 +234,13 @@ class ExactWorld:
             video.num_frames, video.height, video.width
         )
 
-    def learnable(
-        self, *, rotated: bool = True, dimensions: int = 160, off_manifold: int = 8
-    ) -> LearnablePolicy:
+    def learnable(self, *, rotated: bool = True) -> LearnablePolicy:
         """The policy of the base model's faults, with weights to train: colours are
         often wrong, motions sometimes.
 
-        It has the 360 scenes in the middle of their track, in the `dimensions` in which
+        It has the 360 scenes in the middle of their track, in the `DIMENSIONS` in which
         they differ most (an exact rotation, without their common mean, which a flow
-        carries along), and `off_manifold` more in which they do not.
+        carries along), and `OFF_MANIFOLD` more in which they do not.
         """
         scenes = self.manifold.scenes
         rows = [
@@ -256,11 +257,11 @@ class ExactWorld:
         )
         atoms = self.policy.atoms[rows]
         centred = atoms - atoms.mean(0)
-        basis = torch.linalg.svd(centred, full_matrices=False)[2][:dimensions]
+        basis = torch.linalg.svd(centred, full_matrices=False)[2][:DIMENSIONS]
         atoms = torch.cat(
-            [centred @ basis.T, torch.zeros(len(rows), off_manifold)], 1
+            [centred @ basis.T, torch.zeros(len(rows), OFF_MANIFOLD)], 1
         ).float()
-        directions = torch.eye(dimensions + off_manifold)[dimensions:]
+        directions = torch.eye(DIMENSIONS + OFF_MANIFOLD)[DIMENSIONS:]
         wrong = (0.45, 0.03, 0.15)
         return LearnablePolicy(
             atoms, attributes, wrong=wrong, directions=directions, rotated=rotated

@@ -10,8 +10,6 @@ velocity E[z - x0 | x, caption], has a closed form, and the network is fitted to
 That needs a tenth of the steps of fitting it to single draws of z - x0, and allows
 latents of two kinds: noised data, as in flow matching, and latents on the sampling
 paths of the network itself, where it learns to come back to the legal videos.
-
-Ctrl-C, and go on with the same command: the folder keeps what the next step needs.
 """
 
 import argparse
@@ -41,8 +39,6 @@ from sage_fast.models.toy.components import (
 )
 
 MODULE_COMMAND = "python -m experiments.pretrain"
-SAVED_EVERY = 500
-"""Steps from checkpoint to checkpoint."""
 
 WORLDS: dict[str, tuple[Phase, ...]] = {"shapes": shapes.PHASES, "words": words.PHASES}
 
@@ -104,9 +100,6 @@ def pretrain(
     """
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    saved = [
-        directory / f"phase-{number + 1}.pt" for number in range(len(config.phases))
-    ]
     threads = torch.get_num_threads()
     torch.set_num_threads(config.num_threads)
     try:
@@ -122,7 +115,6 @@ def pretrain(
                 phase,
                 config.seed + number,
                 name if progress else None,
-                saved[number],
             )
     finally:
         torch.set_num_threads(threads)
@@ -147,8 +139,6 @@ def pretrain(
     (directory / CONFIG_NAME).write_text(
         json.dumps(first.transformer, indent=2) + "\n", encoding="utf-8"
     )
-    for path in saved:
-        path.unlink(missing_ok=True)
     return losses
 
 
@@ -237,13 +227,9 @@ def _train(
     phase: Phase,
     seed: int,
     bar: str | None,
-    saved: Path,
 ) -> list[float]:
     """One phase: the weights become their running average, in the precision of the
     file. Returns the losses.
-
-    Everything that the next step needs is written to `saved` every `SAVED_EVERY` steps,
-    and read from it at the start.
     """
     trained = {
         name: value
@@ -279,36 +265,11 @@ def _train(
         return min(1.0, (step + 1) / config.warmup_steps) * (1 - step / phase.steps)
 
     schedulers = [LambdaLR(optimizer, rate) for optimizer in optimizers]
-    stateful: list[Any] = [*optimizers, *schedulers]
     generator = torch.Generator().manual_seed(seed)
     world = phase.world(generator)
     draws = _Draws(world, config, phase, generator)
     losses: list[float] = []
-
-    # of this phase: those around it may change
-    settings = f"{replace(config, phases=(phase,))}"
-    if saved.is_file():
-        state = torch.load(saved, weights_only=True)
-        if state["settings"] != settings:
-            raise ValueError(
-                f"{saved} is of other settings: delete it, or take another "
-                "--output_dir."
-            )
-        losses = state["losses"]
-        transformer.load_state_dict(state["weights"], strict=False)
-        average = state["average"]
-        generator.set_state(state["generator"])
-        draws.latents, draws.captions, draws.step, draws.num_steps = state["paths"]
-        for part, values in zip(stateful, state["optimizers"], strict=True):
-            part.load_state_dict(values)
-
-    steps = tqdm(
-        range(len(losses), phase.steps),
-        desc=bar,
-        disable=bar is None,
-        initial=len(losses),
-        total=phase.steps,
-    )
+    steps = tqdm(range(phase.steps), desc=bar, disable=bar is None)
     for step in steps:
         latents, sigma, captions = draws.batch()
         with torch.autocast(
@@ -336,18 +297,6 @@ def _train(
                 average[name].lerp_(value, 1 - decay)
         losses.append(loss.item())
         steps.set_postfix(loss=f"{losses[-1]:.4f}")
-        if len(losses) % SAVED_EVERY == 0:
-            state = {
-                "settings": settings,
-                "losses": losses,
-                "weights": {name: value.detach() for name, value in trained.items()},
-                "average": average,
-                "generator": generator.get_state(),
-                "paths": (draws.latents, draws.captions, draws.step, draws.num_steps),
-                "optimizers": [part.state_dict() for part in stateful],
-            }
-            torch.save(state, saved.with_suffix(".new"))
-            saved.with_suffix(".new").replace(saved)
     transformer.load_state_dict(
         {name: value.half() for name, value in average.items()}, strict=False
     )

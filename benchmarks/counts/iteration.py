@@ -30,7 +30,6 @@ from sage_fast.models.toy.components import (
     stored_parameters,
 )
 from sage_fast.run.run import build_trainer
-from sage_fast.trainer import Trainer
 
 Update = Literal["two_phase", "single_pass"]
 
@@ -103,9 +102,9 @@ class Watch(TorchDispatchMode):
         return self
 
 
-def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
+def toy_trainer(update: Update, guidance_scale: float, device: str) -> Any:
     """A trainer of two videos of two steps each, whose anchor is refreshed before every
-    second update.
+    second update; the reward is a number of the video.
     """
     values = {
         "model.device": device,
@@ -132,7 +131,18 @@ def toy_trainer(update: Update, guidance_scale: float, device: str) -> Trainer:
         weights = stored_parameters(build_transformer(MODEL))
         save_file(weights, Path(folder, WEIGHTS_NAME))
         Path(folder, CONFIG_NAME).write_text(json.dumps(MODEL), encoding="utf-8")
-        return build_trainer(load_config(TOY, [*words, f"--model.path={folder}"]))
+        trainer: Any = build_trainer(
+            load_config(TOY, [*words, f"--model.path={folder}"])
+        )
+    # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
+    trainer.decoder.decode = lambda latents: torch.zeros(
+        len(latents), 4, 3, 16, 16, dtype=torch.uint8
+    )
+    trainer.reward.score = lambda videos, samples, **_: {
+        name: torch.tensor([sample.member for sample in samples], dtype=torch.float64)
+        for name in trainer.reward.weights
+    }
+    return trainer
 
 
 def measure_iteration() -> dict[str, float]:
@@ -165,12 +175,8 @@ def measure_loop() -> dict[str, float]:
     """
     found: dict[str, float] = {}
     for update in get_args(Update):
-        trainer: Any = toy_trainer(update, 6, "meta")
+        trainer = toy_trainer(update, 6, "meta")
         trainer.update = 1
-        # Pixels and rewards are outside the loop, and a reward needs pixels that exist.
-        trainer.decoder.decode = lambda latents: torch.zeros(
-            len(latents), 4, 3, 16, 16, dtype=torch.uint8
-        )
         watch = Watch().iterate(trainer)
         found |= {
             f"loop.host_syncs/{update}/{phase}": watch.waits.pop(phase, 0)

@@ -410,7 +410,7 @@ def _seconds(
     forwards: float,
     backwards: float = 0.0,
 ) -> float:
-    group = held.layout.groups["sp"]
+    group = held.layout.videos
     layers = held.description.num_layers
     # The last layer's text has no result to send.
     middle, end = (

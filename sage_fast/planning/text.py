@@ -39,17 +39,12 @@ def to_text(plan: Plan, options: Sequence[Option]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table(
-    head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
-) -> Iterator[str]:
-    """Lines of a table whose first `left` columns are aligned to the left."""
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines of a table; all columns but the first are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    for row in (head, *rows):
-        cells = [
-            cell.ljust(width) if number < left else cell.rjust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  " + "  ".join(cells)
+    for name, *cells in (head, *rows):
+        right = map(str.rjust, cells, widths[1:])
+        yield "  " + "  ".join([name.ljust(widths[0]), *right])
 
 
 def _head(plan: Plan) -> Iterator[str]:

@@ -75,8 +75,8 @@ class Cost:
 class Call:
     """Key of a trace. Hashable, because every call is traced once.
 
-    transformer: items of the config. latent: (C, F, H, W). text_tokens, glyph_tokens:
-    of every prompt. trained: nothing, adapters or everything. gradient: whether the
+    transformer: items of the config. latent: (C, F, H, W). text_tokens: of every
+    prompt. trained: nothing, adapters or everything. gradient: whether the
     velocity is differentiated. on_policy: whether dL/dv is known before the forward.
     collected: whether gradients are returned by video, as single pass takes them, and
     not added to `.grad`.

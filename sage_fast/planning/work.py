@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from math import gcd, prod
 from typing import Any, Literal
 
@@ -52,14 +52,14 @@ LL128 and 0.5 MiB of LL (defaults in src/init.cc), rounded up.
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that take part in a collective.
+    """Ranks that share a video.
 
     ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its
     ranks on a node that has any, which is the number of network adapters that carry
     what leaves that node.
 
-    Example: the 16 ranks that share weights over two nodes are `Group(ranks=16,
-    nodes=2, local=8)`.
+    Example: three ranks of which some lie on two nodes are `Group(ranks=3, nodes=2,
+    local=1)`.
     """
 
     ranks: int
@@ -96,32 +96,19 @@ class Layout:
         """
         return self.shard * self.sp
 
-    @cached_property
-    def groups(self) -> dict[str, Group]:
-        """The groups that communicate, by name; of those of a name the worst case."""
-        gpus = self.gpus
+    @property
+    def videos(self) -> Group:
+        """The ranks that share a video, which are neighbours; the worst such group."""
         sp = self.sp
-        shards = self.weight_shards
-        # Ranks of a video are neighbours, and so are those that share weights; replicas
-        # are a stride apart.
-        members = {
-            "sp": [range(first, first + sp) for first in range(0, gpus, sp)],
-            "weights": [
-                range(first, first + shards) for first in range(0, gpus, shards)
-            ],
-            "replicas": [range(first, gpus, shards) for first in range(shards)],
-            "all": [range(gpus)],
-        }
-        groups = {}
-        for name, found in members.items():
-            on_nodes = [
-                Counter(rank // self.node for rank in ranks).values() for ranks in found
-            ]
-            local = min(min(counts) for counts in on_nodes)
-            groups[name] = Group(
-                ranks=len(found[0]), nodes=max(map(len, on_nodes)), local=local
-            )
-        return groups
+        on_nodes = [
+            Counter(rank // self.node for rank in range(first, first + sp)).values()
+            for first in range(0, self.gpus, sp)
+        ]
+        return Group(
+            ranks=sp,
+            nodes=max(map(len, on_nodes)),
+            local=min(min(counts) for counts in on_nodes),
+        )
 
     @property
     def communication_buffers(self) -> float:
@@ -132,8 +119,11 @@ class Layout:
         neighbours in both. An all-to-all, within `sp`, has a connection to every peer.
         NVLink SHARP's buffers are not counted.
         """
-        communicators = sum(group.ranks > 1 for group in self.groups.values())
-        videos = self.groups["sp"]
+        shards = self.weight_shards
+        # Of a video's ranks, of those that share weights, of replicas, and of all.
+        sizes = (self.sp, shards, self.gpus // shards, self.gpus)
+        communicators = sum(size > 1 for size in sizes)
+        videos = self.videos
         to_peers = CHANNELS * (videos.local - 1) + NETWORK_CHANNELS * (
             videos.ranks - videos.local
         )

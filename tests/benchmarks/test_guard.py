@@ -204,7 +204,7 @@ MUTATIONS: dict[str, tuple[Change, list[str]]] = {
             lambda attention, q, *rest: q.new_ones(q.shape[1], q.shape[1]).sum().item(),
             (LocalAttention, "forward"),
         ),
-        ["*.largest_tensor/*", "block.host_syncs/*", "forward.host_syncs/*"],
+        ["*.largest_tensor*", "block.host_syncs/*", "forward.host_syncs"],
     ),
     "another model": (
         lambda patch, folder: patch.setitem(

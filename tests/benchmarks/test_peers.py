@@ -114,12 +114,3 @@ def test_code_that_has_changed_is_named(
     ) as error:
         public.ready("grpo", "flow_grpo", folder, peers.task_of("toy"))
     assert said in str(error.value)
-
-
-def test_without_a_folder_the_sources_are_named(session: MakeSession) -> None:
-    run = session()
-    run.run(device.SUITES["peers"])
-    assert (
-        "git clone https://github.com/yifan123/flow_grpo"
-        in run.cells["peers setup"]["status"]
-    )

@@ -4,11 +4,9 @@ script.
 
 import faulthandler
 import json
-import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +19,7 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 
-from benchmarks import __main__, device, harness, predicted, results
+from benchmarks import __main__, device, harness, results
 from benchmarks import session as sessions
 from benchmarks.session import CEILINGS, Cell, Session, Suite, timing
 from tests.commands.programs import run_module
@@ -156,38 +154,6 @@ def test_a_child_that_came_to_its_end_has_no_successor(
     monkeypatch.setattr(signal, "signal", lambda *arguments: None)
     assert sessions.supervise(("benchmarks", "device"), []) == given
     assert started.call_count == processes
-
-
-def test_a_process_ends_with_its_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = threading.Event()
-    monkeypatch.setattr(os, "_exit", lambda status: ended.set())
-    ours, supervisors = os.pipe()
-    waiting = threading.Thread(target=sessions.end_with_supervisor, args=(ours,))
-    waiting.start()
-    assert not ended.wait(0.2)
-    os.close(supervisors)
-    assert ended.wait(10.0)
-    waiting.join()
-    os.close(ours)
-
-
-@pytest.mark.parametrize(
-    ("option", "others"), [("--op", "adaln"), ("--attention", "auto")]
-)
-def test_an_unknown_name_is_refused_before_anything_runs(
-    option: str,
-    others: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(sessions, "supervise", Mock(side_effect=AssertionError))
-    with pytest.raises(SystemExit, match="2"):
-        sessions.main("device", [option, "nonsense"])
-    said = capsys.readouterr().err
-    assert (
-        f"argument {option}: invalid choice: 'nonsense' (choose from" in said
-        and others in said
-    )
 
 
 def test_a_missing_parity_is_as_red_as_a_failed_one(session: MakeSession) -> None:
@@ -329,13 +295,12 @@ def test_a_file_of_another_run_is_refused(
     ("doublings", "seconds", "cycles"),
     [
         (0, 0.2, harness.HEAD_START_CYCLES),
-        (2, 0.2, 4 * harness.HEAD_START_CYCLES),
         (99, 0.2, harness.MOST_HEAD_START_CYCLES),
         # A queue does not hold the launches of a training step: the device has always
         # begun before the last of them.
         (99, 8.0, harness.HEAD_START_CYCLES),
     ],
-    ids=["in time", "late", "waits for the device itself", "long"],
+    ids=["in time", "waits for the device itself", "long"],
 )
 def test_a_late_start_is_given_more_time(
     doublings: int, seconds: float, cycles: int, monkeypatch: pytest.MonkeyPatch
@@ -469,35 +434,6 @@ def test_it_loads_on_a_bare_machine(suites: list[str], absent: list[str]) -> Non
 # a lease
 
 
-def test_a_lease_holds_what_decides_in_its_first_run_and_all_in_both() -> None:
-    """By the planner's rates of an H100. The seconds before a run, and those of
-    compilers, are assumed.
-    """
-    order = {
-        suite: (run, begins, ends)
-        for suite, run, begins, ends in predicted.order(900.0)
-    }
-    assert list(order)[1:] == [suite.name for suite in device.ON_GPU]
-    assert order["transformer"][2] - order["transformer"][1] <= 80.0
-    assert order["decode"][1] <= 300.0 and order["iteration"][2] <= 450.0
-    assert {suite for suite, (run, *_) in order.items() if run == 2} == {
-        "transformer compiled",
-        "kernels compiled",
-    }
-    assert (
-        order["kernels compiled"][2]
-        <= sessions.left_of(900.0, {"first": sessions.BUDGET})
-        == 300.0
-    )
-    assert predicted.table(900.0).count("\n") == 2 + len(order)
-    # Every suite has the time that it is predicted to take.
-    limits = {suite.name: suite.limit for suite in device.ON_GPU}
-    assert all(
-        seconds <= limits.get(suite, 20.0)
-        for suite, seconds in predicted.suite_seconds().items()
-    )
-
-
 def test_runs_share_a_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -555,13 +491,3 @@ def test_a_process_that_follows_a_fault_begins_where_the_last_one_was(
     later = session(first.cells, result=first.result)
     later.run(suite)
     assert imported == [first, later]
-
-
-def test_what_waits_for_another_run_is_counted() -> None:
-    cells = {
-        "a b": {"suite": "a", "status": "done"},
-        "a c": {"suite": "a", "status": "skipped: the time is used up"},
-        "d e": {"suite": "d", "status": "running"},
-        "d f": {"suite": "d", "status": "skipped: d parity has not passed"},
-    }
-    assert results.left({"cells": cells}) == "a 1, d 1"

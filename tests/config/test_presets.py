@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import report
+from benchmarks.results import read_result
 from benchmarks.suites import iteration
 from sage_fast.config.load import (
     config_file,
@@ -253,27 +254,8 @@ def test_a_preset_for_curves_has_as_many_videos_per_update_as_small_published_re
     assert forward == (path or noised) and noised == (config.rollout.sde_type == "ode")
     assert (config.rollout.guidance_scale == 1.0) == forward
     window = config.rollout.sde_window
-    if preset.stem.endswith("_window"):
-        assert (window.size, window.within, window.stride) == (4, 0.5, 1)
-        assert (config.rollout.num_steps, config.rollout.solver_order) == (14, 2)
-    else:
-        assert window.size is None
-    process = config.forward_process
-    if path:
-        assert (process.states, process.within, process.levels) == ("path", 0.5, 2)
-        assert (config.rollout.sde_type, config.rollout.eta) == ("sage_exact", 1.4142)
-    if forward:
-        assert config.training.ema_decay == 0.9 and config.rollout.num_steps == (
-            10
-            if "256x384" in preset.stem
-            else 6
-            if config.rollout.solver_order == 2
-            else 8
-        )
-    assert "quick" not in preset.stem or (
-        config.video.num_frames,
-        config.evaluation.num_steps,
-    ) == (17, 20)
+    assert (window.size is not None) == preset.stem.endswith("_window")
+    assert (config.forward_process.states == "path") == path
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=lambda p: p.stem)
@@ -359,10 +341,7 @@ def test_no_preset_claims_more_than_what_was_committed() -> None:
         for line in file.read_text("utf-8").splitlines()
     ]
     on_gpu = {row["preset"] for row in rows if "NVIDIA" in row["device"]}
-    timed = [
-        device.result["cells"]
-        for device in report.read_results(results.glob("nvidia-*/*.json"))
-    ]
+    timed = [read_result(file)["cells"] for file in results.glob("nvidia-*/*.json")]
     if any("iteration B" in cells for cells in timed):
         on_gpu.add(iteration.RECIPE)
     # laid over by `python -m experiments`, and trained by `python -m experiments.readers`

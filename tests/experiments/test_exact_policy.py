@@ -38,7 +38,7 @@ def velocity_of_score(
     return -(x + sigma * score).detach() / (1 - sigma)
 
 
-@pytest.mark.parametrize("sigma", [0.99, 0.7, 0.3, 0.05])
+@pytest.mark.parametrize("sigma", [0.99, 0.05])
 def test_the_velocity_is_that_of_autograds_score(sigma: float) -> None:
     generator = torch.Generator().manual_seed(0)
     atoms = torch.randn(7, 2, 3, 2, 2, generator=generator, dtype=torch.float64)

@@ -99,16 +99,6 @@ def test_claims_of_one_table_are_adjusted_together(
     }
 
 
-def test_scores_of_prompts_are_compared_over_prompts_too() -> None:
-    over_both = claims.larger(FINDINGS, "e", "final_reward", "high", "low").effect
-    over_seeds = claims.larger(FINDINGS, "e", "q", "high", "low").effect
-    assert over_both is not None and over_seeds is not None
-    assert (
-        over_both.mean == pytest.approx(over_seeds.mean)
-        and over_both.stderr >= 0.999 * over_seeds.stderr
-    )
-
-
 def test_findings_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "r" / "results.jsonl"
     row = Finding(

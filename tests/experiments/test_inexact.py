@@ -25,7 +25,7 @@ def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor
     return torch.randn(shape, generator=generator, dtype=dtype)
 
 
-@pytest.mark.parametrize("sampler_error", [0.0, 1e-3, 0.3])
+@pytest.mark.parametrize("sampler_error", [0.0, 0.3])
 def test_the_log_ratio_of_an_inexact_sampler(sampler_error: float) -> None:
     """Of the probabilities of the drawn state, without a formula of this project."""
     state, velocity, noise, error = (normal(4, 600, seed=seed) for seed in range(4))
@@ -149,8 +149,12 @@ def test_the_experiment_in_miniature(
     assert rows["bfloat16"]["cosine"]["straight_through"] > 0.99
 
 
-def test_a_row_counts_what_the_clip_stops(tiny_run: MakeRun) -> None:
+def test_a_row_counts_what_the_clip_stops(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a clip that holds nothing back the correction is the one without a clip."""
+    name = "bfloat16"
+    monkeypatch.setattr(inexact, "SAMPLERS", {name: inexact.SAMPLERS[name]})
     wide = {"objective.clip_range": inexact.WIDE, "rollout.batch_size": 4}
     config = load_config(dumped(tiny_run()), {**SETTINGS, **wide})
     for row in measure(config):

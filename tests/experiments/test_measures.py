@@ -100,7 +100,11 @@ def test_a_measurement_is_a_file_with_its_cost(
     file.write_text(dump_config(tiny_run()))
     short = {"experiment": "testbed3", "runs": {"short": {"num_updates": 1}}}
     requests: dict[str, dict[str, object]] = {
-        "base": {"measure": "rollouts", "overrides": ["--rollout.num_steps=3"]},
+        "base": {
+            "measure": "rollouts",
+            "overrides": ["--rollout.num_steps=3"],
+            "arguments": {"samplers": ["cps"]},
+        },
         "testbed3": {"measure": "testbed", "overrides": [], "arguments": short},
     }
     for key, request in requests.items():

@@ -26,7 +26,7 @@ LIKE_NOISING = math.sqrt(2)
 SPREAD = 0.8
 
 CAPTION = torch.tensor([[1]])
-GRID = torch.linspace(-5, 5, 501, dtype=torch.float64)
+GRID = torch.linspace(-5, 5, 251, dtype=torch.float64)
 
 
 def of_gaussian(
@@ -87,7 +87,7 @@ def in_the_limit(eta: float, sigma: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("sampler", ["sage_exact", "sage_grpo"])
-@pytest.mark.parametrize("eta", [0.25, 0.5, 1.0, LIKE_NOISING])
+@pytest.mark.parametrize("eta", [0.5, LIKE_NOISING])
 def test_gaussian_data_have_the_ratio_of_the_closed_form(
     sampler: str, eta: float
 ) -> None:

@@ -46,7 +46,7 @@ LINE = LearnablePolicy(
     spread=0.2,
 )
 CAPTIONS = torch.tensor([[0], [1], [2]])
-GRID = torch.linspace(-7, 7, 1401, dtype=torch.float64)
+GRID = torch.linspace(-7, 7, 351, dtype=torch.float64)
 STEP = float(GRID[1] - GRID[0])
 SCHEDULE = sigma_schedule(4, 3.0)
 SETTINGS = ObjectiveConfig(kl_mode="none", clip_range=0.01)
@@ -111,13 +111,12 @@ def expected_forward(
     """
     psi = psi.clone().requires_grad_()
     level = torch.tensor(sigma, dtype=torch.float64)
-    grid = GRID[::4]
     total = torch.zeros((), dtype=torch.float64)
     for caption in CAPTIONS:
-        x0 = grid
+        x0 = GRID
         for s, n in pairwise(SCHEDULE):
             x0 = x0 + (n - s) * velocity(old, x0, caption, s)
-        z = grid[:, None]
+        z = GRID[:, None]
         x = (1 - sigma) * x0 + sigma * z
         u = z - x0
         new, before = (
@@ -132,9 +131,9 @@ def expected_forward(
             2 * worth(x0, caption) * (before - u) * (new - before)
             + 5 * beta * (new - before).square()
         )
-        total = total + (normal(grid) * normal(z) * loss / error).sum() * (
-            4 * STEP
-        ) ** 2 / len(CAPTIONS)
+        total = total + (normal(GRID) * normal(z) * loss / error).sum() * STEP**2 / len(
+            CAPTIONS
+        )
     return torch.autograd.grad(total, psi)[0]
 
 
@@ -153,8 +152,10 @@ BATCHES = 50
 VIDEOS = 201
 
 
-@pytest.mark.parametrize("equalizer", [True, False])
-@pytest.mark.parametrize("sde_type", [name for name in SDE_TYPES if name != "ode"])
+@pytest.mark.parametrize(
+    ("sde_type", "equalizer"),
+    [("sage_grpo", False), *((name, True) for name in SDE_TYPES if name != "ode")],
+)
 def test_the_mean_of_10000_estimates_is_the_exact_gradient_of_a_sampler(
     sde_type: str, equalizer: bool
 ) -> None:
@@ -181,8 +182,6 @@ def test_the_mean_of_10000_estimates_is_the_exact_gradient_of_a_sampler(
     ("weighting", "sigma", "same"),
     [
         ("adaptive", 0.8, True),
-        ("adaptive", 0.4, True),
-        ("velocity", 0.6, True),
         ("velocity", 0.6, False),
     ],
 )

@@ -3,18 +3,16 @@ them, and its pretraining.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from experiments import pretrain as pretraining
 from experiments import words
 from experiments.exact_policy import ExactPolicy
-from experiments.pretrain import PretrainConfig, pretrain
+from experiments.pretrain import PretrainConfig
 from experiments.readers import BestAlone, load_judge
 from experiments.words import HEIGHTS, PARTNER, PHASES, WordsWorld, render_word
 from sage_fast.config.schema import RunConfig
@@ -23,20 +21,12 @@ from sage_fast.models.toy.words import (
     ALPHABET,
     MOTIONS,
     PLACES,
-    TRANSFORMER_CONFIG,
     GreyCodec,
     letter_places,
 )
 from sage_fast.records import ScoredRollout
 from sage_fast.rewards.ocr import load_reader
 from sage_fast.run.run import build_trainer
-
-
-def test_every_letter_has_one_look_alike() -> None:
-    assert [PARTNER[PARTNER[letter]] for letter in range(len(ALPHABET))] == list(
-        range(len(ALPHABET))
-    )
-    assert all(partner != letter for letter, partner in enumerate(PARTNER))
 
 
 def test_drawn_latents_are_legal_videos() -> None:
@@ -52,13 +42,10 @@ def test_drawn_latents_are_legal_videos() -> None:
         assert (legal.int() - video.int()).abs().amax((1, 2, 3, 4)).min() <= 2
 
 
-@pytest.mark.parametrize("sigma", [0.05, 0.5, 0.9, 0.97])
-@pytest.mark.parametrize("word", ["CAT", "HEN"])
-def test_the_velocity_is_that_of_the_sum_over_all_videos(
-    word: str, sigma: float
-) -> None:
+@pytest.mark.parametrize("sigma", [0.05, 0.9])
+def test_the_velocity_is_that_of_the_sum_over_all_videos(sigma: float) -> None:
     world = WordsWorld(0.3, torch.Generator().manual_seed(1))
-    asked = [ALPHABET.index(letter) for letter in word]
+    asked = [ALPHABET.index(letter) for letter in "CAT"]
     videos = []
     prior = []
     for height, wrong in product(range(len(HEIGHTS)), product((False, True), repeat=3)):
@@ -96,55 +83,6 @@ def test_a_dropped_caption_allows_every_word() -> None:
         "at little noise the picture alone says what it shows"
     )
     assert world.prompts(torch.full_like(captions, -1))[0].lengths == (1, 0, 0)
-
-
-def test_a_pretraining_that_was_stopped_goes_on_to_the_same_weights(
-    tmp_path, monkeypatch
-) -> None:
-    for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
-        monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
-    monkeypatch.setattr(pretraining, "SAVED_EVERY", 2)
-    config = PretrainConfig(
-        phases=(replace(PHASES[0], steps=3),) * 2, batch_size=4, warmup_steps=2
-    )
-    losses = pretrain(config, tmp_path / "whole", progress=False)
-
-    # in the fifth step, the second of the second phase
-    stops = iter([False] * 4 + [True])
-    velocity = WordsWorld.velocity
-
-    def stopping(*arguments):
-        if next(stops, False):
-            raise KeyboardInterrupt
-        return velocity(*arguments)
-
-    monkeypatch.setattr(WordsWorld, "velocity", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        pretrain(config, tmp_path / "stopped", progress=False)
-    assert pretrain(config, tmp_path / "stopped", progress=False) == losses
-    assert {path.name for path in (tmp_path / "stopped").iterdir()} == {
-        "config.json",
-        WEIGHTS_NAME,
-    }
-    one, two = (
-        load_file(tmp_path / name / WEIGHTS_NAME) for name in ("whole", "stopped")
-    )
-    assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_what_another_pretraining_has_left_is_not_continued(
-    tmp_path, monkeypatch
-) -> None:
-    for entry, value in (("num_layers", 1), ("num_attention_heads", 1)):
-        monkeypatch.setitem(TRANSFORMER_CONFIG, entry, value)
-    monkeypatch.setattr(pretraining, "SAVED_EVERY", 1)
-    # the states stay
-    monkeypatch.setattr(pretraining, "save_file", lambda *_, **__: 1 / 0)
-    config = PretrainConfig(phases=(replace(PHASES[0], steps=1),), batch_size=4)
-    with pytest.raises(ZeroDivisionError):
-        pretrain(config, tmp_path, progress=False)
-    with pytest.raises(ValueError, match=r"phase-1.pt is of other settings"):
-        pretrain(replace(config, seed=1), tmp_path, progress=False)
 
 
 def test_the_shipped_base_says_how_it_was_made() -> None:

@@ -18,7 +18,7 @@ from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, waiting
 from sage_fast.planning.estimate import Plan, longest_prompt
 from sage_fast.planning.work import Group, Layout, plan_layout
-from tests.planning.test_estimate import small_plan
+from tests.planning.small import small_plan
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 H100 = DEVICES["h100"]
@@ -50,18 +50,11 @@ def small(*overrides: str, gpus: int) -> Plan:
 # who talks to whom
 
 
-def test_groups_lie_where_their_ranks_are() -> None:
-    """64 GPUs as 4 replicas of 8 shards of 2: videos inside a node, weights over two,
-    replicas a node apart each.
-    """
-    groups = Layout(replicate=4, shard=8, sp=2).groups
-    assert groups["sp"] == Group(ranks=2, nodes=1, local=2)
-    assert groups["weights"] == Group(ranks=16, nodes=2, local=8)
-    assert groups["replicas"] == Group(ranks=4, nodes=4, local=1)
-    assert groups["all"] == Group(ranks=64, nodes=8, local=8)
-    assert Layout(replicate=4, sp=3).groups["sp"] == Group(ranks=3, nodes=2, local=1), (
-        "ranks 6, 7 | 8"
-    )
+def test_the_ranks_of_a_video_lie_on_a_node_where_they_fit() -> None:
+    whole = Layout(replicate=4, shard=8, sp=2).videos
+    assert whole == Group(ranks=2, nodes=1, local=2)
+    parted = Layout(replicate=4, sp=3).videos
+    assert parted == Group(ranks=3, nodes=2, local=1), "ranks 6, 7 | 8"
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])

@@ -189,7 +189,6 @@ class Standing:
 
 
 standing = Standing()
-constant = 3
 
 
 @pytest.mark.parametrize(
@@ -202,9 +201,7 @@ constant = 3
         ),
         ("plain", {"raduis": 2}, "got an unexpected keyword argument 'raduis'"),
         ("maker", {}, "missing a required argument: 'radius'"),
-        ("Standing", {"radius": 2}, "got an unexpected keyword argument 'radius'"),
         ("standing", {"radius": 2}, "is an object and takes no options"),
-        ("constant", {}, "is of type int"),
         ("absent", {}, "has no attribute 'absent'"),
     ],
 )

@@ -226,7 +226,7 @@ REQUESTS = {
     ),
     "empty-prompt": (
         "generate good.yaml --output_dir=o --checkpoint none --prompt=",
-        "a prompt is empty",
+        "evaluation.prompts: the list of prompts: holds no prompts",
     ),
     "unknown-word": (
         "generate good.yaml --output_dir=o --checkpoint none --prompt cat",

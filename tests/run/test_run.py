@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -103,15 +102,13 @@ def test_a_signal_between_two_updates_loses_neither_and_the_run_says_how_to_resu
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(MetricsLogger, "log", log_and_be_asked)
-    monkeypatch.setattr(sys, "argv", ["sage-fast", "train", str(file)])
     assert main(["train", str(file)]) == 0
     assert [
         p.name for p in list_checkpoints(Path(config.output_dir) / "checkpoints")
     ] == ["update-000002"]
     printed = capsys.readouterr().out
-    assert (
-        "Stopped after update 2" in printed and f"train {file} --resume auto" in printed
-    )
+    assert "Stopped after update 2" in printed
+    assert f"train {config.output_dir} --resume auto" in printed
 
 
 @pytest.mark.slow
@@ -193,14 +190,6 @@ def test_evaluation_that_is_switched_on_after_the_end_compares_the_last_update(
     assert (
         status.gain == rows[2]["eval/paired_gain"]
         and status.reward == rows[2]["eval/reward_mean"]
-    )
-    # A look at a run that is finished changes nothing that its status tells.
-    Run(tiny_run("--resume=auto")).train()
-    again, _ = read_status(run)
-    assert again is not None and (again.update, again.reward, again.gain) == (
-        2,
-        status.reward,
-        status.gain,
     )
 
 

@@ -170,12 +170,12 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
         (
             {"prompts": ["a red circle moving left", 3]},
-            "data.prompts: a prompt is 3; write it as a text",
+            "data.prompts: prompt 1: expected an object",
         ),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         (
             {"reward": brightness, "reward_weights": {"brightness": "1"}},
-            "it must be {score name: number}",
+            "reward.weights.brightness is '1'",
         ),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         (

@@ -173,15 +173,10 @@ class Callbacks:
         if self._failure is None:
             return
         name, error = self._failure
-        ended = f"after update {update} and nothing of it is lost"
-        go_on = "continue"
-        if update == 0:
-            ended = "before its first update"
-            go_on = "start it again"
         raise CallbackError(
             f"Callback {name} raised {describe(error)}. The run in {directory} was "
-            f"ended {ended}: fix or remove the "
-            f"callback, and {go_on} with resume set to auto."
+            f"ended after update {update} and nothing of it is lost: fix or remove the "
+            "callback, and continue with resume set to auto."
         ) from error
 
     def tell(self, event: str, record: object) -> None:

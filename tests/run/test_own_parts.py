@@ -58,11 +58,6 @@ def start_anew(file: Path, source: str) -> None:
     del sys.modules["my_parts"]
 
 
-def test_each_part_of_the_page_is_short_and_named_by_its_command() -> None:
-    assert len(WORDS) == len(BLOCKS) == 4
-    assert all(len(block.splitlines()) <= 20 for block in BLOCKS)
-
-
 def test_own_parts_train_and_resume_to_the_same_numbers_unless_they_changed(
     parts_file: Path, tiny_run: MakeRun, tmp_path: Path
 ) -> None:

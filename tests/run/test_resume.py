@@ -514,12 +514,6 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
     Run(tiny_run(*words, *whole), allow_changes=["optimizer.learning_rate"]).train()
     rows = numbers(branch.directory)
     assert rows == numbers(tmp_path / "whole")
-    assert [row.get("config/changes") for row in rows] == [
-        None,
-        "optimizer.learning_rate 0.001 -> 0.0005",
-        None,
-        None,
-    ]
     shutil.rmtree(branch.checkpoints)
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         Run(tiny_run(*words, "--resume=auto"))

@@ -111,25 +111,6 @@ def test_a_signal_between_two_updates_loses_neither_and_the_run_says_how_to_resu
     assert f"train {config.output_dir} --resume auto" in printed
 
 
-@pytest.mark.slow
-def test_who_goes_back_to_an_earlier_checkpoint_goes_on_from_there(
-    tiny_run: MakeRun,
-) -> None:
-    words = ["--checkpoint.keep_last=9", "--evaluation.every=0"]
-    first = Run(tiny_run("--training.num_updates=3", *words)).train()
-    checkpoints = first.output_dir / "checkpoints"
-    before = numbers(first.output_dir)
-    back = f"--resume={checkpoints / 'update-000001'}"
-    Run(tiny_run("--training.num_updates=2", back, *words)).train()
-    assert [p.name for p in list_checkpoints(checkpoints)] == [
-        "update-000001",
-        "update-000002",
-    ]
-    assert (checkpoints / "abandoned-update-000003").is_dir()
-    result = Run(tiny_run("--training.num_updates=3", "--resume=auto", *words)).train()
-    assert result.update == 3 and numbers(result.output_dir) == before
-
-
 def test_a_run_stopped_before_its_first_checkpoint_starts_again_and_does_not_trust_its_old_baseline(
     tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
 ) -> None:

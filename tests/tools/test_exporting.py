@@ -6,18 +6,18 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
 from diffusers import HunyuanVideo15Transformer3DModel
-from diffusers.loaders import PeftAdapterMixin
 from huggingface_hub import ModelCard
 from huggingface_hub.errors import LocalTokenNotFoundError
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from sage_fast.checkpoint.writer import CheckpointData, CheckpointWriter
 from sage_fast.commands import export as export_command
@@ -41,6 +41,7 @@ from sage_fast.run.run import Run
 from sage_fast.tools import exporting
 from sage_fast.tools.exporting import export
 from tests.conftest import TINY_RUN
+from tests.policy.test_adapters import comfyui, joined, musubi, official, renamed
 from tests.tiny.checkpoints import save_diffusers_layout
 
 MakeRun = Callable[..., RunConfig]
@@ -430,124 +431,34 @@ def test_diffusers_loads_an_adapter_by_both_prefixes(
         close_to_trained(public_run, transformer)
 
 
-OFFICIAL = {
-    "attn.to_q": "img_attn_q",
-    "attn.to_k": "img_attn_k",
-    "attn.to_v": "img_attn_v",
-    "attn.to_out.0": "img_attn_proj",
-    "ff.net.0.proj": "img_mlp.fc1",
-    "ff.net.2": "img_mlp.fc2",
-    "norm1.linear": "img_mod.linear",
-    "attn.add_q_proj": "txt_attn_q",
-    "attn.add_k_proj": "txt_attn_k",
-    "attn.add_v_proj": "txt_attn_v",
-    "attn.to_add_out": "txt_attn_proj",
-    "ff_context.net.0.proj": "txt_mlp.fc1",
-    "ff_context.net.2": "txt_mlp.fc2",
-    "norm1_context.linear": "txt_mod.linear",
+PROGRAMS: dict[Layout, Callable[[Any], dict[str, Tensor]]] = {
+    "official": lambda trained: renamed(trained, official, None),
+    "comfyui": lambda trained: joined(renamed(trained, comfyui, None)),
+    "musubi": lambda trained: renamed(trained, musubi, 2.0),
 }
-"""Layers of a block in diffusers -> in the official class, from the latter's source."""
 
 
-class OfficialNames(PeftAdapterMixin, nn.Module):
-    """The linear layers of a transformer's blocks, under the names of the official
-    class.
-    """
-
-    def __init__(self, transformer: HunyuanVideo15Transformer3DModel) -> None:
-        super().__init__()
-        self.double_blocks = nn.ModuleList(
-            nn.Module() for _ in transformer.transformer_blocks
-        )
-        for ours, theirs in zip(
-            transformer.transformer_blocks, self.double_blocks, strict=True
-        ):
-            for name, official in OFFICIAL.items():
-                parent, _, leaf = official.rpartition(".")
-                if parent and parent not in theirs._modules:
-                    theirs.add_module(parent, nn.Module())
-                theirs.get_submodule(parent).add_module(leaf, ours.get_submodule(name))
-
-
-def test_the_official_class_loads_an_adapter(public_run: Run, tmp_path: Path) -> None:
-    """By the call of its generate.py."""
-    export(public_run.directory, tmp_path / "o", layout="official")
-    transformer = public_transformer(public_run)
-    official = OfficialNames(transformer)
-    official.load_lora_adapter(
-        pretrained_model_name_or_path_or_dict=str(tmp_path / "o"), prefix=None, adapter_name="default",
-        use_safetensors=True, hotswap=False,
-    )  # fmt: skip
-    official.fuse_lora()
-    close_to_trained(public_run, transformer)
-
-
-def loaded_by_comfyui(
-    transformer: HunyuanVideo15Transformer3DModel,
-) -> dict[str, Tensor]:
-    """The weights of the blocks' linear layers under the names of ComfyUI's modules, q,
-    k and v in one.
-    """
-    found: dict[str, Tensor] = {}
-    for layer, official in OFFICIAL.items():
-        theirs = official.replace("mod.linear", "mod.lin").replace("attn_", "attn.")
-        theirs = (
-            re.sub(r"attn\.[qkv]$", "attn.qkv", theirs)
-            .replace("mlp.fc1", "mlp.0")
-            .replace("mlp.fc2", "mlp.2")
-        )
-        for number, block in enumerate(transformer.transformer_blocks):
-            name = f"diffusion_model.double_blocks.{number}.{theirs}.weight"
-            weight = block.get_submodule(layer).weight
-            found[name] = torch.cat([found[name], weight]) if name in found else weight
-    return found
-
-
-def test_comfyui_adds_an_adapter_to_its_weights(
-    public_run: Run, tmp_path: Path
+@pytest.mark.parametrize("layout", PROGRAMS)
+def test_an_adapter_has_the_names_of_its_program(
+    public_run: Run, tmp_path: Path, layout: Layout
 ) -> None:
-    """W + lora_B lora_A, as ComfyUI computes it, makes the merged model of its weights."""
-    export(public_run.directory, tmp_path / "o", layout="comfyui")
-    export(public_run.directory, tmp_path / "full", format="full")
-    weights = loaded_by_comfyui(public_transformer(public_run))
-    merged = loaded_by_comfyui(
-        HunyuanVideo15Transformer3DModel.from_pretrained(tmp_path / "full")
-    )
-    adapter = load_file(tmp_path / "o" / ADAPTER_FILE)
-    changed = [name.replace(".lora_A.", ".") for name in adapter if ".lora_A." in name]
-    assert len(changed) == 2 * 7 - 2, (
-        "q, k and v are one layer; the last block has layers that do nothing"
-    )
-    assert {
-        name for name in weights if not torch.equal(weights[name], merged[name])
-    } == set(changed)
-    for name in changed:
-        up, down = (
-            adapter[name.replace(".weight", f".lora_{part}.weight")] for part in "BA"
-        )
-        torch.testing.assert_close(
-            weights[name] + up @ down, merged[name], rtol=1e-6, atol=1e-6
-        )
-
-
-def test_musubi_tuner_loads_an_adapter_as_it_is(
-    public_run: Run, tmp_path: Path
-) -> None:
-    """By the merge of its lora_utils: lora_unet_ and the module's name with `_`, times
-    alpha / rank.
+    """That they are its names is known by `tests/policy/test_adapters.py`, and that
+    the matrices are those that were trained by the next test.
     """
-    export(public_run.directory, tmp_path / "o", layout="musubi")
-    values = load_file(tmp_path / "o" / ADAPTER_FILE)
-    transformer = public_transformer(public_run)
-    for name, module in OfficialNames(transformer).named_modules():
-        key = "lora_unet_" + name.replace(".", "_")
-        if f"{key}.lora_down.weight" in values:
-            down = values.pop(f"{key}.lora_down.weight")
-            up = values.pop(f"{key}.lora_up.weight")
-            with torch.no_grad():
-                module.weight += up @ down * (values.pop(f"{key}.alpha") / len(down))
-    assert not values
-    close_to_trained(public_run, transformer)
+    export(public_run.directory, tmp_path / "plain")
+    weights = {
+        name.removeprefix("transformer."): value
+        for name, value in load_file(tmp_path / "plain" / ADAPTER_FILE).items()
+    }
+    expected = PROGRAMS[layout](SimpleNamespace(weights=weights))
+    result = export(public_run.directory, tmp_path / "o", layout=layout)
+    found = load_file(tmp_path / "o" / result.adapter_file)
+    # The last block's texts have k and v alone, which only the next test looks at.
+    kept, shapes = (
+        {name: value.shape for name, value in tensors.items() if "1.txt" not in name}
+        for tensors in (found, expected)
+    )
+    assert kept == shapes
 
 
 def test_peft_loads_an_adapter_as_its_readme_says(

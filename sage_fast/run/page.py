@@ -263,8 +263,6 @@ def _facts(
         )
     if "time/slowest" in last:
         facts.append(("slowest rank", last["time/slowest"]))
-    if "kl/grad_share" in last:
-        facts.append(("KL's share of the gradient", f"{last['kl/grad_share']:.1%}"))
     return facts
 
 

@@ -1,6 +1,7 @@
 """The commands as a user types them: words, help, generate and what it keeps."""
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -391,8 +392,9 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     prompts: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO)
     words = ["--checkpoint", "none", "--evaluation.batch_size=1"]
     output = tmp_path / "videos"
     write = media_files.write_video
@@ -408,25 +410,18 @@ def test_an_interrupted_call_goes_on_and_what_is_there_is_kept(
     (first,) = output.glob("*.mp4")
     kept = first.stat().st_mtime_ns
     assert generate(config_file, prompts, output, *words) == 0
-    assert (
-        "Wrote 2 videos, kept 1" in capsys.readouterr().out
-        and first.stat().st_mtime_ns == kept
-    )
+    assert "Keeping 1 of 3 videos" in caplog.text
+    assert first.stat().st_mtime_ns == kept
     # A lost video is made again, and more of the same kind are added.
     second = sorted(output.glob("*.mp4"))[1]
     content = second.read_bytes()
     second.unlink()
     prompts.write_text(prompts.read_text() + "a red square moving up\n")
     assert generate(config_file, prompts, output, *words) == 0
-    assert (
-        "Wrote 2 videos, kept 2" in capsys.readouterr().out
-        and second.read_bytes() == content
-    )
+    assert "Keeping 2 of 4 videos" in caplog.text and second.read_bytes() == content
+    caplog.clear()
     assert generate(config_file, prompts, output, *words, "--overwrite") == 0
-    assert (
-        "Wrote 4 videos; " in capsys.readouterr().out
-        and first.stat().st_mtime_ns > kept
-    )
+    assert "Keeping" not in caplog.text and first.stat().st_mtime_ns > kept
 
 
 def test_a_video_of_other_settings_is_not_touched(

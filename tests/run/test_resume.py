@@ -514,6 +514,11 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
     Run(tiny_run(*words, *whole), allow_changes=["optimizer.learning_rate"]).train()
     rows = numbers(branch.directory)
     assert rows == numbers(tmp_path / "whole")
+    baseline = "evaluation/update-000000.json"
+    given_run = given.parent.parent
+    assert (branch.directory / baseline).read_text() == (
+        given_run / baseline
+    ).read_text()
     shutil.rmtree(branch.checkpoints)
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         Run(tiny_run(*words, "--resume=auto"))

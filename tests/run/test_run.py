@@ -134,27 +134,6 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again_and_does_not_tru
     assert result.test is not None and abs(result.test.mean) < 0.1
 
 
-@pytest.mark.slow
-def test_resuming_elsewhere_or_with_evaluation_switched_on_has_the_base_models_baseline(
-    tiny_run: MakeRun, tmp_path: Path
-) -> None:
-    Run(with_output(tiny_run(), tmp_path / "whole")).train()
-    silent = Run(
-        with_output(tiny_run("--evaluation.every=0"), tmp_path / "silent")
-    ).train()
-    assert silent.test is None
-    checkpoint = list_checkpoints(tmp_path / "silent/checkpoints")[0]
-    for name in ("elsewhere", "silent"):
-        Run(with_output(tiny_run(f"--resume={checkpoint}"), tmp_path / name)).train()
-    baseline = (tmp_path / "whole/evaluation/update-000000.json").read_text()
-    for name in ("elsewhere", "silent"):
-        assert (
-            tmp_path / name / "evaluation/update-000000.json"
-        ).read_text() == baseline
-        rows = {row["update"]: row for row in numbers(tmp_path / name)}
-        assert rows[2] == numbers(tmp_path / "whole")[2]
-
-
 def test_evaluation_that_is_switched_on_after_the_end_compares_the_last_update(
     tiny_run: MakeRun, finished_run: Path
 ) -> None:

@@ -23,6 +23,7 @@ from sage_fast import __version__
 from sage_fast.config.files import loads, write_text
 from sage_fast.evaluation import (
     Evaluation,
+    direction_label,
     paired_test,
     plus_minus,
     scored_in_both,
@@ -313,28 +314,16 @@ def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
         dots=True,
     )
     reward = score_lines(rows, "reward", "reward/mean")
-    components = {
-        name: score_lines(rows, name, f"reward/{name}_mean") for name in names
-    }
-    return charts(
-        # Two evaluations are one gain, which stands above.
-        *(
-            [("paired gain over update 0", [gain], {"level": 0.0})]
-            if len(gain.x) > 2
-            else []
-        ),
-        ("reward", reward, {}),
-        *(
-            (
-                name.replace("_", " ")
-                + (" (lower is better)" if name in lower else ""),
-                lines,
-                {},
-            )
-            for name, lines in components.items()
-            if [line.y for line in lines] != [line.y for line in reward]
-        ),
-    )
+    parts: list[tuple[str, list[Line], dict[str, Any]]] = []
+    if len(gain.x) > 2:  # two evaluations are one gain, which stands above
+        parts.append(("paired gain over update 0", [gain], {"level": 0.0}))
+    parts.append(("reward", reward, {}))
+    for name in names:
+        lines = score_lines(rows, name, f"reward/{name}_mean")
+        if [line.y for line in lines] != [line.y for line in reward]:
+            title = direction_label(name.replace("_", " "), name in lower)
+            parts.append((title, lines, {}))
+    return charts(*parts)
 
 
 def _training_charts(rows: Rows) -> list[Chart]:
@@ -388,7 +377,7 @@ def _training_charts(rows: Rows) -> list[Chart]:
 def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
     speed = metric_line(rows, "time/iteration", "measured")
     title = "seconds of an iteration"
-    if status is not None and status.videos_per_rollout:
+    if status is not None:
         hourly = 3600.0 * status.videos_per_rollout
         speed = replace(speed, y=[hourly / seconds for seconds in speed.y])
         title = "videos an hour"

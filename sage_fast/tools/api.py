@@ -500,7 +500,9 @@ def _with_reward(
     }
     return replace(
         config,
-        reward=replace(config.reward, rewards=names, options=options, weights=weights),
+        reward=replace(
+            config.reward, rewards=names, options=options, weights={**weights}
+        ),
     )
 
 

@@ -99,7 +99,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
     shown = re.findall(r"<figcaption>([^<]+)</figcaption>", text)
     for title in (
         "reward",
-        "VQ (lower is better)",
+        "VQ \N{DOWNWARDS ARROW}",
         "KL to the anchor",
         "KL's share of the gradient",
         "gradient norm",

@@ -289,6 +289,7 @@ def test_requests(
     }
 
 
+@pytest.mark.usefixtures("nothing_drawn")
 def test_a_reward_that_is_wrong_in_use(
     good: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -330,6 +330,10 @@ def test_a_video_that_shows_little_of_a_picture_is_warned_of(tmp_path, caplog):
         f"Of the picture {files[480, 832]} a video 832 wide and 480 high shows 33 %"
         in record.message
     )
+    check_pictures([asked[500, 500], asked[850, 480]._replace(height=832, width=480)])
+    assert [
+        record.message.partition(" shows ")[2][:2] for record in caplog.records
+    ] == ["33", "33"]
     check_pictures([asked[500, 500]])
     assert "shows 58 %" in caplog.text
 

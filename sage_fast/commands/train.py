@@ -25,10 +25,8 @@ keys that most people set:
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from sage_fast.commands.common import (
@@ -119,12 +117,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         print(to_text(checks, config_given=True))
         return 0 if can_run(checks) else 1
 
+    from sage_fast.tools.api import refuse_cpu
+
     if options.gpus is not None and world_size() == 1:
         import torch
 
         if not torch.cuda.is_available():
-            from sage_fast.tools.api import refuse_cpu
-
             # before the ranks, whose launcher would print the traceback of each
             refuse_cpu(config, options.allow_cpu)
         _start_processes(options.gpus, options.words)
@@ -132,7 +130,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.planning.estimate import settle_memory
     from sage_fast.run.directory import RunDirectory
     from sage_fast.run.run import train
-    from sage_fast.tools.api import refuse_cpu
+    from sage_fast.run.run_status import command_for, read_status
 
     refuse_cpu(config, options.allow_cpu)
     result = train(settle_memory(config), allow_changes=options.allow_changes)
@@ -159,17 +157,7 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             "auto goes on."
         )
     else:
-        # A command that can be pasted, called as this program was.
-        name = Path(sys.argv[0]).name
-        program = {"__main__.py": "python -m sage_fast", "sage-fast": sys.argv[0]}.get(
-            name, "sage-fast"
-        )
-        words = [
-            *sys.argv[1:],
-            *(["--resume", "auto"] if config.resume != "auto" else []),
-        ]
-        print(
-            f"Stopped after update {result.update}. Go on with:\n  {program} "
-            f"{shlex.join(words)}"
-        )
+        status, _ = read_status(directory)
+        go_on = command_for(directory.path, status, "train", "--resume", "auto")
+        print(f"Stopped after update {result.update}. Go on with:\n  {go_on}")
     return 0

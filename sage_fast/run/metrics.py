@@ -27,13 +27,13 @@ from warnings import catch_warnings, simplefilter
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import replacing, write_text
 from sage_fast.config.registry import TRACKERS, resolve
-from sage_fast.models.media_files import read_picture, video_frames
+from sage_fast.models.media_files import video_frames
 from sage_fast.run.directory import RunDirectory, read_metrics
 from sage_fast.run.plots import GAIN, LOSS
 
@@ -387,17 +387,6 @@ class Cell:
     marks: Sequence[bool] = ()
 
 
-def write_picture(path: Path, image: str, size: tuple[int, int]) -> None:
-    """Write a picture as a JPEG, scaled and cropped to (width, height) as a video that
-    begins with it.
-
-    OSError, and ValueError as `read_picture`.
-    """
-    picture = ImageOps.fit(read_picture(image), size)
-    with replacing(path) as partial:
-        picture.save(partial, "JPEG")
-
-
 def contact_sheet(
     path: str | os.PathLike[str],
     cells: Sequence[Cell],
@@ -416,11 +405,9 @@ def contact_sheet(
             row, with `STRIP_FRAMES`.
 
     Raises:
-        ValueError: no cells, or a video of another shape or dtype.
+        ValueError: a video of another shape or dtype.
         OSError: the folder cannot be written to.
     """
-    if not cells:
-        raise ValueError("a contact sheet needs at least one prompt, and got none")
     columns = min(6, math.ceil(math.sqrt(len(cells)))) if grid else 1
     frames = GRID_FRAMES if grid else STRIP_FRAMES
     # Pixels from one cell to the next, and of a frame, which has 2 white ones after it;

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -234,11 +233,10 @@ class RunEvaluation:
         """
         assert self.baseline is not None
         name = yes_no_score(self.baseline, after)
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        if name is not None:
-            first = self.baseline.by_number(self.baseline.shown[name])
-            last = after.by_number(after.shown[name])
+        first, last = (
+            {} if name is None else evaluation.by_number(evaluation.shown[name])
+            for evaluation in (self.baseline, after)
+        )
         cells = []
         for row in self._sample_rows:
             try:
@@ -262,10 +260,4 @@ class RunEvaluation:
                 title += (
                     f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
                 )
-                if after.noises > 1 and name is not None:
-                    before = fmean(self.baseline.scores[name])
-                    title += (
-                        f" Over {after.noises} noises: {before:.0%} and then "
-                        f"{fmean(after.scores[name]):.0%}."
-                    )
             media.contact_sheet(self.directory.before_after, cells, title, grid=True)

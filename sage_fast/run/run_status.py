@@ -173,15 +173,10 @@ class Callbacks:
         if self._failure is None:
             return
         name, error = self._failure
-        ended = f"after update {update} and nothing of it is lost"
-        go_on = "continue"
-        if update == 0:
-            ended = "before its first update"
-            go_on = "start it again"
         raise CallbackError(
             f"Callback {name} raised {describe(error)}. The run in {directory} was "
-            f"ended {ended}: fix or remove the "
-            f"callback, and {go_on} with resume set to auto."
+            f"ended after update {update} and nothing of it is lost: fix or remove the "
+            "callback, and continue with resume set to auto."
         ) from error
 
     def tell(self, event: str, record: object) -> None:
@@ -420,8 +415,7 @@ class RunProgress:
         self.status = replace(
             self.status, update=done, slowest=record.get("time/slowest")
         )
-        # In a second step, since the time left is counted from the update that was just
-        # set.
+        # counted from the update that was just set
         self.status = replace(self.status, seconds_left=self.seconds_left())
         evaluated = "eval/reward_mean" in record
         if evaluated and self.status.worse is not None and self.shown:
@@ -530,8 +524,7 @@ class RunState:
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the
     process is gone without a last word, `unknown` where it has no status. holder: the
-    process, of `lease.txt`. quiet_seconds: since its last progress. acknowledged:
-    `sage-fast status --acknowledge` was called since then.
+    process, of `lease.txt`. quiet_seconds: since its last progress.
 
     Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...),
     holder="process 4711 on node7", quiet_seconds=2.0)`
@@ -542,15 +535,12 @@ class RunState:
     status: Status | None
     holder: str
     quiet_seconds: float | None
-    acknowledged: bool = False
 
     @property
     def needs_attention(self) -> bool:
         """True where somebody should look: it does not go on by itself, or the model
         got worse.
         """
-        if self.acknowledged:
-            return False
         return self.condition in ("hangs", "killed", "failed") or self.worse is not None
 
     @property
@@ -586,14 +576,12 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
         condition = "running"
     else:
         condition = "hangs" if alive else "killed"
-    seen = RunDirectory(directory).acknowledged
     return RunState(
         run=directory,
         condition=condition,
         status=status,
         holder=holder,
         quiet_seconds=quiet,
-        acknowledged=seen.exists() and seen.stat().st_mtime >= written,
     )
 
 

@@ -112,17 +112,11 @@ def group_into_arms(runs: Sequence[RunDirectory]) -> list[Arm]:
         for key in keys
         if len({repr(tree.get(key)) for tree in settings.values()}) > 1
     ]
-    leaves = [key.rpartition(".")[2] for key in differing]
-    # The last word of a key, where that is not the last word of another too.
-    labels = [
-        leaf if leaves.count(leaf) == 1 else key
-        for key, leaf in zip(differing, leaves, strict=True)
-    ]
     arms = []
     for name, (identity, group) in zip(names, groups.items(), strict=True):
         values = [settings[identity].get(key) for key in differing]
         apart = ", ".join(
-            f"{label}={value}" for label, value in zip(labels, values, strict=True)
+            f"{key}={value}" for key, value in zip(differing, values, strict=True)
         )
         arms.append(Arm(name=name, apart=apart, runs=group))
     return arms
@@ -312,11 +306,6 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
         ]
     notes = []
     runs = [run for arm in arms for run in arm.runs]
-    if max(max(run.evaluations(), default=0) for run in runs) > update:
-        notes.append(
-            f"Some runs were evaluated later than update {update}, the last one that "
-            "all of them have."
-        )
     if any(Evaluation.load(run.evaluation(update)).left_out for run in runs):
         notes.append(
             "Prompts that a reward could not score in one of the runs are left out of "

@@ -22,7 +22,6 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CheckpointError, ConfigError
-from sage_fast.config.load import EVIDENCE, preset_evidence
 from sage_fast.config.registry import REWARDS, TRACKERS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ModelConfig, RewardConfig
@@ -34,10 +33,9 @@ from sage_fast.models.hub import Requirement, download_folder, local_folder
 from sage_fast.models.media_files import check_pictures
 from sage_fast.objectives.base import objective_of
 from sage_fast.optim import unusual_movement
-from sage_fast.planning.devices import choose_device, gpu_memory_gb, host_memory
-from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan, plan_encoding
+from sage_fast.planning.devices import gpu_memory_gb, host_memory
+from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
 from sage_fast.planning.memory import checkpoint_bytes
-from sage_fast.planning.text import encoding_text
 from sage_fast.planning.work import count_weights, least_gpus
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.rewards.server import SetupError, check_reward, fill_options, parameters
@@ -78,28 +76,16 @@ def judged(
     return Check(section, name, otherwise, detail, fix)
 
 
-def examine(
-    config: RunConfig | None, gpus: int | None = None, presets: Sequence[str] = ()
-) -> list[Check]:
+def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
     """All checks: those of the machine, and those of a configuration when one is given.
 
     gpus: processes of the run; None means the fewest that the configuration fits.
-    presets: that it was made of.
     """
     checks = [*software(), *hardware(), *attention(config)]
     if config is not None:
         gpus = gpus or least_gpus(config.distributed, config.rollout)
         checks += [
-            *(
-                Check(
-                    "configuration",
-                    f"preset {name}",
-                    "info",
-                    EVIDENCE[preset_evidence(name)],
-                )
-                for name in presets
-            ),
-            *settings(config, gpus, presets),
+            *settings(config, gpus),
             *files(config),
             *memory(config, gpus),
             *disk(config),
@@ -252,9 +238,7 @@ def _description(model: ModelConfig) -> ModelDescription | None:
     return None
 
 
-def settings(
-    config: RunConfig, gpus: int, presets: Sequence[str] = ()
-) -> Iterator[Check]:
+def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     """Device, rewards, prompts, packages, processes, directory and learning rate."""
     section = "configuration"
     description = _description(config.model)
@@ -272,12 +256,6 @@ def settings(
         prompts, evaluated = load_prompts(config)
         detail = f"{len(prompts)} for training, {len(evaluated)} for evaluation"
         yield Check(section, "prompts", "ok", detail)
-        if description is not None:
-            planned = choose_device(None, device, description.width, presets)
-            encoding = plan_encoding(config, planned, description, gpus)
-            if encoding is not None:
-                detail = f"{encoding_text(encoding)}; predicted for {planned.name}"
-                yield Check(section, "encoding of prompts", "info", detail)
     except ConfigError as error:
         fix = "mend the file, or name another"
         yield Check(section, "prompts", "missing", str(error), fix)

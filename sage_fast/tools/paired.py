@@ -4,7 +4,6 @@ model is evaluated once.
 FOLDER/
     before.json  after.json     scores per prompt of the base and the trained model
     base/  trained/             every video, and settings.json: what the scores were made with
-    pictures/                   what the videos begin with that the page shows, of image-to-video
     evaluation.json             every number, also per prompt
     evaluation.html             one page with everything, in light and dark; it plays the videos of base/ and trained/
     contact_sheet.png           frames of both models, base above trained
@@ -66,9 +65,8 @@ class Report:
     scores: paired tests by score, the reward first. weights: score name -> weight in
     the reward. resamples: of the bootstrap. settings: of both evaluations, as JSON
     values. videos: prompt's number -> name of its video in base/ and in trained/, from
-    the largest gain to the largest loss. pictures: prompt's number -> file of what its
-    videos begin with. scales: of the scores that say how they compare with published
-    ones.
+    the largest gain to the largest loss. scales: of the scores that say how they
+    compare with published ones.
 
     Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained,
     weights={"VQ": 1.0}, ...)`
@@ -81,7 +79,6 @@ class Report:
     resamples: int
     settings: Mapping[str, Any]
     videos: Mapping[int, str]
-    pictures: Mapping[int, str] = field(default_factory=dict)
     scales: Mapping[str, Scale] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -157,23 +154,8 @@ class PairedEvaluation:
                 ),
             },
             videos={i: self.files[i] for i in shown},
-            pictures=self._pictures(shown),
             scales=reward_scales(self.config.reward.named),
         )
-
-    def _pictures(self, numbers: Sequence[int]) -> dict[int, str]:
-        """Write what the videos of some prompts begin with, and return the files in the
-        folder.
-        """
-        found = dict[int, str]()
-        video = self.config.evaluation_video
-        for number in numbers:
-            if (image := self.prompts[number].image) is not None:
-                found[number] = f"pictures/{Path(self.files[number]).stem}.jpg"
-                metrics.write_picture(
-                    self.folder / found[number], image, (video.width, video.height)
-                )
-        return found
 
     def scores(self, model: Literal["base", "trained"]) -> Evaluation:
         """Scores of one model: those in the folder if they were made with the same
@@ -347,12 +329,7 @@ def to_html(report: Report) -> str:
             if (scale := report.scales.get(name)) is not None
         ],
         videos=[
-            (
-                base.prompts[i],
-                trained.reward[i] - base.reward[i],
-                name,
-                report.pictures.get(i),
-            )
+            (base.prompts[i], trained.reward[i] - base.reward[i], name)
             for i, name in report.videos.items()
         ],
         prompts=sorted(prompts, key=lambda row: row[2] - row[1]),

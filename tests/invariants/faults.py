@@ -4,8 +4,7 @@ A server process preloads `faults.c`, imports everything once, and forks for eve
 command: a run of two updates then takes a fraction of a second. Nothing of what a fork
 does differs from `python -m sage_fast`, but for a few things that only cost time: a
 configuration is read once and the software is described once, a plot is a few bytes
-instead of a drawing, the page compares no presets, and garbage is left to the end of
-the process.
+instead of a drawing, and garbage is left to the end of the process.
 """
 
 import ctypes
@@ -192,7 +191,7 @@ def _take_shortcuts() -> None:
     import torch
 
     from sage_fast.config import load
-    from sage_fast.run import page, provenance
+    from sage_fast.run import provenance
     from tests.made_runs import draw_nothing
 
     read = load.load_config
@@ -207,7 +206,6 @@ def _take_shortcuts() -> None:
     torch.set_num_threads(1)
     vars(load)["load_config"] = read_once
     vars(provenance)["describe_environment"] = cache(provenance.describe_environment)
-    vars(page)["_differences"] = lambda config: None
     draw_nothing(pytest.MonkeyPatch())
 
 

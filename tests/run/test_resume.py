@@ -3,6 +3,7 @@ dealt with.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,8 @@ import pytest
 import torch
 
 from sage_fast.checkpoint.folder import list_checkpoints, read_best
-from sage_fast.commands.cli import main
 from sage_fast.config.errors import CheckpointError, ConfigError, RewardError
-from sage_fast.config.load import dump_config, load_config
+from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.rewards.toy import ToyReward
 from sage_fast.run.directory import RunDirectory, read_metrics
@@ -36,10 +36,17 @@ def contents(run: Path) -> dict[str, bytes]:
     }
 
 
-def damage(checkpoint: Path) -> None:
-    (shard,) = (checkpoint / "shards").glob("*.distcp")
-    with shard.open("r+b") as file:
-        file.truncate(100)
+@pytest.fixture
+def own_copy(finished_run: Path, tmp_path: Path) -> Path:
+    """The finished run, in the directory that `tiny_run` names."""
+    return shutil.copytree(finished_run, tmp_path / "run")
+
+
+def killed(run: Run) -> None:
+    """Train, and die in the first update."""
+    run.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
 
 
 # --------------------------------------------------------------------------------------
@@ -47,53 +54,22 @@ def damage(checkpoint: Path) -> None:
 
 
 def test_a_change_that_is_allowed_takes_effect_and_goes_on_record(
-    tiny_run: MakeRun,
+    tiny_run: MakeRun, own_copy: Path
 ) -> None:
-    run = Run(tiny_run(QUIET)).train().output_dir
-    words = (
-        QUIET,
-        "--training.num_updates=3",
-        "--resume=auto",
-        "--optimizer.learning_rate=5e-4",
-    )
+    key = "optimizer.learning_rate"
+    words = (QUIET, "--training.num_updates=3", "--resume=auto", f"--{key}=5e-4")
     with pytest.raises(
         ConfigError,
         match=r"learning_rate: 0.001 in .*--allow-changes optimizer\.learning_rate\.",
     ):
         Run(tiny_run(*words))
-    Run(tiny_run(*words), allow_changes=["optimizer.learning_rate"]).train()
-    rows = read_metrics(run / "metrics.jsonl")
-    assert [row["update"] for row in rows] == [1, 2, 2, 3]
-    assert rows[2]["config/changes"] == "optimizer.learning_rate 0.001 -> 0.0005"
-    assert [row.get("learning_rate") for row in rows] == [1e-3, 1e-3, None, 5e-4]
+    Run(tiny_run(*words), allow_changes=[key]).train()
+    last, said, row = read_metrics(own_copy / "metrics.jsonl")[-3:]
+    assert (last["update"], said["update"], row["update"]) == (2, 2, 3)
+    assert said["config/changes"] == f"{key} 0.001 -> 0.0005"
+    assert (last["learning_rate"], row["learning_rate"]) == (1e-3, 5e-4)
     # From here on it is the run's own value.
-    assert (
-        Run(tiny_run(*words[:1], "--training.num_updates=4", *words[2:])).train().update
-        == 4
-    )
-
-
-def test_changes_of_a_start_that_led_to_nothing_are_not_on_record(
-    tiny_run: MakeRun,
-) -> None:
-    run = Run(tiny_run(QUIET)).train().output_dir
-    words = (QUIET, "--training.num_updates=3", "--resume=auto")
-    for rate in ("0.5", "5e-4"):
-        lost = Run(
-            tiny_run(*words, f"--optimizer.learning_rate={rate}"),
-            allow_changes=["optimizer.learning_rate"],
-        )
-        lost.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            lost.train()
-        changes = [row.get("config/changes") for row in numbers(run)]
-        assert changes == [
-            None,
-            None,
-            f"optimizer.learning_rate 0.001 -> {float(rate):g}",
-        ]
-    Run(tiny_run(*words)).train()
-    assert [row.get("config/changes") for row in numbers(run)] == [None] * 3
+    assert Run(tiny_run(*words)).checkpoint is not None
 
 
 def test_an_average_and_an_anchor_may_come_later(tiny_run: MakeRun) -> None:
@@ -129,49 +105,18 @@ def test_an_average_and_an_anchor_may_come_later(tiny_run: MakeRun) -> None:
 def test_updates_per_rollout_divide_what_is_left(
     tiny_run: MakeRun, finished_run: Path
 ) -> None:
-    words = ("--training.num_updates=4", "--training.updates_per_rollout=2")
-    for update, fits in ((1, False), (2, True)):
-        words = (
-            *words[:2],
-            f"--resume={finished_run / f'checkpoints/update-{update:06d}'}",
-        )
-        if fits:
-            assert (
-                Run(
-                    tiny_run(*words), allow_changes=["training.updates_per_rollout"]
-                ).checkpoint
-                is not None
-            )
-        else:
-            with pytest.raises(
-                ConfigError,
-                match="updates_per_rollout is 2, but .* has 1 updates, not a multiple",
-            ):
-                Run(tiny_run(*words), allow_changes=["training.updates_per_rollout"])
-
-
-def test_the_command_line_takes_several_keys(
-    tiny_run: MakeRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = tiny_run()
-    file = Path(config.output_dir).with_suffix(".yaml")
-    file.write_text(dump_config(config))
-    assert (
-        main(
-            [
-                "train",
-                str(file),
-                "--allow-changes",
-                "seed,advantage.std",
-                "--allow-changes=kl_weight.targt",
-            ]
-        )
-        == 2
+    key = "training.updates_per_rollout"
+    words = ("--training.num_updates=4", f"--{key}=2")
+    odd, even = (
+        tiny_run(*words, f"--resume={finished_run}/checkpoints/update-00000{update}")
+        for update in (1, 2)
     )
-    assert (
-        "unknown key 'kl_weight.targt'. Did you mean kl_weight.target"
-        in capsys.readouterr().err
-    )
+    assert Run(even, allow_changes=[key]).checkpoint is not None
+    with pytest.raises(
+        ConfigError,
+        match="updates_per_rollout is 2, but .* has 1 updates, not a multiple",
+    ):
+        Run(odd, allow_changes=[key])
 
 
 # --------------------------------------------------------------------------------------
@@ -180,31 +125,19 @@ def test_the_command_line_takes_several_keys(
 
 @pytest.mark.parametrize("sign", ["finished", "evaluated", "resumed", None])
 def test_a_short_run_whose_checkpoints_are_gone_is_not_started_over(
-    tiny_run: MakeRun, finished_run: Path, tmp_path: Path, sign: str | None
+    tiny_run: MakeRun, own_copy: Path, sign: str | None
 ) -> None:
     """It ends before its second checkpoint would be due, and has left one sign that
     there was a first.
     """
-    run = shutil.copytree(finished_run, tmp_path / "run")
+    run = own_copy
     shutil.rmtree(run / "checkpoints")
     if sign != "finished":
         (run / "status.json").unlink()
     if sign != "evaluated":
-        rows = [
-            json.loads(line)
-            for line in (run / "metrics.jsonl").read_text().splitlines()
-        ]
-        rows = [
-            {
-                key: row[key]
-                for key in row
-                if not (row["update"] and key.startswith("eval/"))
-            }
-            for row in rows
-        ]
-        (run / "metrics.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)
-        )
+        text = (run / "metrics.jsonl").read_text()
+        first, rest = text.split("\n", 1)
+        (run / "metrics.jsonl").write_text(first + "\n" + rest.replace("eval/", "was/"))
     if sign == "resumed":
         (run / "environment-update-000001.json").touch()
     words = ("--checkpoint.every=9", "--resume=auto")
@@ -219,22 +152,27 @@ def test_a_short_run_whose_checkpoints_are_gone_is_not_started_over(
 
 @pytest.mark.parametrize("how", ["damaged", "deleted"])
 def test_a_run_without_a_usable_checkpoint_is_not_started_over(
-    tiny_run: MakeRun, how: str
+    tiny_run: MakeRun, own_copy: Path, how: str
 ) -> None:
-    run = Run(tiny_run()).train().output_dir
-    for checkpoint in list_checkpoints(run / "checkpoints"):
-        damage(checkpoint) if how == "damaged" else shutil.rmtree(checkpoint)
-    before = contents(run)
+    for checkpoint in list_checkpoints(own_copy / "checkpoints"):
+        if how == "deleted":
+            shutil.rmtree(checkpoint)
+        else:
+            (shard,) = (checkpoint / "shards").glob("*.distcp")
+            os.truncate(shard, 100)
+    before = contents(own_copy)
     with pytest.raises(
         CheckpointError, match=r"reached update 2, but .*--resume restart"
     ):
         Run(tiny_run("--resume=auto"))
-    assert contents(run) == before
-
-    for number in (1, 2):
-        assert Run(tiny_run("--resume=restart")).train().finished
-        assert numbers(run) == numbers(run / f"previous-{number}")
-    moved = contents(run / "previous-1")
+    assert contents(own_copy) == before
+    aside = own_copy / "previous-1"
+    if how == "deleted":  # of an earlier restart
+        aside.mkdir()
+        aside = own_copy / "previous-2"
+    assert Run(tiny_run("--resume=restart")).train().finished
+    assert numbers(own_copy) == numbers(aside)
+    moved = contents(aside)
     assert {name: before[name] for name in moved} == moved
     assert {
         "metrics.jsonl",
@@ -246,7 +184,7 @@ def test_a_run_without_a_usable_checkpoint_is_not_started_over(
         how == "damaged"
     )
     assert any(name.startswith("samples/") for name in moved)
-    assert "resume: auto" in (run / "config.yaml").read_text()
+    assert "resume: auto" in (own_copy / "config.yaml").read_text()
 
 
 # --------------------------------------------------------------------------------------
@@ -275,13 +213,15 @@ def cut(path: Path) -> None:
     ],
 )
 def test_what_happens_to_a_file_beside_the_checkpoints_changes_no_result(
-    tiny_run: MakeRun, finished_run: Path, name: str, harm: Callable[[Path], None]
+    tiny_run: MakeRun,
+    finished_run: Path,
+    own_copy: Path,
+    name: str,
+    harm: Callable[[Path], None],
 ) -> None:
-    config = tiny_run("--resume=auto")
-    run = Path(config.output_dir)
-    shutil.copytree(finished_run, run)
+    run = own_copy
     harm(run / name)
-    result = Run(config).train()
+    result = Run(tiny_run("--resume=auto")).train()
     assert result.test is not None and result.test.count == 4
     expected = json.loads((finished_run / "evaluation/result.json").read_text())
     assert (
@@ -353,42 +293,12 @@ def test_an_evaluation_that_fails_again_leaves_the_prompt_out_and_says_so(
         list(rows) == [0, 1, 2, 3, 4]
         and rows[2]["eval/pairs"] == rows[4]["eval/pairs"] == 3
     )
-    before, after = (
-        json.loads((run.directory / f"evaluation/update-{update:06d}.json").read_text())
-        for update in (0, 4)
-    )
-    assert after["left_out"] == [1] and len(after["reward"]) == 3
-    gains = [
-        a - b
-        for a, b in zip(
-            after["reward"], [before["reward"][i] for i in (0, 2, 3)], strict=True
-        )
-    ]
-    assert result.test.mean == pytest.approx(sum(gains) / 3)
+    after = run.evaluation.load(4)
+    assert after is not None and after.left_out == [1] and len(after.reward) == 3
 
 
-def test_a_reward_that_fails_again_can_be_left_out_on_resume(
-    tiny_run: MakeRun, fails_on: set[str]
-) -> None:
-    words = (QUIET, "--training.num_updates=3")
-    run = Run(tiny_run(*words))
-    # of the second update's two prompts
-    fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
-    with pytest.raises(RewardError, match="no eyes"):
-        run.train()
-    result = Run(
-        tiny_run(*words, "--resume=auto", "--reward.on_failure=drop_group")
-    ).train()
-    rows = numbers(result.output_dir)
-    assert [row["reward/dropped_groups"] for row in rows] == [0, 1, 0]
-
-
-@pytest.mark.parametrize("launcher", ["TORCHELASTIC", "SLURM"])
 def test_a_launcher_does_not_repeat_what_would_fail_again(
-    tiny_run: MakeRun,
-    fails_on: set[str],
-    monkeypatch: pytest.MonkeyPatch,
-    launcher: str,
+    tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A failure of the run's own; not a collective that failed, and not a start by
     hand.
@@ -397,21 +307,22 @@ def test_a_launcher_does_not_repeat_what_would_fail_again(
     fails_on.add(run.trainer.schedule.take(2, 1)[0].text)
     with pytest.raises(RewardError, match="no eyes"):
         run.train()
-    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
-    with (
-        monkeypatch.context() as patch,
-        pytest.raises(ConfigError, match="after update 1 by its own error.*no eyes"),
-    ):
-        patch.setattr("sage_fast.run.run.build_trainer", None)  # nothing is loaded
-        Run(tiny_run(QUIET, "--resume=auto"))
-    monkeypatch.delenv(f"{launcher}_RESTART_COUNT")
+    for launcher in ("TORCHELASTIC", "SLURM"):
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(
+                ConfigError, match="after update 1 by its own error.*no eyes"
+            ),
+        ):
+            patch.setenv(f"{launcher}_RESTART_COUNT", "1")
+            patch.setattr("sage_fast.run.run.build_trainer", None)  # nothing is loaded
+            Run(tiny_run(QUIET, "--resume=auto"))
     again = Run(tiny_run(QUIET, "--resume=auto"))
     again.trainer.iterate = Mock(side_effect=RuntimeError("Connection closed by peer"))  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="closed by peer"):
         again.train()
-    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
-    fails_on.clear()
-    assert Run(tiny_run(QUIET, "--resume=auto")).train().finished
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert Run(tiny_run(QUIET, "--resume=auto")).checkpoint is not None
 
 
 # --------------------------------------------------------------------------------------
@@ -522,11 +433,9 @@ def test_a_return_to_an_earlier_update_renames_what_came_later_and_deletes_nothi
 
 
 def test_a_run_goes_back_once_and_takes_nothing_of_what_came_later_for_its_own(
-    tiny_run: MakeRun, finished_run: Path
+    tiny_run: MakeRun, own_copy: Path
 ) -> None:
-    config = tiny_run()
-    run = Path(config.output_dir)
-    shutil.copytree(finished_run, run)
+    run = own_copy
     words = (
         "--optimizer.learning_rate=0.05",
         "--evaluation.every=4",
@@ -560,9 +469,9 @@ class Stops(Callback):
 
 @pytest.mark.parametrize("kind", ["another", "abandoned"])
 def test_a_checkpoint_of_other_records_is_not_mixed_into_a_run(
-    tiny_run: MakeRun, finished_run: Path, tmp_path: Path, kind: str
+    tiny_run: MakeRun, finished_run: Path, own_copy: Path, tmp_path: Path, kind: str
 ) -> None:
-    run = shutil.copytree(finished_run, tmp_path / "run")
+    run = own_copy
     own = run / "checkpoints/update-000002"
     given = finished_run / "checkpoints/update-000001"
     if kind == "abandoned":
@@ -599,20 +508,17 @@ def test_a_run_that_begins_at_another_runs_checkpoint_goes_on_from_there_after_a
     branch = Run(
         tiny_run(*words, f"--resume={given}"), allow_changes=["optimizer.learning_rate"]
     )
-    branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        branch.train()
+    killed(branch)
     Run(tiny_run(*words, "--resume=auto")).train()
     whole = (f"--output_dir={tmp_path / 'whole'}", f"--resume={given}")
     Run(tiny_run(*words, *whole), allow_changes=["optimizer.learning_rate"]).train()
     rows = numbers(branch.directory)
     assert rows == numbers(tmp_path / "whole")
-    assert [row.get("config/changes") for row in rows] == [
-        None,
-        "optimizer.learning_rate 0.001 -> 0.0005",
-        None,
-        None,
-    ]
+    baseline = "evaluation/update-000000.json"
+    given_run = given.parent.parent
+    assert (branch.directory / baseline).read_text() == (
+        given_run / baseline
+    ).read_text()
     shutil.rmtree(branch.checkpoints)
     with pytest.raises(CheckpointError, match="its checkpoints are gone"):
         Run(tiny_run(*words, "--resume=auto"))
@@ -644,29 +550,27 @@ def test_a_branch_that_is_killed_before_its_checkpoint_begins_there_again(
     assert load_config(branch.directory / "config.yaml").resume == "auto"
 
 
-def test_every_change_of_a_branch_is_on_record_once(
+def test_every_change_that_led_to_a_checkpoint_is_on_record_once(
     tiny_run: MakeRun, finished_run: Path
 ) -> None:
-    words = ("--training.num_updates=3", QUIET)
     key = "optimizer.learning_rate"
+    words = ("--training.num_updates=3", QUIET)
     given = f"--resume={finished_run / 'checkpoints/update-000001'}"
-    branch = Run(
-        tiny_run(*words, given, f"--{key}=5e-4", "--evaluation.every=0"),
-        allow_changes=[key],
-    )
-    branch.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        branch.train()
-    for _ in range(2):
-        last = Run(
-            tiny_run(*words, "--resume=auto", f"--{key}=3e-4"), allow_changes=[key]
-        )
-        last.trainer.iterate = Mock(side_effect=KeyboardInterrupt)  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            last.train()
-    found = [
-        row["config/changes"]
-        for row in read_metrics(branch.directory / "metrics.jsonl")
-        if "config/changes" in row
+    found = []
+    # The first one saves the checkpoint that the run begins with; the last one changes
+    # nothing.
+    for resume, rate in (
+        (given, "5e-4"),
+        *(("--resume=auto", rate) for rate in ("3e-4", "2e-4", "5e-4")),
+    ):
+        run = Run(tiny_run(*words, resume, f"--{key}={rate}"), allow_changes=[key])
+        killed(run)
+        rows = read_metrics(run.files.metrics)
+        found.append([row["config/changes"] for row in rows if "config/changes" in row])
+    first = f"{key} 0.001 -> 0.0005"
+    assert found == [
+        [first],
+        [first, f"{key} 0.0005 -> 0.0003"],
+        [first, f"{key} 0.0005 -> 0.0002"],
+        [first],
     ]
-    assert found == [f"{key} 0.001 -> 0.0005", f"{key} 0.0005 -> 0.0003"]

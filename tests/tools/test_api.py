@@ -66,7 +66,7 @@ def test_ten_lines(
     it lies.
     """
     run = train(
-        tiny_run("--evaluation.every=1"), reward=brightness, callbacks=[StopAtOne()]
+        tiny_run("--evaluation.every=0"), reward=brightness, callbacks=[StopAtOne()]
     )
     assert not run.finished and run.update == 1 and run.stop_reason == "one is enough"
     assert repr(run).splitlines()[2] == f"look at {run.output_dir}/index.html"
@@ -139,7 +139,7 @@ def test_texts_and_several_rewards(tiny_run: MakeRun, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("nothing_drawn")
 def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> None:
     """Objects of one class have one name, and so have functions of one factory."""
-    words = ("--evaluation.every=2", "--training.num_updates=2")
+    words = ("--evaluation.every=1", "--training.num_updates=1")
     near: dict[str, Any] = {"reward_weights": {"near": 1.0}}
     runs = [
         train(
@@ -153,14 +153,14 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
             "near"
         ].after == pytest.approx(run.test.after, abs=1e-6)
     both = train(
-        tiny_run(*words),
+        tiny_run("--evaluation.every=0", words[1]),
         reward=[
             lambda videos, prompts, k=k: k * brightness(videos, prompts) for k in (1, 2)
         ],
     )
     row = both.metrics[-1]
     assert both.config.reward.weights == {"lambda": 1.0, "lambda_2": 1.0}
-    assert row["eval/lambda_2_mean"] == pytest.approx(2 * row["eval/lambda_mean"])
+    assert row["reward/lambda_2_mean"] == pytest.approx(2 * row["reward/lambda_mean"])
 
 
 @pytest.mark.parametrize(
@@ -170,17 +170,14 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
         (
             {"prompts": ["a red circle moving left", 3]},
-            "data.prompts: a prompt is 3; write it as a text",
+            "data.prompts: prompt 1: expected an object",
         ),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         (
             {"reward": brightness, "reward_weights": {"brightness": "1"}},
-            "it must be {score name: number}",
+            "reward.weights.brightness is '1'",
         ),
-        ({"reward": brightness, "reward_weights": [1.0]}, "reward_weights is [1.0]"),
         ({"callbacks": [print]}, "sage_fast.Callback"),
-        ({"callbacks": print}, "sage_fast.Callback"),
-        ({"prompts": "captions.csv"}, "prompts is 'captions.csv', a file"),
         (
             {"prompts": ["a red circle moving left", "p3.TXT"]},
             "prompts is 'p3.TXT', a file",
@@ -193,15 +190,6 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         (
             {"num_updates": 3},
             "unknown key 'num_updates'. Did you mean training.num_updates?",
-        ),
-        (
-            {"training": 3},
-            "training is 3, but it must hold keys such as training.num_updates",
-        ),
-        ({"training": {"num_updates": 0}}, "training.num_updates is 0"),
-        (
-            {"allow_changes": "seeds"},
-            "--allow-changes: unknown key 'seeds'. Did you mean seed?",
         ),
         (
             {"allow_changes": "seed, rollout.etas"},
@@ -282,8 +270,7 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
     def loaded(*_: object, **__: object) -> None:
         raise RewardError("it is being loaded")
 
-    for name in ("policy.adapters",):
-        monkeypatch.setattr(f"sage_fast.{name}.open_components", loaded)
+    monkeypatch.setattr("sage_fast.policy.adapters.open_components", loaded)
     monkeypatch.chdir(tmp_path)
     words = [
         *command.split(),
@@ -303,9 +290,13 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
 
 
 @pytest.mark.parametrize(
-    "path", ["gone/model", "/gone", "./models/gone", "~/gone-of-sage"]
+    ("preset", "path"),
+    [
+        ("hv15_352x624_lora_1gpu", "gone/model"),
+        ("hv15_352x624_lora_1gpu", "~/gone-of-sage"),
+        ("wan_480p_lora_1gpu", "/gone"),
+    ],
 )
-@pytest.mark.parametrize("preset", ["hv15_352x624_lora_1gpu", "wan_480p_lora_1gpu"])
 def test_a_folder_that_is_not_there_is_said_before_the_size_of_its_model(
     path: str,
     preset: str,
@@ -315,17 +306,7 @@ def test_a_folder_that_is_not_there_is_said_before_the_size_of_its_model(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gone").mkdir()  # so that gone/model is not a repository
-    assert (
-        main(
-            [
-                "train",
-                preset,
-                "--model.device=cpu",
-                "--output_dir=run",
-                f"--model.path={path}",
-            ]
-        )
-        == 2
-    )
+    words = ["--model.device=cpu", "--output_dir=run", f"--model.path={path}"]
+    assert main(["train", preset, *words]) == 2
     errors = capsys.readouterr().err
     assert path.removeprefix("~") in errors and "billion parameters" not in errors

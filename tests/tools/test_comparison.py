@@ -13,7 +13,6 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.run.directory import RunDirectory
 from sage_fast.tools.comparison import (
-    _arm_names,
     compare_runs,
     group_into_arms,
     to_text,
@@ -46,8 +45,8 @@ def runs(tmp_path: Path) -> list[Path]:
 def test_runs_that_differ_in_their_seed_and_place_are_one_arm(runs: list[Path]) -> None:
     arms = group_into_arms([RunDirectory(folder) for folder in runs])
     assert [(arm.name, arm.apart) for arm in arms] == [
-        ("sage", "sde_type=sage_grpo"),
-        ("cps", "sde_type=cps"),
+        ("sage", "rollout.sde_type=sage_grpo"),
+        ("cps", "rollout.sde_type=cps"),
     ]
     assert [[run.seed for run in arm.runs] for arm in arms] == [[0, 1], [0, 1]]
     line = arms[0].line("reward/mean")
@@ -64,26 +63,9 @@ def test_a_batch_size_makes_another_arm_though_a_resumed_run_may_change_it(
     ]
     arms = group_into_arms([RunDirectory(folder) for folder in folders])
     assert [(arm.name, arm.apart) for arm in arms] == [
-        ("a", "batch_size=128"),
-        ("b", "batch_size=64"),
+        ("a", "rollout.batch_size=128"),
+        ("b", "rollout.batch_size=64"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("folders", "names"),
-    [
-        (["sage/seed-0 sage/seed-1", "cps/seed-0"], ["sage", "seed-0"]),
-        (["sage/seed-0", "cps/seed-0"], ["sage/seed-0", "cps/seed-0"]),
-        (["sage-10 sage-11", "cps_1"], ["sage", "cps_1"]),
-        (["a b", "c d"], ["a, b", "c, d"]),
-    ],
-)
-def test_arms_are_named_by_their_folders(folders: list[str], names: list[str]) -> None:
-    groups = [
-        [RunDirectory(Path("runs") / name) for name in group.split()]
-        for group in folders
-    ]
-    assert _arm_names(groups) == names
 
 
 def test_the_paired_test_is_over_seeds_and_prompts(runs: list[Path]) -> None:

@@ -66,25 +66,21 @@ def test_an_effect_is_no_surer_than_its_seeds_nor_than_its_prompts() -> None:
     assert one.stderr == pytest.approx(float(values[0].std()) / 20**0.5)
 
 
-@pytest.mark.parametrize(
-    ("of_seeds", "of_prompts"), [(0.2, 1.0), (1.0, 0.2), (0.0, 0.0)]
-)
+@pytest.mark.parametrize(("of_seeds", "of_prompts"), [(0.2, 1.0), (1.0, 0.2)])
 def test_an_effect_of_zero_is_found_in_one_study_of_twenty(
     of_seeds: float, of_prompts: float
 ) -> None:
-    """Six seeds and 60 prompts, 1,500 studies. Where neither factor varies the estimate
-    is careful.
-    """
+    """Six seeds and 60 prompts, 1,000 studies."""
     generator = torch.Generator().manual_seed(0)
     found = 0
-    for _ in range(1500):
+    for _ in range(1000):
         rows = torch.randn(6, 60, generator=generator, dtype=torch.float64)
         rows += of_seeds * torch.randn(6, 1, generator=generator, dtype=torch.float64)
         rows += of_prompts * torch.randn(
             1, 60, generator=generator, dtype=torch.float64
         )
         found += crossed_effect(rows.tolist()).p < 0.05
-    assert (0.03 if of_seeds else 0.0) < found / 1500 < 0.07
+    assert 0.03 < found / 1000 < 0.07
 
 
 def test_holm_by_hand() -> None:

@@ -102,10 +102,6 @@ def test_doctor_says_that_it_can_run(
     assert main(["doctor", *world.words]) == 0
     text = capsys.readouterr().out
     assert "This configuration can run." in text and "already holds a run" in text
-    assert re.search(
-        r"encoding of prompts +2, .* TFLOP, .* s and loading the encoders, .* MB in the cache; .* CPU",
-        text,
-    )
     for name in ("HunyuanVideo-1.5", "VideoAlign", "CLIPScore", "PickScore"):
         assert re.search(rf"ok +{name} ", text), name
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
 
+import av
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ from sage_fast.evaluation import Evaluation, paired_tests
 from sage_fast.rewards.base import check_videos
 from sage_fast.rewards.clip import middle_frames
 from sage_fast.rewards.ocr import load_reader, quoted_text, similarity
+from sage_fast.run.plots import figure_file, new_figure
 from sage_fast.run.prompt_files import read_prompts
 from sage_fast.run.provenance import SOURCE_ROOT
 
@@ -313,6 +315,51 @@ def words_right(before: Evaluation, after: Evaluation) -> dict[str, list[int]]:
     return found
 
 
+def draw_parted(
+    run: TrainedRun, picture: Path, prompts: int = 4, videos: int = 12, shown: int = 2
+) -> None:
+    """Write the videos of a trained run that its reward calls right and the judge does
+    not, with what either reads.
+
+    Of the `prompts` in whose last evaluation the two part most; `shown` of `videos` new
+    ones of each.
+    """
+    last = Evaluation.load(max((run.output_dir / "evaluation").glob("update-*.json")))
+    gap = torch.tensor(last.scores["OCR_right"]) - torch.tensor(
+        last.scores["judge_right"]
+    )
+    read = load_reader(480, 1, search=False)
+    judge = load_judge()
+    figure = new_figure(8.3, 0.75 * prompts + 0.1)
+    for row, number in enumerate(gap.argsort(descending=True)[:prompts].tolist()):
+        prompt = last.prompts[number]
+        found = 0
+        for file in run.generate(
+            prompt, run.output_dir / f"parted-{row}", num_videos=videos
+        ):
+            with av.open(str(file)) as container:
+                frames = [
+                    np.asarray(frame.to_image())[..., ::-1].copy()
+                    for frame in container.decode(video=0)
+                ]
+            wanted = quoted_text(prompt)
+            middle = frames[middle_frames(len(frames), 1)[0]]
+            shows, judged = (
+                reader(middle).replace(" ", "") for reader in (read, judge)
+            )
+            if found < shown and shows.lower() == wanted != judged.lower():
+                found += 1
+                axes = figure.add_subplot(prompts, shown, shown * row + found)
+                axes.imshow(np.concatenate(frames, axis=1))
+                axes.set_title(
+                    f"asked for and read: {wanted.upper()}; the judge: {judged}",
+                    fontsize=8,
+                    loc="left",
+                )
+                axes.axis("off")
+    picture.write_bytes(figure_file(figure, "png"))
+
+
 def main() -> None:
     """Command line of the module."""
     parser = argparse.ArgumentParser(prog="python -m experiments.readers")
@@ -323,6 +370,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output_dir", type=Path, default=Path("runs/words"))
     parser.add_argument(
+        "--draw",
+        type=Path,
+        metavar="PICTURE",
+        help="videos whose reward the judge does not share",
+    )
+    parser.add_argument(
         "--base",
         type=Path,
         help="run whose update 0 counts as before; default the arm itself",
@@ -331,6 +384,8 @@ def main() -> None:
     # the line of results is alone on the standard output
     with redirect_stdout(sys.stderr):
         run = run_arm(given.arm, given.rate, given.seed, given.output_dir)
+    if given.draw is not None:
+        draw_parted(run, given.draw)
     base = run if given.base is None else open_run(given.base)
     print(json.dumps(row(given.arm, given.rate, given.seed, run, base)))
 

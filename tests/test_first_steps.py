@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from sage_fast import trainer as trainer_module
 from sage_fast.config.schema import RunConfig
 from sage_fast.noise import NoiseKey
-from sage_fast.objectives.base import objective_of
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import (
@@ -149,27 +148,6 @@ def test_a_window_at_the_first_step_leaves_nothing_to_share() -> None:
     )
     assert counts.rows == [3] * 6
     assert num_first_steps(transition_table("ode", sigma_schedule(6, 3.0), 0.5)) == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("", True),
-        ("--rollout.sde_type=cps", True),
-        ("--rollout.sde_window.size=5", True),
-        ("--rollout.sde_window.size=4 --rollout.sde_window.stride=0", False),
-        ("--rollout.sde_type=ode --training.update=forward_process", False),
-        ("--rollout.solver_order=1", False),
-    ],
-)
-def test_an_order_that_no_step_takes_is_named(
-    words: str, told: bool, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = ["--rollout.num_steps=6", "--rollout.solver_order=2", *words.split()]
-    config = tiny_run(*given, "--objective.kl_mode=none")
-    objective_of(config).check_run(config, 8)
-    said = "rollout.solver_order 2 changes nothing"
-    assert any(said in message for message in caplog.messages) == told
 
 
 def test_ranks_that_keep_step_share_whole_groups_alone(tiny_run: MakeRun) -> None:

@@ -29,7 +29,7 @@ from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
 from tests.test_gradient import EXACT, STRONG_KL, Estimates, passes, videos_of
-from tests.test_trainer import poison_gradients
+from tests.test_wrong_updates import poison_gradients
 from tests.tiny.velocity_field import (
     move_weights,
     relative,

@@ -248,6 +248,15 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
             "micro_batch_size is .*updates split the videos.* Set it to 1",
         ),
         (
+            "--forward_process.weighting=branches --forward_process.clip=0.2",
+            "clip is 0.2, but it must be null with forward_process.weighting",
+        ),
+        (
+            f"{FORWARD} --training.updates_per_rollout=2 --rollout.micro_batch_size=1 "
+            f"{BEST_AND_WORST} --rollout.num_generations=4",
+            "best_and_worst is 1, .* must be 0: several updates split the videos",
+        ),
+        (
             f"{FORWARD} --forward_process.sampling_guidance=5",
             "guidance_scale is 2.0, but with .*sampling_guidance 5",
         ),

@@ -131,14 +131,6 @@ def test_a_change_of_owner_or_step_gives_independent_noise(
     assert float((first == second).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
-    first = initial_latents([KEY], (65536,))
-    second = gaussian([KEY], step, (65536,))
-    assert abs(float((first * second).mean())) < 4 / 256
-    assert float((first == second).float().mean()) < 1e-3
-
-
 @pytest.mark.parametrize(
     "shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str
 )

@@ -4,7 +4,6 @@ work in a training.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -93,12 +92,24 @@ def weight_of(drawn: Drawn, row: int, weighting: str) -> float:
     return s * s / max(1e-5, s * error) if weighting == "adaptive" else s * s
 
 
-@pytest.mark.parametrize("weighting", ["adaptive", "x0", "velocity"])
+@pytest.mark.parametrize(
+    ("weighting", "error"),
+    [
+        ("adaptive", None),
+        # It divides by the error of a video, of 1e-5 at least.
+        ("adaptive", 1e-3),
+        ("adaptive", 1e-7),
+        ("x0", None),
+        ("velocity", None),
+    ],
+)
 @pytest.mark.parametrize("advantage", [-5.0, 0.0, 0.3])
 def test_loss_and_gradient_are_those_of_the_formula(
-    advantage: float, weighting: str
+    advantage: float, weighting: str, error: float | None
 ) -> None:
     drawn = Drawn()
+    if error is not None:
+        drawn.velocity = drawn.target + error
     kl = 0.04
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     loss, gradient = drawn.gradient(settings, advantage, kl)
@@ -119,22 +130,6 @@ def test_loss_and_gradient_are_those_of_the_formula(
         )
         torch.testing.assert_close(
             gradient[b], slope / v.numel(), rtol=1e-10, atol=1e-14
-        )
-
-
-@pytest.mark.parametrize("error", [1e-3, 1e-7])
-def test_a_video_that_is_predicted_exactly_has_a_weight_too(error: float) -> None:
-    """The adaptive weighting divides by the error, of 1e-5 at least."""
-    drawn = Drawn()
-    drawn.velocity = drawn.target + error
-    drawn.old = drawn.target - 0.1
-    loss, _ = drawn.gradient(ForwardProcessConfig(weighting="adaptive", beta=0.3), 1.0)
-    for row in range(2):
-        s = float(drawn.sigma[row])
-        moved = 0.1 + error
-        weight = s * s / max(1e-5, s * error)
-        assert float(loss[row]) == pytest.approx(
-            weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6
         )
 
 
@@ -367,57 +362,40 @@ def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
         assert torch.allclose(old, (first + p) / 2, atol=1e-6)
 
 
-def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(
-    tiny_run: MakeRun,
-) -> None:
-    words = ["--rollout.micro_batch_size=2", "--objective.kl_position_weight=0.5"]
-    trainer = build_trainer(tiny_run(*FORWARD, *words))
-    objective = trainer.objective
-    assert isinstance(objective, ForwardProcess)
-    objective.begin(0, 0)
-    objective.kl_weight = replace(objective.kl_weight, weight=0.1)
-    scored, _ = trainer._score(*trainer._rollout())
-    rows, trajectory = next(scored.batches())
-    for position in range(4):
-        loss = objective._loss(scored, rows, trajectory, (0, position))
-        assert loss.anchor_weight == 0.05
-        for b, key in enumerate(trajectory.keys):
-            x0 = trajectory.final[b]
-            s = float(levels_of(objective, key, trajectory)[position])
-            z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
-            torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
-            torch.testing.assert_close(loss.target[b], z - x0)
-            assert float(loss.sigma[b]) == pytest.approx(s)
-            state, sigma = objective._state(scored, rows, trajectory, position)
-            assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)
-
-
 def test_guided_samples_train_the_unguided_velocity(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at
-    v_c alone, in float64.
+    """Samples by hand along v_u + 3 (v_c - v_u), the loss with its KL and its gradient
+    by hand at v_c alone, in float64.
     """
     words = [
         "--rollout.guidance_scale=1",
         "--forward_process.sampling_guidance=3",
         "--forward_process.old_decay=null",
+        "--forward_process.weighting=x0",
+        "--objective.kl_mode=fixed",
+        "--objective.kl_position_weight=0.5",
+        "--kl_weight.minimum=0.1",
+        "--kl_weight.maximum=0.1",
     ]
-    trainer = build_trainer(
-        tiny_run(*FORWARD, *words, "--forward_process.weighting=x0")
-    )
+    trainer = build_trainer(tiny_run(*FORWARD, *words))
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
     parameters = list(trainer.parameters.values())
     objective = trainer.objective
     negative = trainer.policy.uncond
-    assert isinstance(objective, ForwardProcess)
+    assert isinstance(objective, ForwardProcess) and objective.anchor is not None
+    anchor = list(objective.anchor.values.values())
 
-    def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
+    def velocity(
+        latents: Tensor,
+        sigma: float,
+        *prompts: PromptEmbeds,
+        weights: Sequence[Tensor] = parameters,
+    ) -> Tensor:
         texts = torch.stack([p.text.mean() + len(p.text) for p in prompts])
-        return smooth_velocity(
-            parameters, latents, torch.full((len(latents),), sigma), texts
-        )
+        levels = torch.full((len(latents),), sigma)
+        return smooth_velocity(weights, latents, levels, texts)
 
     objective.begin(0, 0)
     scored, _ = trainer._score(*trainer._rollout())
@@ -440,11 +418,15 @@ def test_guided_samples_train_the_unguided_velocity(
             x0 = trajectory.final[b]
             level = torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
-            v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
+            noised = ((1 - level) * x0 + level * z)[None]
+            v = velocity(noised, s, embeds[b])[0]
+            pulled = velocity(noised, s, embeds[b], weights=anchor)[0].detach()
             error = (v - (z - x0).double()).square().mean()
             expected = expected + s**2 * float(scored.advantages[b]) * error
+            expected = expected + 0.1 * 0.5 * (v - pulled).square().mean()
     found = torch.autograd.grad(expected / 16, parameters)
     trainer.engine.zero_grad()
+    objective.measure(scored)
     objective.accumulate(scored, range(4), 0)
     for p, wanted in zip(parameters, found, strict=True):
         assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-10

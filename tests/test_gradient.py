@@ -589,39 +589,3 @@ def test_a_rank_knows_where_its_second_half_begins() -> None:
     parts = [torch.arange(2, 6), torch.arange(5, 8), torch.arange(3)]
     for at, middles in ((4, [2, 0, 3]), (None, [None] * 3)):
         assert [shared_out(rows[None], at).middle for rows in parts] == middles
-
-
-@pytest.mark.slow
-def test_a_shuffled_reward_has_no_signal(tiny_run: MakeRun, tmp_path: Path) -> None:
-    """In 16 rollouts of the forward process; the true reward, brightness, repeats from
-    half to half.
-    """
-    words = [
-        *videos_of(tmp_path, *["square", "cross"] * 4),
-        "--rollout.batch_size=32",
-        "--rollout.num_generations=4",
-    ]
-    words += [
-        "--rollout.micro_batch_size=16",
-        *OF_UPDATE["forward_process"],
-        "--training.update=forward_process",
-    ]
-    trainer = build_trainer(tiny_run(*words))
-    generator = torch.Generator().manual_seed(0)
-    found: dict[str, list[float]] = {"true": [], "shuffled": []}
-    for _ in range(16):
-        scored = rollout_of(trainer)
-        groups = scored.all_advantages.view(-1, 4)
-        order = torch.rand(groups.shape, generator=generator).argsort(1)
-        shuffled = replace(scored, all_advantages=groups.gather(1, order).flatten())
-        for name, rollout in (("true", scored), ("shuffled", shuffled)):
-            signal = gradient_and_signal(trainer, rollout)[1]
-            assert signal is not None
-            found[name].append(signal)
-        trainer.update += 1
-        trainer.rollouts += 1
-    (true, error), (noise, noise_error) = (
-        (float(values.mean()), float(values.std()) / 4)
-        for values in map(torch.tensor, found.values())
-    )
-    assert true > max(0.1, 4 * error) and abs(noise) < 2 * noise_error < 0.1

@@ -25,8 +25,8 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.config.sections import EvaluationConfig, ModelConfig, RolloutConfig
 from sage_fast.evaluation import Evaluation, scored_in_both
-from sage_fast.models.family import Components, family_of, load_components
-from sage_fast.policy.guidance import GuidedPolicy, model_velocity
+from sage_fast.models.family import Components, load_components
+from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt
 from sage_fast.rollout import (
     Sampler,
@@ -39,8 +39,6 @@ from sage_fast.run.resume import check_same_run
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.tools import exporting
 from sage_fast.tools.exporting import export
-from tests.distributed.ranks import run_ranks, train, write_run
-from tests.tiny.checkpoints import build_pipeline
 from tests.tiny.wan import save_wan
 
 UNIPC = "--evaluation.solver=unipc"
@@ -122,41 +120,6 @@ def test_latents_are_those_of_the_stock_pipeline(
     assert apart(start, expected) > 0.1, "the comparison is of something that moves"
 
 
-def test_latents_of_another_family_are_those_of_the_scheduler_by_hand(
-    tmp_path: Path,
-) -> None:
-    """Of HunyuanVideo-1.5, with what its own scheduler leaves of the options."""
-    build_pipeline().save_pretrained(tmp_path)
-    ours = prepared(tmp_path, "hunyuan15")
-    scale = 6.0
-    steps = 6
-    sampler = sampler_of(ours, scale, steps, (9, 48, 32))
-    batch = sampler.samples(members())
-    trajectory = sampler(batch)
-    # By the names that a model card hands on.
-    solver = UniPCMultistepScheduler(
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=SHIFT,
-        solver_order=2,
-        solver_type="bh2",
-    )
-    solver.set_timesteps(steps)
-    x = sampler.initial(trajectory.keys)
-    empty = ours.prompt_encoder.encode([""])
-    with torch.no_grad():
-        for timestep in solver.timesteps.tolist():
-            sigma = torch.tensor([timestep / 1000])
-            own, other = (
-                model_velocity(ours.transformer, x, sigma, embeds)
-                for embeds in ([batch[0].embeds], empty)
-            )
-            v = other + scale * (own - other)
-            x = solver.step(v, timestep, x).prev_sample
-    assert apart(trajectory.final, x) <= 1e-6
-    assert family_of(ours.transformer).scheduler[1] == "shift"
-
-
 def test_no_coefficient_depends_on_the_batch(
     wan: tuple[WanPipeline, Components],
 ) -> None:
@@ -226,25 +189,6 @@ def test_a_resume_keeps_the_solver_also_of_a_run_that_did_not_know_the_key(
         check_same_run(saved, to_dict(config), tmp_path)
     with pytest.raises(ConfigError, match="evaluation.solver cannot change within"):
         Run(config, allow_changes=["evaluation.solver"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["--distributed.sp=2"]], ids=["dp", "sp"])
-def test_two_ranks_score_as_one(
-    tiny_model: Path, tmp_path: Path, words: list[str]
-) -> None:
-    file = write_run(
-        tiny_model,
-        tmp_path,
-        evaluation={"batch_size": 1, "solver": "unipc", "num_prompts": 3},
-    )
-    expected, _, _ = train(file, ["--training.num_updates=1"])
-    size = "--rollout.batch_size=4" if words else "--rollout.batch_size=2"
-    for found, _, _ in run_ranks(
-        train, 2, file, [*words, size, "--training.num_updates=1"]
-    ):
-        assert found[-1] == pytest.approx(expected[-1], rel=1e-5)
-    assert len(expected[-1]) == 3
 
 
 # --------------------------------------------------------------------------------------

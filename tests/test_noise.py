@@ -175,6 +175,15 @@ def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
         torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
 
 
+def test_shared_initial_noise_starts_a_group_alike() -> None:
+    owners = [NoiseKey(0, 1, 7, member) for member in range(4)]
+    first, second, third, fourth = initial_latents(
+        owners, (4,), kind="shared", members=2
+    )
+    assert torch.equal(first, second) and torch.equal(third, fourth)
+    assert not torch.equal(first, third), "two groups of one prompt"
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_draws_the_same_numbers() -> None:

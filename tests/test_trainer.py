@@ -51,6 +51,7 @@ def test_every_algorithm_is_finite_and_its_kl_begins_with_the_first_move(
     words = [
         f"--rollout.sde_type={SDE_TYPES[number]}",
         f"--objective.kl_mode={kl_mode}",
+        "--rollout.num_steps=2",
     ]
     words += [
         f"--training.mode={('lora', 'full')[number % 2]}",
@@ -125,6 +126,7 @@ def test_the_kl_share_is_measured_and_changes_nothing(
             f"--kl_weight.minimum={weight}",
             f"--kl_weight.maximum={weight}",
             "--objective.kl_mode=fixed",
+            "--rollout.num_steps=2",
         ]
         trainer = build_trainer(tiny_run(f"--training.kl_share_every={every}", *fixed))
         first = untimed(trainer.iterate())
@@ -132,7 +134,7 @@ def test_the_kl_share_is_measured_and_changes_nothing(
         with monkeypatch.context() as patch:
             counts = passes(trainer, patch)
             second = untimed(trainer.iterate())
-        assert counts["update"] == (12 if every == "2" else 4)
+        assert counts["update"] == (6 if every == "2" else 2)
         found[every, weight] = (
             second.pop("kl/grad_share", None),
             second,

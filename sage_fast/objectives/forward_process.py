@@ -485,5 +485,6 @@ class ForwardProcess(Objective):
             "old/proximal_share": pulls[1] / total,
             "kl/anchor": kl,
             "kl/share": pulls[2] / total,
+            "forward/levels": self.process.levels,
         }
         return metrics, self.settings.kl_position_weight * kl

@@ -256,7 +256,7 @@ FAMILY_CLASSES = family_classes()
 
 
 def named_classes(text: str) -> set[str]:
-    """Those that code names, outside docstrings and comments."""
+    """Classes of a family that code names, outside docstrings and comments."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

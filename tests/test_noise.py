@@ -13,7 +13,12 @@ import torch
 
 from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, sample_trajectory
+from sage_fast.rollout import (
+    initial_latents,
+    noise_keys,
+    noise_seed,
+    sample_trajectory,
+)
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_kernels.reference.philox import philox
 
@@ -182,6 +187,25 @@ def test_shared_initial_noise_starts_a_group_alike() -> None:
     )
     assert torch.equal(first, second) and torch.equal(third, fourth)
     assert not torch.equal(first, third), "two groups of one prompt"
+
+
+def test_a_prompt_seed_is_mixed_with_a_run_seed_that_is_not_the_default() -> None:
+    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    samples = [
+        Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0)
+        for i, s in ((0, 7), (1, None))
+    ]
+    keys = noise_keys(samples, 1_000_003, update=0, usual=1_000_003)
+    assert [key.seed for key in keys] == [7, 1_000_003]
+    pairs = [(own, seed) for own in range(20) for seed in range(20)]
+    mixed = {
+        noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs
+    }
+    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), (
+        "1 and 2 are not 2 and 1"
+    )
+    keys = noise_keys(samples, 3, update=0)
+    assert [key.seed for key in keys] == [noise_seed(samples[0].prompt, 3), 3]
 
 
 @pytest.mark.gpu

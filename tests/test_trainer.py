@@ -23,12 +23,10 @@ from sage_fast.models.stored import is_dead
 from sage_fast.models.toy.components import WordEncoder
 from sage_fast.models.toy.renderer import all_captions
 from sage_fast.objectives.base import objective_of
-from sage_fast.records import Prompt, PromptEmbeds, Sample
+from sage_fast.records import Prompt
 from sage_fast.rewards.composite import CompositeReward
 from sage_fast.rollout import (
     initial_latents,
-    noise_keys,
-    noise_seed,
     rollout_table,
 )
 from sage_fast.run.run import build_trainer
@@ -366,25 +364,6 @@ def test_sde_window_limits_noise_and_training(tiny_run: MakeRun) -> None:
     assert window(3, *least) == [0], "at least one step"
     found = orders(tiny_run("--rollout.num_steps=6", "--rollout.sde_window.size=2"))
     assert all(set(order) == {0, 1} for order in found)
-
-
-def test_a_prompt_seed_is_mixed_with_a_run_seed_that_is_not_the_default() -> None:
-    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
-    samples = [
-        Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0)
-        for i, s in ((0, 7), (1, None))
-    ]
-    keys = noise_keys(samples, 1_000_003, update=0, usual=1_000_003)
-    assert [key.seed for key in keys] == [7, 1_000_003]
-    pairs = [(own, seed) for own in range(20) for seed in range(20)]
-    mixed = {
-        noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs
-    }
-    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), (
-        "1 and 2 are not 2 and 1"
-    )
-    keys = noise_keys(samples, 3, update=0)
-    assert [key.seed for key in keys] == [noise_seed(samples[0].prompt, 3), 3]
 
 
 def test_a_run_encodes_and_shows_to_rewards_what_it_will_use(

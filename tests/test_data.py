@@ -73,23 +73,13 @@ def test_steps_levels_and_noise_are_functions_of_every_field_of_a_key(
         assert draw(key) == draw(replace(key)) != draw(other)
 
 
-def test_step_orders_are_permutations_and_belong_to_a_sample() -> None:
-    steps = [1, 2, 3, 5, 8]
-    orders = [
-        step_order(NoiseKey(0, 4, 7, member), steps, 1.0, True) for member in range(8)
-    ]
-    assert all(sorted(order) == steps for order in orders)
-    assert len({tuple(order) for order in orders}) > 1
-    assert step_order(NoiseKey(0, 4, 7, 3), steps, 1.0, True) == orders[3]
-    assert step_order(NoiseKey(0, 5, 7, 3), steps, 1.0, True) != orders[3]
-
-
 def test_fraction_keeps_at_least_one_step() -> None:
     key = NoiseKey(0, 0, 0, 0)
     assert len(step_order(key, [0, 1, 2, 3], 0.5, True)) == 2
     assert len(step_order(key, [0, 1, 2, 3], 0.01, True)) == 1
     assert len(step_order(key, [0, 1, 2, 3], 0.99, True)) == 3
     assert step_order(key, [0, 1, 2, 3], 0.5, False) == [0, 1]
+    assert sorted(step_order(key, [1, 2, 5, 8], 1.0, True)) == [1, 2, 5, 8]
 
 
 def test_split_evenly_covers_everything_once() -> None:
@@ -99,18 +89,9 @@ def test_split_evenly_covers_everything_once() -> None:
         assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
 @pytest.mark.parametrize(
-    ("videos", "group", "count", "size"),
-    [
-        (2, 16, 4, 1),
-        (4, 16, 4, 1),
-        (3, 24, 4, 1),
-        (12, 24, 4, 1),
-        (16, 16, 4, 1),
-        (8, 16, 4, 2),
-        (24, 24, 4, 4),
-    ],
+    ("ranks", "videos", "group", "count", "size"),
+    [(8, 2, 16, 4, 1), (64, 3, 24, 4, 1), (8, 8, 16, 4, 2), (64, 24, 24, 4, 4)],
 )
 def test_the_slowest_rank_trains_the_mean(
     ranks: int, videos: int, group: int, count: int, size: int

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from sage_fast import trainer as trainer_module
 from sage_fast.config.schema import RunConfig
 from sage_fast.noise import NoiseKey
-from sage_fast.objectives.base import objective_of
 from sage_fast.policy.guidance import GuidedPolicy
 from sage_fast.records import Prompt, PromptEmbeds, Sample, Trajectory
 from sage_fast.rollout import (
@@ -109,7 +107,7 @@ def states(trajectories: Sequence[Trajectory]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("keep_steps", [True, False])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("size", [1, 4, 12])
 def test_a_start_is_followed_once_whatever_the_micro_batches_are(
     size: int, keep_steps: bool
 ) -> None:
@@ -151,27 +149,6 @@ def test_a_window_at_the_first_step_leaves_nothing_to_share() -> None:
     assert num_first_steps(transition_table("ode", sigma_schedule(6, 3.0), 0.5)) == 6
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("", True),
-        ("--rollout.sde_type=cps", True),
-        ("--rollout.sde_window.size=5", True),
-        ("--rollout.sde_window.size=4 --rollout.sde_window.stride=0", False),
-        ("--rollout.sde_type=ode --training.update=forward_process", False),
-        ("--rollout.solver_order=1", False),
-    ],
-)
-def test_an_order_that_no_step_takes_is_named(
-    words: str, told: bool, tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    given = ["--rollout.num_steps=6", "--rollout.solver_order=2", *words.split()]
-    config = tiny_run(*given, "--objective.kl_mode=none")
-    objective_of(config).check_run(config, 8)
-    said = "rollout.solver_order 2 changes nothing"
-    assert any(said in message for message in caplog.messages) == told
-
-
 def test_ranks_that_keep_step_share_whole_groups_alone(tiny_run: MakeRun) -> None:
     def shares(*words: str, sharded: bool, videos: int = 8) -> bool:
         config = tiny_run(
@@ -187,53 +164,31 @@ def test_ranks_that_keep_step_share_whole_groups_alone(tiny_run: MakeRun) -> Non
     assert not shares("--rollout.initial_noise=own", sharded=False)
 
 
-class Counted:
-    """Rows of the policy's velocities without a gradient, and their FLOPs where the
-    counter, which slows every operator, is on.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch, flops: bool) -> None:
-        self.rows = 0
-        self.flops = 0
-        velocity = GuidedPolicy.velocity
-
-        def counted(policy: GuidedPolicy, latents: Tensor, *arguments: Any) -> Tensor:
-            if torch.is_grad_enabled():
-                return velocity(policy, latents, *arguments)
-            self.rows += len(latents)
-            if not flops:
-                return velocity(policy, latents, *arguments)
-            with FlopCounterMode(display=False) as counter:
-                found = velocity(policy, latents, *arguments)
-            self.flops += counter.get_total_flops()
-            return found
-
-        patch.setattr(GuidedPolicy, "velocity", counted)
-
-
 def trainer_at(config: RunConfig, rollout: int = OPENS) -> Trainer:
     trainer = build_trainer(config)
     trainer.rollouts = rollout
     return trainer
 
 
-def sampled(
-    config: RunConfig, *, shared: bool, flops: bool = False
-) -> tuple[list[Tensor], int, int]:
-    """States of a rollout of the tiny model, with the rows and FLOPs of its velocities."""
+def sampled(config: RunConfig, *, shared: bool) -> tuple[list[Tensor], int]:
+    """States of a rollout of the tiny model, and the rows of its velocities."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "shares_first_steps", lambda *arguments: shared)
         trainer = trainer_at(config)
-        counts = Counted(patch, flops)
+        velocity = GuidedPolicy.velocity
+        rows = []
+
+        def counted(policy: GuidedPolicy, latents: Tensor, *arguments: Any) -> Tensor:
+            rows.append(len(latents))
+            return velocity(policy, latents, *arguments)
+
+        patch.setattr(GuidedPolicy, "velocity", counted)
         trainer.objective.begin(0, OPENS)
-        with trainer.objective.sampling():
-            trajectories, _ = trainer._rollout()
-        return states(trajectories), counts.rows, counts.flops
+        trajectories, _ = trainer._rollout()
+        return states(trajectories), sum(rows)
 
 
-@pytest.mark.parametrize(
-    "words", ["", "--rollout.guidance_scale=1", "--model.forward=stock"]
-)
+@pytest.mark.parametrize("words", ["", "--model.forward=stock"])
 def test_with_one_video_at_a_time_the_bits_are_those_of_every_member(
     tiny_run: MakeRun, words: str
 ) -> None:
@@ -249,17 +204,16 @@ def test_with_one_video_at_a_time_the_bits_are_those_of_every_member(
     config = tiny_run(
         *given, "--rollout.micro_batch_size=1", "--objective.kl_mode=none"
     )
-    alone = sampled(config, shared=False, flops=True)
-    together = sampled(config, shared=True, flops=True)
+    alone = sampled(config, shared=False)
+    together = sampled(config, shared=True)
     assert all(
         torch.equal(given, wanted)
         for given, wanted in zip(together[0], alone[0], strict=True)
     )
     assert (alone[1], together[1]) == (4 * 6, 2 * 3 + 4 * 3)
-    assert together[2] / alone[2] == pytest.approx(together[1] / alone[1], rel=0.02)
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [4, 8])
 def test_with_several_at_a_time_the_first_steps_are_those_of_one(
     tiny_run: MakeRun, size: int
 ) -> None:
@@ -284,11 +238,10 @@ def test_with_several_at_a_time_the_first_steps_are_those_of_one(
         assert all(torch.equal(together[0][i], one[i]) for i in before)
 
 
-@pytest.mark.parametrize("update", ["two_phase", "single_pass"])
-@pytest.mark.parametrize("size", [1, 4])
-def test_an_iteration_is_the_same(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch, update: str, size: int
-) -> None:
+@pytest.mark.parametrize(
+    ("update", "size"), [("two_phase", 4), ("single_pass", 4), ("single_pass", 1)]
+)
+def test_an_iteration_is_the_same(tiny_run: MakeRun, update: str, size: int) -> None:
     """Its metrics and weights: to the bit with one video at a time, and the first ratio
     is 1 with any number.
     """
@@ -303,22 +256,15 @@ def test_an_iteration_is_the_same(
     )
     results = []
     for shared in (False, True):
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                trainer_module,
-                "shares_first_steps",
-                lambda *arguments, shared=shared: shared,
+                trainer_module, "shares_first_steps", lambda *_, shared=shared: shared
             )
             trainer = trainer_at(config)
-            records = [untimed(trainer.iterate()) for _ in range(2)]
-        results.append(
-            (
-                records,
-                [weight.detach().clone() for weight in trainer.parameters.values()],
-            )
-        )
+            record = untimed(trainer.iterate())
+        results.append((record, list(trainer.parameters.values())))
     (alone, expected), (together, found) = results
-    assert [record["ratio/first_max_deviation"] for record in together] == [0.0, 0.0]
+    assert together["ratio/first_max_deviation"] == 0.0
     if size == 1:
         assert together == alone
         assert all(
@@ -326,6 +272,4 @@ def test_an_iteration_is_the_same(
             for given, wanted in zip(found, expected, strict=True)
         )
     else:
-        assert together[0]["grad_norm"] == pytest.approx(
-            alone[0]["grad_norm"], rel=1e-3
-        )
+        assert together["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-3)

@@ -4,7 +4,6 @@ work in a training.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ForwardProcessConfig
 from sage_fast.noise import STREAM_FORWARD, NoiseKey, gaussian
@@ -29,7 +27,7 @@ from sage_fast.run.run import build_trainer
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import untimed
 from tests.test_gradient import EXACT, STRONG_KL, Estimates, passes, videos_of
-from tests.test_trainer import poison_gradients
+from tests.test_wrong_updates import poison_gradients
 from tests.tiny.velocity_field import (
     move_weights,
     relative,
@@ -94,12 +92,24 @@ def weight_of(drawn: Drawn, row: int, weighting: str) -> float:
     return s * s / max(1e-5, s * error) if weighting == "adaptive" else s * s
 
 
-@pytest.mark.parametrize("weighting", ["adaptive", "x0", "velocity"])
-@pytest.mark.parametrize("advantage", [-5.0, -1.0, 0.0, 0.3, 5.0])
+@pytest.mark.parametrize(
+    ("weighting", "error"),
+    [
+        ("adaptive", None),
+        # It divides by the error of a video, of 1e-5 at least.
+        ("adaptive", 1e-3),
+        ("adaptive", 1e-7),
+        ("x0", None),
+        ("velocity", None),
+    ],
+)
+@pytest.mark.parametrize("advantage", [-5.0, 0.0, 0.3])
 def test_loss_and_gradient_are_those_of_the_formula(
-    advantage: float, weighting: str
+    advantage: float, weighting: str, error: float | None
 ) -> None:
     drawn = Drawn()
+    if error is not None:
+        drawn.velocity = drawn.target + error
     kl = 0.04
     settings = ForwardProcessConfig(weighting=weighting, beta=0.3)  # type: ignore[arg-type]
     loss, gradient = drawn.gradient(settings, advantage, kl)
@@ -123,24 +133,8 @@ def test_loss_and_gradient_are_those_of_the_formula(
         )
 
 
-@pytest.mark.parametrize("error", [1e-3, 1e-7, 0.0])
-def test_a_video_that_is_predicted_exactly_has_a_weight_too(error: float) -> None:
-    """The adaptive weighting divides by the error, of 1e-5 at least."""
-    drawn = Drawn()
-    drawn.velocity = drawn.target + error
-    drawn.old = drawn.target - 0.1
-    loss, _ = drawn.gradient(ForwardProcessConfig(weighting="adaptive", beta=0.3), 1.0)
-    for row in range(2):
-        s = float(drawn.sigma[row])
-        moved = 0.1 + error
-        weight = s * s / max(1e-5, s * error)
-        assert float(loss[row]) == pytest.approx(
-            weight * (2 * -0.1 * moved + BOUND * 0.3 * moved**2), rel=1e-6
-        )
-
-
 @pytest.mark.parametrize("weighting", ["x0", "branches"])
-@pytest.mark.parametrize("advantage", [-5.0, -0.7, 2.0])
+@pytest.mark.parametrize("advantage", [-5.0, 2.0])
 def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(
     advantage: float, weighting: str
 ) -> None:
@@ -175,14 +169,6 @@ def test_the_two_branches_of_diffusion_nft_are_this_loss_and_a_constant(
         # the constant does not know v
         assert torch.allclose(losses[0], losses[1], rtol=1e-12)
     assert relative(gradients[0], gradients[1]) > 0.1
-
-
-def test_branches_leave_no_weight_to_a_clip() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="clip is 0.2, but it must be null with forward_process.weighting",
-    ):
-        ForwardProcessConfig(weighting="branches", clip=0.2)
 
 
 def test_at_the_old_policy_it_is_advantage_weighted_flow_matching() -> None:
@@ -258,7 +244,6 @@ def test_schedules_of_the_old_policy() -> None:
         # the second without advantages.
         (["--forward_process.old_decay=null"], (0, 4)),
         ([], (8, 8)),
-        (["--forward_process.old_decay=null", "--objective.kl_mode=fixed"], (8, 8)),
         (
             [
                 "--forward_process.old_decay=null",
@@ -295,6 +280,8 @@ def test_the_kl_at_a_share_of_the_levels_is_unbiased(
         *STRONG_KL,
         *FORWARD,
         "--forward_process.old_decay=null",
+        "--forward_process.levels=3",
+        "--rollout.num_steps=3",
         "--objective.kl_mode=fixed",
     )
     config = tiny_run(*words, "--objective.kl_position_fraction=0.5")
@@ -331,21 +318,20 @@ def test_dropped_groups_take_no_part(tiny_run: MakeRun, tmp_path: Path) -> None:
 
 
 def test_split_guidance_and_full_training(tiny_run: MakeRun) -> None:
-    for mode in ("lora", "full"):
-        records = []
-        for guidance in ("paired", "split"):
-            words = [
-                *FORWARD,
-                "--rollout.guidance_scale=3",
-                f"--training.mode={mode}",
-                "--objective.kl_mode=fixed",
-            ]
-            trainer = build_trainer(tiny_run(*words, f"--training.guidance={guidance}"))
-            records.append(untimed(trainer.iterate()))
-        # Its largest parts are of elements whose gradient is nearly 0.
-        shares = [record.pop("optimizer/eps_share") for record in records]
-        assert shares[0] == pytest.approx(shares[1], rel=1e-3)
-        assert records[0] == pytest.approx(records[1], rel=1e-5, abs=1e-9)
+    records = []
+    for guidance in ("paired", "split"):
+        words = [
+            *FORWARD,
+            "--rollout.guidance_scale=3",
+            "--training.mode=full",
+            "--objective.kl_mode=fixed",
+        ]
+        trainer = build_trainer(tiny_run(*words, f"--training.guidance={guidance}"))
+        records.append(untimed(trainer.iterate()))
+    # Its largest parts are of elements whose gradient is nearly 0.
+    shares = [record.pop("optimizer/eps_share") for record in records]
+    assert shares[0] == pytest.approx(shares[1], rel=1e-3)
+    assert records[0] == pytest.approx(records[1], rel=1e-5, abs=1e-9)
 
 
 def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
@@ -376,62 +362,40 @@ def test_the_old_policy_samples_and_is_what_the_trained_one_has_left(
         assert torch.allclose(old, (first + p) / 2, atol=1e-6)
 
 
-def test_the_model_is_asked_at_the_noised_video_and_pulled_from_its_direction(
-    tiny_run: MakeRun,
-) -> None:
-    trainer = build_trainer(
-        tiny_run(
-            *FORWARD,
-            "--rollout.micro_batch_size=2",
-            "--objective.kl_position_weight=0.5",
-        )
-    )
-    objective = trainer.objective
-    assert isinstance(objective, ForwardProcess)
-    objective.begin(0, 0)
-    objective.kl_weight = replace(objective.kl_weight, weight=0.1)
-    scored, _ = trainer._score(*trainer._rollout())
-    rows, trajectory = next(scored.batches())
-    for position in range(4):
-        loss = objective._loss(scored, rows, trajectory, (0, position))
-        assert loss.anchor_weight == 0.05
-        for b, key in enumerate(trajectory.keys):
-            x0 = trajectory.final[b]
-            s = float(levels_of(objective, key, trajectory)[position])
-            z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
-            torch.testing.assert_close(loss.latents[b], (1 - s) * x0 + s * z)
-            torch.testing.assert_close(loss.target[b], z - x0)
-            assert float(loss.sigma[b]) == pytest.approx(s)
-            state, sigma = objective._state(scored, rows, trajectory, position)
-            assert torch.equal(state, loss.latents) and torch.equal(sigma, loss.sigma)
-
-
 def test_guided_samples_train_the_unguided_velocity(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Samples by hand along v_u + 3 (v_c - v_u), the loss and its gradient by hand at
-    v_c alone, in float64.
+    """Samples by hand along v_u + 3 (v_c - v_u), the loss with its KL and its gradient
+    by hand at v_c alone, in float64.
     """
     words = [
         "--rollout.guidance_scale=1",
         "--forward_process.sampling_guidance=3",
         "--forward_process.old_decay=null",
+        "--forward_process.weighting=x0",
+        "--objective.kl_mode=fixed",
+        "--objective.kl_position_weight=0.5",
+        "--kl_weight.minimum=0.1",
+        "--kl_weight.maximum=0.1",
     ]
-    trainer = build_trainer(
-        tiny_run(*FORWARD, *words, "--forward_process.weighting=x0")
-    )
+    trainer = build_trainer(tiny_run(*FORWARD, *words))
     use_smooth_velocity(trainer, monkeypatch)
     move_weights(trainer)
     parameters = list(trainer.parameters.values())
     objective = trainer.objective
     negative = trainer.policy.uncond
-    assert isinstance(objective, ForwardProcess)
+    assert isinstance(objective, ForwardProcess) and objective.anchor is not None
+    anchor = list(objective.anchor.values.values())
 
-    def velocity(latents: Tensor, sigma: float, *prompts: PromptEmbeds) -> Tensor:
+    def velocity(
+        latents: Tensor,
+        sigma: float,
+        *prompts: PromptEmbeds,
+        weights: Sequence[Tensor] = parameters,
+    ) -> Tensor:
         texts = torch.stack([p.text.mean() + len(p.text) for p in prompts])
-        return smooth_velocity(
-            parameters, latents, torch.full((len(latents),), sigma), texts
-        )
+        levels = torch.full((len(latents),), sigma)
+        return smooth_velocity(weights, latents, levels, texts)
 
     objective.begin(0, 0)
     scored, _ = trainer._score(*trainer._rollout())
@@ -442,11 +406,8 @@ def test_guided_samples_train_the_unguided_velocity(
     for s, after in itertools.pairwise(sigmas.tolist()):
         unguided = velocity(x, s, *[negative] * 4)
         conditional = velocity(x, s, *embeds)
-        x = (
-            (x + (after - s) * (unguided + 3 * (conditional - unguided)))
-            .detach()
-            .float()
-        )
+        guided = unguided + 3 * (conditional - unguided)
+        x = (x + (after - s) * guided).detach().float()
     torch.testing.assert_close(trajectory.final, x, rtol=1e-4, atol=1e-5)
 
     expected = torch.zeros((), dtype=torch.float64)
@@ -457,15 +418,15 @@ def test_guided_samples_train_the_unguided_velocity(
             x0 = trajectory.final[b]
             level = torch.tensor(s)
             z = gaussian([key], position, tuple(x0.shape), stream=STREAM_FORWARD)[0]
-            v = velocity(((1 - level) * x0 + level * z)[None], s, embeds[b])[0]
-            expected = (
-                expected
-                + s**2
-                * float(scored.advantages[b])
-                * (v - (z - x0).double()).square().mean()
-            )
+            noised = ((1 - level) * x0 + level * z)[None]
+            v = velocity(noised, s, embeds[b])[0]
+            pulled = velocity(noised, s, embeds[b], weights=anchor)[0].detach()
+            error = (v - (z - x0).double()).square().mean()
+            expected = expected + s**2 * float(scored.advantages[b]) * error
+            expected = expected + 0.1 * 0.5 * (v - pulled).square().mean()
     found = torch.autograd.grad(expected / 16, parameters)
     trainer.engine.zero_grad()
+    objective.measure(scored)
     objective.accumulate(scored, range(4), 0)
     for p, wanted in zip(parameters, found, strict=True):
         assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-10
@@ -516,22 +477,6 @@ def test_updates_of_a_rollout_share_its_videos_and_the_old_policy_follows_once(
     )
 
 
-def test_best_and_worst_are_not_split_over_updates(tiny_run: MakeRun) -> None:
-    words = [
-        "--rollout.micro_batch_size=1",
-        "--training.updates_per_rollout=2",
-        "--training.best_and_worst=1",
-    ]
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "training.best_and_worst is 1, .* must be 0: several updates split the "
-            "videos"
-        ),
-    ):
-        tiny_run(*FORWARD, *words, "--rollout.num_generations=4")
-
-
 def test_the_controller_moves_once_for_every_level_that_is_trained(
     tiny_run: MakeRun,
 ) -> None:
@@ -539,134 +484,11 @@ def test_the_controller_moves_once_for_every_level_that_is_trained(
         "--training.update=forward_process",
         "--objective.kl_mode=fixed",
         "--kl_weight.advance=step",
+        "--training.updates_per_rollout=2",
+        "--rollout.micro_batch_size=1",
+        "--rollout.num_steps=2",
+        "--forward_process.levels=2",
     ]
-    for updates in (1, 2):
-        more = [
-            f"--training.updates_per_rollout={updates}",
-            "--rollout.micro_batch_size=1",
-        ]
-        trainer = build_trainer(tiny_run(*words, *more))
-        trainer.iterate()
-        assert (
-            trainer.objective.kl_weight.update
-            == 4 * trainer.config.forward_process.levels
-        )
-
-
-# --------------------------------------------------------------------------------------
-# states of the path
-
-PATH = (
-    "--training.update=forward_process",
-    "--objective.kl_mode=none",
-    "--rollout.sde_type=sage_exact",
-    "--rollout.guidance_scale=1",
-    "--forward_process.states=path",
-    "--forward_process.levels=2",
-)
-
-
-def test_on_the_path_the_rollout_has_states_and_old_velocities(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """u = (x_t - x0) / s at states that the sampler visited; the old policy's
-    velocities need no forward.
-    """
-    trainer = build_trainer(tiny_run(*PATH, "--rollout.micro_batch_size=2"))
-    objective = trainer.objective
-    assert isinstance(objective, ForwardProcess) and objective.old is not None
-    objective.begin(0, 0)
-    with objective.sampling():
-        scored, _ = trainer._score(*trainer._rollout())
-    monkeypatch.setattr(trainer.policy, "velocity", None)  # a call would be an error
-    objective.measure(scored)
-    for number, (rows, trajectory) in enumerate(scored.batches()):
-        for position in range(2):
-            loss = objective._loss(scored, rows, trajectory, (number, position))
-            for b, key in enumerate(trajectory.keys):
-                steps = allowed_steps(objective.process, trajectory.table)
-                step = level_steps(key, steps, 2)[position]
-                s = float(trajectory.table.sigmas[step])
-                assert float(loss.sigma[b]) == pytest.approx(s)
-                assert torch.equal(loss.latents[b], trajectory.latents[step][b])
-                torch.testing.assert_close(
-                    s * loss.target[b] + trajectory.final[b], loss.latents[b]
-                )
-                assert loss.velocity_old is not None
-                assert torch.equal(loss.velocity_old[b], trajectory.velocities[step][b])
-
-
-def test_the_path_gradient_is_that_of_grpo_with_the_noise_that_the_video_tells(
-    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With weight gain^2 / 2 at every step it is sum A r eps dv by hand with eps = r (u
-    - v), in float64.
-    """
-    words = ["--forward_process.old_decay=null", "--forward_process.weighting=velocity"]
-    trainer = build_trainer(tiny_run(*PATH, *words))
-    use_smooth_velocity(trainer, monkeypatch)
-    move_weights(trainer)
-    parameters = list(trainer.parameters.values())
-    objective = trainer.objective
-    assert isinstance(objective, ForwardProcess)
-    objective.begin(0, 0)
-    scored, _ = trainer._score(*trainer._rollout())
-    expected = torch.zeros((), dtype=torch.float64)
-    count = 0
-    for rows, trajectory in scored.batches():
-        for b, key in enumerate(trajectory.keys):
-            embeds = trajectory.samples[b].embeds
-            text = (embeds.text.mean() + len(embeds.text))[None]
-            for step in level_steps(
-                key, allowed_steps(objective.process, trajectory.table), 2
-            ):
-                x = trajectory.latents[step][b]
-                v_old = trajectory.velocities[step][b]
-                s = float(trajectory.table.sigmas[step])
-                gain = float(trajectory.table.gain[step])
-                eps = gain * ((x - trajectory.final[b]) / s - v_old)
-                v = smooth_velocity(parameters, x[None], torch.tensor([s]), text)[0]
-                advantage = float(scored.advantages[rows][b])
-                surrogate = -advantage * gain * (eps * v).double().mean()
-                # GRPO's weight of a step less what `weighting: velocity` leaves out of
-                # it.
-                expected = expected + surrogate * 2 / gain**2
-                count += 1
-    found = torch.autograd.grad(expected / count, parameters)
-    trainer.engine.zero_grad()
-    objective.measure(scored)
-    objective.accumulate(scored, range(2), 0)
-    for p, wanted in zip(parameters, found, strict=True):
-        assert p.grad is not None and relative(p.grad.double(), wanted.double()) < 1e-6
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--rollout.sde_type=ode",), "draws no noise"),
-        (("--rollout.eta=0",), "draws no noise"),
-        (("--training.update=single_pass",), "before its video is finished"),
-        (("--training.update=two_phase",), "train by the drawn noise"),
-        (
-            ("--forward_process.sampling_guidance=2", "--rollout.guidance_scale=1"),
-            "its path is the sampler's",
-        ),
-        (("--forward_process.levels=9",), "forward_process.levels is 9"),
-        (
-            ("--rollout.sde_window.size=1",),
-            "forward_process.levels is 2, but the sampler draws noise in [01] of",
-        ),
-    ],
-)
-def test_what_a_path_cannot_be_trained_with(
-    tiny_run: MakeRun, words: tuple[str, ...], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tiny_run(*PATH, *words)
-
-
-def test_a_guided_path_is_warned_of(
-    tiny_run: MakeRun, caplog: pytest.LogCaptureFixture
-) -> None:
-    build_trainer(tiny_run(*PATH, "--rollout.guidance_scale=2"))
-    assert "a reason that is not in the reward" in caplog.text
+    trainer = build_trainer(tiny_run(*words))
+    trainer.iterate()
+    assert trainer.objective.kl_weight.update == 4 * 2

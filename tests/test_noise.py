@@ -13,7 +13,12 @@ import torch
 
 from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import initial_latents, sample_trajectory
+from sage_fast.rollout import (
+    initial_latents,
+    noise_keys,
+    noise_seed,
+    sample_trajectory,
+)
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_kernels.reference.philox import philox
 
@@ -131,14 +136,6 @@ def test_a_change_of_owner_or_step_gives_independent_noise(
     assert float((first == second).float().mean()) < 1e-3
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_initial_noise_is_a_stream_of_its_own(step: int) -> None:
-    first = initial_latents([KEY], (65536,))
-    second = gaussian([KEY], step, (65536,))
-    assert abs(float((first * second).mean())) < 4 / 256
-    assert float((first == second).float().mean()) < 1e-3
-
-
 @pytest.mark.parametrize(
     "shape", [(1,), (7,), (3, 5, 7), (6143,), (6144,), (33333,)], ids=str
 )
@@ -181,6 +178,34 @@ def test_every_step_of_a_rollout_draws_its_own_noise() -> None:
         a, b, std = (float(column[step]) for column in (table.a, table.b, table.std))
         expected = a * x + b * x.sin() + std * gaussian(owners, step, (1, 1, 2, 3))
         torch.testing.assert_close(after, expected, rtol=0, atol=1e-5)
+
+
+def test_shared_initial_noise_starts_a_group_alike() -> None:
+    owners = [NoiseKey(0, 1, 7, member) for member in range(4)]
+    first, second, third, fourth = initial_latents(
+        owners, (4,), kind="shared", members=2
+    )
+    assert torch.equal(first, second) and torch.equal(third, fourth)
+    assert not torch.equal(first, third), "two groups of one prompt"
+
+
+def test_a_prompt_seed_is_mixed_with_a_run_seed_that_is_not_the_default() -> None:
+    embeds = PromptEmbeds(text=torch.zeros(1, 1), glyph=torch.zeros(0, 1))
+    samples = [
+        Sample(prompt=Prompt(text="", index=i, seed=s), embeds=embeds, member=0)
+        for i, s in ((0, 7), (1, None))
+    ]
+    keys = noise_keys(samples, 1_000_003, update=0, usual=1_000_003)
+    assert [key.seed for key in keys] == [7, 1_000_003]
+    pairs = [(own, seed) for own in range(20) for seed in range(20)]
+    mixed = {
+        noise_seed(Prompt(text="", index=0, seed=own), seed) for own, seed in pairs
+    }
+    assert len(mixed) == len(pairs) and all(0 <= seed < 2**63 for seed in mixed), (
+        "1 and 2 are not 2 and 1"
+    )
+    keys = noise_keys(samples, 3, update=0)
+    assert [key.seed for key in keys] == [noise_seed(samples[0].prompt, 3), 3]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
 """Noise levels, transition tables and the plain transition; golden values are in
-tests/parity.
+tests/invariants/test_golden_transitions.py.
 """
 
 import math
@@ -259,11 +259,6 @@ def test_a_rollout_is_of_the_order_that_it_is_given() -> None:
     assert table.extrapolation.nonzero().flatten().tolist() == [4, 5]
 
 
-def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:
-    with pytest.raises(ValueError, match=r"eta is 1\.2.*between 0 and 1"):
-        transition_table("cps", sigma_schedule(4, 5.0), 1.2)
-
-
 # Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and
 # the variance of a rollout follow exactly from the table.
 
@@ -328,33 +323,6 @@ def test_the_variance_converges_along_the_whole_way(sde_type: str) -> None:
     for coarse, fine in pairwise(largest):
         assert coarse / fine == pytest.approx(2, abs=0.15)
     assert largest[-1] < (0.014 if sde_type == "sage_exact" else 0.012)
-
-
-def test_flow_grpo_converges_away_from_pure_noise_only() -> None:
-    """Its first step has V = eta^2 whatever T is and leaves an excess of V^2/4; the
-    next ones too.
-    """
-    for num_steps in (1000, 10000):
-        errors = variance_errors("flow_grpo", num_steps, 0.5)
-        assert errors[0] == pytest.approx(0.5**4 / 4, rel=0.01)
-        assert 0.02 < max(map(abs, errors)) < 0.035
-        assert abs(errors[-1]) < 4e-3
-    last = [abs(variance_errors("flow_grpo", n, 0.5)[-1]) for n in (10, 20, 50, 100)]
-    assert last == sorted(last, reverse=True) and last[-1] < 0.07
-
-
-@pytest.mark.parametrize("eta", [0.3, 0.5, 1.0])
-def test_cps_tends_to_another_variance(eta: float) -> None:
-    """Its noise per step does not shrink with T: the last variance tends to (1 +
-    cos(eta pi/2)) / 2.
-    """
-    limit = (1 + math.cos(eta * math.pi / 2)) / 2
-    distances = [
-        abs(variance_errors("cps", n, 0.5, eta)[-1] - (limit - 1))
-        for n in (100, 1000, 10000)
-    ]
-    assert distances == sorted(distances, reverse=True)
-    assert distances[-1] < 0.005
 
 
 def _row(sde_type: str, values: list[str]) -> str:

@@ -477,14 +477,9 @@ class TwoPhase(GRPO):
         if every and (update + 1) % every == 0:
             # Before the update's own sum, because it empties `.grad`.
             share = self.kl_share(scored, positions)
+            # Metrics are finite; without any advantage there is none.
             if math.isfinite(share):
                 self._kl_share = {"kl/grad_share": share}
-            else:
-                logger.warning(
-                    "Update %d: kl/grad_share is left out, because the rewards leave "
-                    "no gradient to compare the KL's with (all advantages are 0).",
-                    update + 1,
-                )
         terms = self._sum(scored, positions, self.kl_weight.weight)
         # The optimizer moves the weights after this call.
         self._unmoved = False

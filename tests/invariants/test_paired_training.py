@@ -48,7 +48,7 @@ class Training:
 def train(config: RunConfig) -> Training:
     trainer = build_trainer(config)
     start = {name: p.detach().clone() for name, p in trainer.parameters.items()}
-    records = [trainer.iterate() for _ in range(3)]
+    records = [trainer.iterate() for _ in range(2)]
     return Training(
         records,
         start,
@@ -87,12 +87,11 @@ def assert_same_metrics(one: Training, other: Training) -> None:
 
 
 FUSED_RUNS = {
-    "lora-guided": "rollout.guidance_scale=3.0 objective.kl_mode=moving",
-    "lora-selective": "model.checkpointing=selective training.updates_per_rollout=2",
-    "lora-feed-forward": "rollout.sde_type=cps "
+    "lora-guided-ragged": "rollout.guidance_scale=3.0 objective.kl_mode=moving "
+    "rollout.batch_size=8 rollout.micro_batch_size=8 rollout.num_steps=2",
+    "lora-feed-forward-selective": "rollout.sde_type=cps model.checkpointing=selective "
     "lora.target_modules=[attn.to_q,attn.to_out.0,ff.net.0.proj,ff.net.2,ff_context.net.0.proj]",
     "full": "training.mode=full model.checkpointing=full training.updates_per_rollout=2",
-    "ragged-batches": "rollout.batch_size=8 rollout.micro_batch_size=8 rollout.num_generations=2",
 }
 
 
@@ -114,7 +113,8 @@ def test_training_is_the_same_with_the_stock_and_the_fused_forward(
 
 
 KERNEL_RUNS = {
-    "on-policy": "objective.kl_mode=moving rollout.num_steps=2",
+    "on-policy": "objective.kl_mode=moving rollout.num_steps=2 "
+    "rollout.batch_size=2 rollout.micro_batch_size=2",
     "clipped-updates": (
         "training.updates_per_rollout=2 objective.clip_range=1e-3 "
         "rollout.sde_type=dance_grpo"

@@ -13,8 +13,7 @@ from sage_fast.run.run import build_trainer
 MakeRun = Callable[..., RunConfig]
 
 
-@pytest.mark.parametrize("guidance", [1.0, 2.0])
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize(("mode", "guidance"), [("lora", 2.0), ("full", 1.0)])
 def test_the_ratio_of_every_on_policy_update_is_exactly_one(
     tiny_run: MakeRun, mode: str, guidance: float
 ) -> None:

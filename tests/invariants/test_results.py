@@ -1,7 +1,6 @@
 """Tables and figures of the documents are those of the committed results."""
 
 import json
-import math
 from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
@@ -220,9 +219,6 @@ def of_seeds(values: list[float], digits: int = 3) -> str:
 
 
 def test_the_page_of_inexact_rollouts_shows_its_results() -> None:
-    """And each step of each rollout has the log-ratio of the formula, within five
-    standard errors of the drawn noise.
-    """
     shown = page("docs/inexact_rollouts.md")
     found: dict[str, list[dict[str, Any]]] = {}
     for row in committed("inexact"):
@@ -248,14 +244,6 @@ def test_the_page_of_inexact_rollouts_shows_its_results() -> None:
             *(of_seeds([r["cosine"][way] for r in rows]) for way in ways),
         ]
         assert f"| {' | '.join(cells)} |" in shown, cells
-        for row in rows:
-            for ratio, squared in zip(
-                row["log_ratio"], row["mean_square"], strict=True
-            ):
-                noise = (squared / row["elements"] / row["videos"]) ** 0.5
-                assert abs(ratio + squared / 2) < 5 * noise
-    for row in found[control]:
-        assert not any(row["log_ratio"] + row["mean_square"])
     other = of_seeds([row["cosine"]["correction"] for row in found[control]])
     assert f"by different noise have a cosine of {other}" in shown
     clip = ObjectiveConfig.clip_range
@@ -265,9 +253,6 @@ def test_the_page_of_inexact_rollouts_shows_its_results() -> None:
     bound = f"{(2 * clip) ** 0.5:.3f}"
     assert f"on average from rms(s) = {bound} on" in shown
     assert f"it must stay below {bound}" in shown
-    here = 4 / found[control][0]["elements"] ** 0.5
-    large = 4 / math.prod((32, 21, 30, 52)) ** 0.5  # latents of 81 frames of 480x832
-    assert f"which is {here:.2f} here and {large:.3f} at 81 frames" in shown
     lost = 1 - fmean(row["cosine"]["correction"] for row in found["bfloat16"])
     assert f"costs a clipped correction {lost:.2f} of the cosine" in shown
 

@@ -28,7 +28,7 @@ PROMPTS = [
     'a neon sign that says "open" at night',
     "“late” and “early”",
 ]
-STEPS = 4
+STEPS = 3
 SHIFT = 5.0
 GUIDANCE = 6.0
 FRAMES = 9
@@ -113,7 +113,7 @@ def run_stock(
     return velocities, states, frames[0]
 
 
-@pytest.mark.parametrize("prompt", ["", *PROMPTS])
+@pytest.mark.parametrize("prompt", ["", PROMPTS[2]])
 def test_conditioning_is_the_valid_part_of_the_stock_one(
     model: Model, prompt: str
 ) -> None:
@@ -134,7 +134,7 @@ def test_conditioning_is_the_valid_part_of_the_stock_one(
 # conditional forward alone.
 @pytest.mark.parametrize(
     ("prompt", "scale"),
-    [*((prompt, GUIDANCE) for prompt in PROMPTS), (PROMPTS[1], 1.0)],
+    [(PROMPTS[0], GUIDANCE), (PROMPTS[1], 1.0), (PROMPTS[2], GUIDANCE)],
 )
 def test_every_step_and_the_frames(
     model: Model, prompt: str, scale: float, monkeypatch: pytest.MonkeyPatch

@@ -253,7 +253,6 @@ def policy_loss(
     Raises:
         ValueError: for shapes that do not match or a missing anchor.
     """
-
     columns = loss_columns(
         settings, gain=gain, std=std, scale=scale, size=size, advantage=advantage
     )

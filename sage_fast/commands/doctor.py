@@ -55,12 +55,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the checks; 1 when something is missing or has failed."""
+    from sage_fast.config.load import preset_names
     from sage_fast.tools.diagnosis import can_run, examine, to_text
 
     config = (
         load_run_config(options, overrides) if options.config or overrides else None
     )
-    checks = examine(config, options.gpus)
+    presets = [name for name in options.config if name in preset_names()]
+    checks = examine(config, options.gpus, presets)
     if options.deep or options.scores:
         if config is None or not options.deep:
             raise ConfigError(

@@ -22,6 +22,7 @@ import torch
 from sage_fast import __version__
 from sage_fast.checkpoint.folder import list_checkpoints
 from sage_fast.config.errors import CheckpointError, ConfigError
+from sage_fast.config.load import EVIDENCE, preset_evidence
 from sage_fast.config.registry import REWARDS, TRACKERS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import ModelConfig, RewardConfig
@@ -76,15 +77,25 @@ def judged(
     return Check(section, name, otherwise, detail, fix)
 
 
-def examine(config: RunConfig | None, gpus: int | None = None) -> list[Check]:
+def examine(
+    config: RunConfig | None, gpus: int | None = None, presets: Sequence[str] = ()
+) -> list[Check]:
     """All checks: those of the machine, and those of a configuration when one is given.
 
     gpus: processes of the run; None means the fewest that the configuration fits.
+    presets: that it was made of.
     """
     checks = [*software(), *hardware(), *attention(config)]
     if config is not None:
         gpus = gpus or least_gpus(config.distributed, config.rollout)
+        section = "configuration"
         checks += [
+            *(
+                Check(
+                    section, f"preset {name}", "info", EVIDENCE[preset_evidence(name)]
+                )
+                for name in presets
+            ),
             *settings(config, gpus),
             *files(config),
             *memory(config, gpus),

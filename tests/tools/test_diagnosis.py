@@ -99,6 +99,15 @@ def test_attention_backends_and_the_one_that_is_asked_for(
 # configuration
 
 
+def test_doctor_says_how_far_a_preset_was_tried(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["doctor", "toy_cpu", "ablations/kl_none"])
+    text = capsys.readouterr().out
+    assert re.search(r"preset toy_cpu +one or more updates on a GPU", text)
+    assert re.search(r"preset ablations/kl_none +planned alone", text)
+
+
 def test_the_toy_configuration_can_run(
     tiny_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

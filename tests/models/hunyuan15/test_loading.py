@@ -285,7 +285,7 @@ def test_a_repository_in_the_hub_cache_is_used_offline(
     (snapshot / "README.md").touch()
     with pytest.raises(
         ValueError,
-        match=r"neither model_index.json.*Set model.path to a repository that is",
+        match=r"neither model_index.json.*layout\. Set model.path to a repository that is",
     ) as error:
         load("owner/name")
     assert str(offline_hub) not in str(error.value)

@@ -159,9 +159,11 @@ def describe_batch(samples: Sequence[Sample]) -> str:
     """
     first = samples[0]
     text = f"prompt {first.prompt.index} ({first.prompt.text!r}), sample {first.member}"
-    if len(samples) > 1:
-        text += f" or another of the {len(samples)} videos scored with it"
-    return text
+    if len(samples) == 1:
+        return text
+    if len(samples) == 2:
+        return f"{text} or the video scored with it"
+    return f"{text} or one of the {len(samples) - 1} videos scored with it"
 
 
 def resolve_device(name: str) -> torch.device:

@@ -131,6 +131,7 @@ class CompositeReward:
         None once such a call ends.
         """
         self._compares_next = False
+        self._again: tuple[_Batch, Mapping[str, Tensor]] | None = None
         self.weights = {name: weight for name, weight in weights.items() if weight}
         lower = {name for name, weight in weights.items() if weight < 0}
         if taken := weights.keys() & TAKEN:
@@ -343,39 +344,27 @@ class CompositeReward:
         """
         self._compares_next = True
 
+    def compare_last(self) -> None:
+        """Score that video once more at the end of a run: a reward that drifts rises by
+        itself.
+        """
+        if self._again is not None:
+            one, before = self._again
+            after = self._score_again(one)
+            rows = list(range(len(one[1])))
+            self._tell_difference(before, "when the run began", after, "now", rows)
+
     def _compare_alone(
         self, batch: "_Batch", scores: Mapping[str, Tensor], evaluating: bool
     ) -> None:
-        """Warn of scores that one video, or group, has in its batch and not alone."""
         # The best: what a reward does with the whole batch shows least in its middle.
         row = int(self.overall(scores).argmax())
         units = self._units(batch[1], evaluating)
         rows = next(rows for rows in units if row in rows)
-        try:
-            # A reward that draws finds its generators as they were.
-            with kept_generators():
-                alone = self.score(*_part(batch, rows), evaluating=evaluating)
-        except RewardError as error:
-            logger.warning(
-                "A video that was scored in a batch cannot be scored again, alone: %s",
-                error,
-            )
-            return
-        for name in scores.keys() & alone.keys():
-            together = scores[name][rows]
-            worst = int((together - alone[name]).abs().argmax())
-            one = together[worst].item()
-            other = alone[name][worst].item()
-            # A model may round otherwise in another batch, in bfloat16 by some percent.
-            rounding = 0.02 * abs(one) + 0.1 * scores[name].std(correction=0).item()
-            if abs(one - other) > rounding + 1e-6:
-                logger.warning(
-                    "The same video has %s %.4g in its batch and %.4g alone. A score "
-                    "must depend on its video and prompt alone, or with WHOLE_GROUPS "
-                    "on its group: else the gain of a run is not that of its videos "
-                    "(docs/rewards.md).",
-                    *(name, one, other),
-                )
+        one = _part(batch, rows)
+        alone = self._score_again(one, evaluating)
+        self._again = (one, alone)
+        self._tell_difference(scores, "in its batch", alone, "alone", rows)
 
     def _units(self, samples: Sequence[Sample], evaluating: bool) -> list[list[int]]:
         """Rows that can be scored by themselves: each, or each group."""
@@ -384,6 +373,49 @@ class CompositeReward:
         for row, sample in enumerate(samples):
             units.setdefault(sample.group if whole else row, []).append(row)
         return list(units.values())
+
+    def _score_again(
+        self, one: "_Batch", evaluating: bool = False
+    ) -> Mapping[str, Tensor]:
+        """Scores outside the run's own sequence of calls: a reward that draws finds its
+        generators as they were.
+        """
+        with kept_generators():
+            try:
+                return self.score(*one, evaluating=evaluating)
+            except (RewardError, RewardServerError) as error:
+                logger.warning(
+                    "A video that was scored in a batch cannot be scored again, "
+                    "alone: %s",
+                    error,
+                )
+                return {}
+
+    def _tell_difference(
+        self,
+        first: Mapping[str, Tensor],
+        when_first: str,
+        second: Mapping[str, Tensor],
+        when_second: str,
+        rows: list[int],
+    ) -> None:
+        """Warn of scores of the videos of `second` that are not those of `rows` of
+        `first`.
+        """
+        for name in first.keys() & second.keys():
+            worst = int((first[name][rows] - second[name]).abs().argmax())
+            one = first[name][rows[worst]].item()
+            other = second[name][worst].item()
+            # A model may round otherwise in another batch, in bfloat16 by some percent.
+            rounding = 0.02 * abs(one) + 0.1 * first[name].std(correction=0).item()
+            if abs(one - other) > rounding + 1e-6:
+                logger.warning(
+                    "The same video has %s %.4g %s and %.4g %s. A score must depend "
+                    "on its video and prompt alone, or with WHOLE_GROUPS on its group: "
+                    "else the gain of a run is not that of its videos "
+                    "(docs/rewards.md).",
+                    *(name, one, when_first, other, when_second),
+                )
 
     def call(
         self,

@@ -345,6 +345,8 @@ class Run:
             self._begin(checkpoint)
             del checkpoint
             finished = self._loop()
+            if finished:
+                self.trainer.reward.compare_last()
             # The last checkpoint may still be on its way to disk, and callbacks get
             # complete ones alone.
             self.writer.wait()

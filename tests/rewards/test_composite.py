@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from sage_fast.config.errors import ConfigError, RewardError
+from sage_fast.config.errors import ConfigError, RewardError, RewardServerError
 from sage_fast.config.sections import RewardConfig
 from sage_fast.distributed.world import SINGLE_PROCESS
 from sage_fast.evaluation import REWARD
@@ -256,6 +257,24 @@ def of_videos(score: Callable[[Tensor], Tensor]) -> CompositeReward:
     return CompositeReward({"of": reward}, {"bright": 1.0})
 
 
+class Drifting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, values: Tensor) -> Tensor:
+        self.calls += 1
+        return values * (1 + 0.1 * self.calls)
+
+
+def compared(score: Callable[[Tensor], Tensor]) -> CompositeReward:
+    """That reward after a first batch, of which a video was scored again."""
+    reward = of_videos(score)
+    reward.compare_next()
+    torch.manual_seed(0)
+    assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
+    return reward
+
+
 @pytest.mark.parametrize(
     ("score", "message"),
     [
@@ -274,23 +293,42 @@ def of_videos(score: Callable[[Tensor], Tensor]) -> CompositeReward:
 def test_a_score_that_depends_on_the_others_is_told_once(
     score: Callable[[Tensor], Tensor], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = of_videos(score)
-    reward.compare_next()
-    torch.manual_seed(0)
-    assert len(reward.score(VIDEOS, SAMPLES)["bright"]) == 3
+    reward = compared(score)
     (told,) = caplog.messages
     assert re.search(message, told)
     reward.score(VIDEOS, SAMPLES)
     assert caplog.messages == [told]
 
 
-def test_a_score_of_the_video_alone_that_rounds_otherwise_is_passed_in_silence(
+def test_a_server_that_is_gone_at_the_end_fails_no_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    reward = of_videos(lambda values: values * (1 + 0.01 * (len(values) == 1)))
+    reward = compared(lambda values: values)
+    reward.rewards["of"].score = Mock(side_effect=RewardServerError("it is gone"))  # type: ignore[method-assign]
+    reward.compare_last()
+    assert "cannot be scored again, alone: it is gone" in caplog.text
+
+
+def test_a_reward_that_drifts_is_told_at_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reward = compared(Drifting())
+    caplog.clear()
+    for _ in range(5):
+        reward.score(VIDEOS, SAMPLES)
+    reward.compare_last()
+    assert re.search(r"bright \S+ when the run began and \S+ now\.", caplog.text)
+
+
+@pytest.mark.parametrize("rounding", [0.0, 0.01], ids=["exact", "rounds"])
+def test_a_score_of_the_video_alone_is_passed_in_silence(
+    rounding: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = of_videos(lambda values: values * (1 + rounding * (len(values) == 1)))
     reward.compare_next()
     reward.score(VIDEOS[:1], SAMPLES[:1])
     reward.score(VIDEOS, SAMPLES)
+    reward.compare_last()
     assert not caplog.text
 
 
@@ -304,6 +342,7 @@ def test_a_reward_that_draws_finds_its_generators_as_they_were() -> None:
         if compares:
             reward.compare_next()
         found = [reward.score(VIDEOS, SAMPLES)["bright"] for _ in range(3)]
+        reward.compare_last()
         return [*found, torch.rand(2)]
 
     assert all(map(torch.equal, scores(False), scores(True)))
@@ -323,7 +362,7 @@ def test_a_call_that_does_not_end_is_told_by_name(
     reward.on_hang = told.append
     reward.score(VIDEOS, SAMPLES)
     message = (
-        "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or another"
+        "Reward 'of' has been running for 0 min on prompt 7 ('a'), sample 0 or one"
     )
     assert caplog.messages[0].startswith(message)
     *words, end = told

@@ -203,6 +203,7 @@ def test_a_group_is_scored_again_whole(
     reward = composite(f"{__name__}:{name}", weights={"rank": 1.0})
     reward.compare_next()
     reward.score(VIDEOS, of_groups(a=[1, 1], b=[2]))
+    reward.compare_last()
     assert ("in its batch" in caplog.text) is told
 
 

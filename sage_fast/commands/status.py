@@ -4,6 +4,7 @@ examples:
   sage-fast status runs                     every run in a folder
   sage-fast status runs/demo runs/mine
   sage-fast status runs --json              for a script
+  sage-fast status runs --acknowledge       what is wrong now has been seen; it is not shown again
   watch -n 10 sage-fast status runs
 
 state     running   it makes progress
@@ -18,7 +19,7 @@ state     running   it makes progress
                     checkpoint is the best, is below the table
 
 Exit status: 1 if a run hangs, was killed, has failed or got worse, else 0. Nothing is
-written.
+written, except by --acknowledge.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from sage_fast.config.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from sage_fast.run.run_status import RunState
-USAGE = "RUN [RUN ...] [--json]"
+USAGE = "RUN [RUN ...] [--json] [--acknowledge]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,15 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the runs as a JSON list"
     )
+    parser.add_argument(
+        "--acknowledge",
+        action="store_true",
+        help="note in every run that its state has been seen; exit status 0",
+    )
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table; 1 where a run needs somebody's attention."""
     from dataclasses import asdict
 
+    from sage_fast.run.directory import RunDirectory
     from sage_fast.run.run_status import look_at_run
 
     runs = find_runs([Path(name) for name in options.config])
+    if options.acknowledge:
+        for run in runs:
+            RunDirectory(run).acknowledged.touch()
     states = [look_at_run(run) for run in runs]
     if options.json:
         print(
@@ -107,9 +117,15 @@ def to_text(states: Sequence["RunState"]) -> str:
         ).rstrip()
         for row in rows
     ]
-    lines += filter(None, map(_note, states))
-    lines += [f"{state.run}: {state.worse}" for state in states if state.worse]
-    return "\n".join(lines)
+    told = [state for state in states if not state.acknowledged]
+    notes = [note for state in told if (note := _note(state))]
+    return "\n".join(
+        [
+            *lines,
+            *notes,
+            *(f"{state.run}: {state.worse}" for state in told if state.worse),
+        ]
+    )
 
 
 def _cells(state: "RunState") -> tuple[str, ...]:
@@ -119,17 +135,23 @@ def _cells(state: "RunState") -> tuple[str, ...]:
     if status is None:
         return (str(state.run), state.condition, *[""] * 6)
     going = state.condition in ("running", "hangs", "killed")
+    if state.quiet_seconds is None:
+        quiet = ""
+    else:
+        quiet = f"{format_seconds(state.quiet_seconds)} ago"
     return (
         str(state.run),
         f"{state.condition}, worse" if state.worse else state.condition,
-        f"{status.update}/{status.num_updates}",
+        f"{status.update}/{status.num_updates}"
+        if status.num_updates
+        else str(status.update),
         f"{status.phase} {status.done}/{status.total}" if going else "",
         "" if status.reward is None else f"{status.reward:.4g}",
         "" if status.gain is None else f"{status.gain:+.3g}",
         format_seconds(status.seconds_left)
         if state.condition == "running" and status.seconds_left
         else "",
-        f"{format_seconds(state.quiet_seconds or 0.0)} ago",
+        quiet,
     )
 
 
@@ -138,7 +160,10 @@ def _note(state: "RunState") -> str:
     from sage_fast.run.run_status import command_for
 
     if state.condition == "failed" and state.status is not None:
-        return f"{state.run}: {(state.status.error or 'failed').splitlines()[0]}"
+        return (
+            f"{state.run}: "
+            f"{(state.status.error or '').splitlines()[0] if state.status.error else 'failed'}"
+        )
     if state.condition == "killed":
         command = command_for(state.run, state.status, "train", "--resume", "auto")
         return (

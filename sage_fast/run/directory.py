@@ -80,6 +80,7 @@ class RunDirectory(os.PathLike[str]):
         self.status = root / "status.json"
         self.lease = root / "lease.txt"
         self.stop = root / "STOP"
+        self.acknowledged = root / "acknowledged"
         # Made of it later, unless another folder is given.
         self.scores = root / "scores"
         self.generated = root / "generated"

@@ -415,7 +415,8 @@ class RunProgress:
         self.status = replace(
             self.status, update=done, slowest=record.get("time/slowest")
         )
-        # counted from the update that was just set
+        # In a second step, since the time left is counted from the update that was just
+        # set.
         self.status = replace(self.status, seconds_left=self.seconds_left())
         evaluated = "eval/reward_mean" in record
         if evaluated and self.status.worse is not None and self.shown:
@@ -524,7 +525,8 @@ class RunState:
 
     condition: `hangs` where its process lives but makes no progress, `killed` where the
     process is gone without a last word, `unknown` where it has no status. holder: the
-    process, of `lease.txt`. quiet_seconds: since its last progress.
+    process, of `lease.txt`. quiet_seconds: since its last progress. acknowledged:
+    `sage-fast status --acknowledge` was called since then.
 
     Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...),
     holder="process 4711 on node7", quiet_seconds=2.0)`
@@ -535,12 +537,15 @@ class RunState:
     status: Status | None
     holder: str
     quiet_seconds: float | None
+    acknowledged: bool = False
 
     @property
     def needs_attention(self) -> bool:
         """True where somebody should look: it does not go on by itself, or the model
         got worse.
         """
+        if self.acknowledged:
+            return False
         return self.condition in ("hangs", "killed", "failed") or self.worse is not None
 
     @property
@@ -576,12 +581,14 @@ def look_at_run(directory: Path, now: float | None = None) -> RunState:
         condition = "running"
     else:
         condition = "hangs" if alive else "killed"
+    seen = RunDirectory(directory).acknowledged
     return RunState(
         run=directory,
         condition=condition,
         status=status,
         holder=holder,
         quiet_seconds=quiet,
+        acknowledged=seen.exists() and seen.stat().st_mtime >= written,
     )
 
 

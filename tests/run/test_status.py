@@ -6,6 +6,7 @@ import html
 import json
 import logging
 import os
+import platform
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -90,6 +91,22 @@ def test_five_runs_are_told_apart(
     assert [run["condition"] for run in found] == ["running", "finished"]
     assert found[0]["status"]["update"] == 4
     assert found[0]["holder"].startswith(f"process {os.getpid()} on")
+
+
+def test_a_state_that_was_seen_is_told_once(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = str(runs / "fails")
+    assert main(["status", one]) == 1
+    assert main(["status", one, "--acknowledge"]) == 0 and main(["status", one]) == 0
+    assert "failed" in capsys.readouterr().out.splitlines()[-1], (
+        "it is in the table all the same"
+    )
+    assert main(["status", str(runs)]) == 1, "others are told"
+    later = time.time() + 10
+    os.utime(runs / "fails" / "status.json", (later, later))
+    assert main(["status", one]) == 1, "it has failed again"
+    assert "The reward failed." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -315,6 +332,20 @@ def test_the_longest_step_is_that_of_the_whole_run(
     for clock.return_value in (3.0, 45.0, 47.0):
         progress.phase("rollout", 0, 4)
     assert progress.status.longest_seconds == 42.0
+
+
+def test_a_run_of_another_machine_lives_as_long_as_its_status_is_fresh(
+    tmp_path: Path,
+) -> None:
+    """Its lock is not seen on every mount."""
+    found = []
+    for holder in ("elsewhere", platform.node()):
+        run = make_run(tmp_path / holder, GOING)
+        (run / "lease.txt").write_text(f"process 4711 on {holder}, since 2026-01-31\n")
+        found.append(
+            [look_at_run(run, time.time() + later).condition for later in (0, 100)]
+        )
+    assert found == [["running", "killed"], ["killed", "killed"]]
 
 
 def test_the_reward_is_that_of_the_last_evaluation_where_there_is_one(

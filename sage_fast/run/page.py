@@ -12,7 +12,9 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +22,10 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
 from sage_fast import __version__
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import loads, write_text
+from sage_fast.config.load import load_config, preset_names
+from sage_fast.config.schema import by_dotted_key, to_dict
 from sage_fast.evaluation import (
     Evaluation,
     direction_label,
@@ -199,6 +204,7 @@ def run_page(run: str | os.PathLike[str]) -> str:
             file.relative_to(directory).as_posix() for file in files if file.exists()
         ],
         config=config.read_text("utf-8") if config.exists() else "",
+        differences=_differences(config),
         environment=loads(environment.read_text("utf-8"))
         if environment.exists()
         else None,
@@ -317,13 +323,33 @@ def _reward_charts(rows: Rows, lower: set[str]) -> list[Chart]:
     parts: list[tuple[str, list[Line], dict[str, Any]]] = []
     if len(gain.x) > 2:  # two evaluations are one gain, which stands above
         parts.append(("paired gain over update 0", [gain], {"level": 0.0}))
-    parts.append(("reward", reward, {}))
+    parts.append(("reward", reward, {"second_axis": _hours(rows)}))
     for name in names:
         lines = score_lines(rows, name, f"reward/{name}_mean")
         if [line.y for line in lines] != [line.y for line in reward]:
             title = direction_label(name.replace("_", " "), name in lower)
             parts.append((title, lines, {}))
     return charts(*parts)
+
+
+def _hours(rows: Rows) -> Callable[[float], str]:
+    """Time that the run had taken by an update, as a text."""
+    updates = []
+    seconds = [0.0]
+    for row in rows:
+        updates.append(row["update"])
+        spent = (
+            row.get(f"time/{phase}")
+            for phase in ("iteration", "evaluation", "checkpoint")
+        )
+        seconds.append(seconds[-1] + sum(part for part in spent if part))
+    # Ticks also stand between the updates that were logged, and below 0, where no run
+    # has been.
+    return lambda update: (
+        format_seconds(float(np.interp(update, updates, seconds[1:])))
+        if update >= 0
+        else ""
+    )
 
 
 def _training_charts(rows: Rows) -> list[Chart]:
@@ -418,23 +444,29 @@ def _samples(
         )
     pairs: list[tuple[str, float | None, str, str]] = []
     for file in sorted(last.glob("*.mp4")):
-        first = folders[0] / file.name
-        if first.exists():
+        if (folders[0] / file.name).exists():
             # The file's name begins with the number of its prompt.
-            number_of_prompt = int(file.name.partition("-")[0])
-            prompt, gain = known.get(number_of_prompt, (file.stem, None))
+            prompt, gain = known.get(
+                int(file.name.partition("-")[0]), (file.stem, None)
+            )
             before, after = (
-                video.relative_to(directory).as_posix() for video in (first, file)
+                (folder / file.name).relative_to(directory).as_posix()
+                for folder in (folders[0], last)
             )
             pairs.append((prompt, gain, before, after))
     if not pairs:
         return None
-    # Of many pairs those that changed most are shown.
-    pairs.sort(key=lambda pair: pair[1] or 0.0, reverse=True)
+    groups = [("Samples", pairs)]
+    # Of many pairs those that changed most are shown; where no gain is known, the first
+    # ones.
     if len(pairs) > 2 * SHOWN_VIDEOS:
-        pairs = pairs[:SHOWN_VIDEOS] + pairs[-SHOWN_VIDEOS:]
+        gains, losses = _extremes(pairs, lambda pair: pair[1] or 0.0, SHOWN_VIDEOS)
+        shown = [("Largest gains", gains), ("Largest losses", losses)]
+        groups = [group for group in shown if group[1]] or [
+            ("Samples", pairs[:SHOWN_VIDEOS])
+        ]
     updates = [int(folder.name.removeprefix("update-")) for folder in folders]
-    return {"noises": noises, "updates": updates, "pairs": pairs}
+    return {"noises": noises, "updates": updates, "groups": groups}
 
 
 def _extremes(
@@ -445,3 +477,44 @@ def _extremes(
     gained = [item for item in ranked[:most] if gain(item) > 0]
     lost = [item for item in reversed(ranked[-most:]) if gain(item) < 0]
     return gained, lost
+
+
+def _differences(config: Path) -> tuple[str, list[tuple[str, str, str]]] | None:
+    """The preset that a run's configuration is nearest to, and (key, value there, value
+    here) where they differ.
+    """
+    try:
+        here = by_dotted_key(to_dict(load_config(config)))
+    except (OSError, ValueError):
+        return None
+    # Every run has its own directory, and may be resumed.
+    differing = {
+        name: [
+            key
+            for key in here | there
+            if here.get(key) != there.get(key) and key not in ("output_dir", "resume")
+        ]
+        for name, there in _presets().items()
+    }
+    name = min(differing, key=lambda name: len(differing[name]))
+    rows = []
+    for key in differing[name]:
+        texts = [
+            json.dumps(values.get(key), ensure_ascii=False)
+            for values in (_presets()[name], here)
+        ]
+        there_text, here_text = (
+            text if len(text) <= 60 else f"{text[:60]}..." for text in texts
+        )
+        rows.append((key, there_text, here_text))
+    return name, rows
+
+
+@cache
+def _presets() -> dict[str, dict[str, Any]]:
+    """Keys and values of the presets that are whole runs."""
+    found = {}
+    for name in preset_names():
+        with suppress(ConfigError):  # others are laid over one
+            found[name] = by_dotted_key(to_dict(load_config(name)))
+    return found

@@ -7,7 +7,7 @@ follows light and dark.
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -156,16 +156,17 @@ def line_chart(
     *,
     level: float | None = None,
     from_zero: bool = False,
+    second_axis: Callable[[float], str] | None = None,
 ) -> str:
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
         level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the
-            axis at 0.
+            axis at 0. second_axis: what stands below the number of an update.
     """
     if not any(line.x for line in lines):
         return ""
-    figure = _chart_figure()
+    figure = _chart_figure(second_axis is not None)
     (axes,) = figure.axes
     # All charts share this figure: what the last one has drawn goes, and so do its
     # limits.
@@ -174,6 +175,8 @@ def line_chart(
     axes.relim()
     axes.autoscale()
     draw_lines(axes, lines)
+    if second_axis is not None:
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}\n{second_axis(x)}")
     if level is not None:
         axes.axhline(level, color=FAINT, linestyle="--", linewidth=0.8)
     if from_zero and min(min(line.y, default=0.0) for line in lines) >= 0:
@@ -182,7 +185,7 @@ def line_chart(
 
 
 @cache
-def _chart_figure() -> "Figure":
+def _chart_figure(two_axes: bool) -> "Figure":
     """The figure of all charts of a page: to make axes and ticks takes as long as to
     draw them.
     """
@@ -193,8 +196,9 @@ def _chart_figure() -> "Figure":
     height = 1.9
     figure = Figure(figsize=(width, height))
     # Fixed margins: a constrained layout would be computed for every chart.
+    below = 0.45 if two_axes else 0.3
     axes = figure.add_axes(
-        (0.62 / width, 0.3 / height, 1 - 0.72 / width, 1 - 0.4 / height)
+        (0.62 / width, below / height, 1 - 0.72 / width, 1 - (below + 0.1) / height)
     )
     style_axes(axes)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from sage_fast.commands.cli import parse
+from sage_fast.config.load import load_config, save_config
 from sage_fast.evaluation import Evaluation
 from sage_fast.models.media_files import read_video, write_video
 from sage_fast.run.directory import read_metrics
@@ -113,6 +114,7 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
         "learning rate",
         "probability ratio, extremes",
     } & set(shown)
+    assert re.search(r">\d\.\d h</text>", text)  # 200 updates of 39 s
     assert "a cat &amp; a &lt;b&gt;dog&lt;/b&gt; 🐱" in text and "<b>dog" not in text
     gained, lost = found.text.partition("Prompts that gained most")[2].split(
         "Prompts that lost most"
@@ -128,10 +130,34 @@ def test_the_page_holds_what_a_run_is_watched_for(long_run: Path) -> None:
         and "Configuration" in lost
     )
     assert 'data-refresh="60"' in text and 'data-updates="0 100 200"' in text
-    shown = text.partition("<h2>Samples")[2].partition("<h2>Prompts")[0]
-    gains, losses = shown.split('class="loss"', 1)
-    assert shown.count("<video") == 16 and gains.count("<video") >= 8
-    assert 'class="gain">+2<' in gains and 'class="gain"' not in losses
+    gains, losses = (
+        text.partition("<h2>Largest gains")[2]
+        .partition("<h2>Prompts")[0]
+        .split("<h2>Largest losses")
+    )
+    assert (
+        gains.count("<video") == 8
+        and 'class="gain">+2<' in gains
+        and 'class="loss"' not in gains
+    )
+    assert 'class="loss">-1<' in losses and 'class="gain"' not in losses
+
+
+def test_the_page_says_how_the_run_differs_from_the_nearest_preset(
+    tmp_path: Path,
+) -> None:
+    save_config(
+        load_config("toy_cpu", {"rollout.eta": 0.3, "output_dir": "x"}),
+        tmp_path / "config.yaml",
+    )
+    rows = (
+        Page(run_page(tmp_path))
+        .text.partition("Differences to the preset toy_cpu")[2]
+        .split("\n")
+    )
+    assert (
+        "rollout.eta0.50.3" in rows and sum("rollout." in row for row in rows[:8]) == 1
+    )
 
 
 def test_the_page_says_whether_the_gradient_is_noise(tmp_path: Path) -> None:
@@ -216,8 +242,13 @@ def test_the_page_begins_with_the_picture_and_ends_with_commands_that_work(
         "export",
     ]
     for line in commands:
-        options, _ = parse(shlex.split(line)[6:])
-        assert options.config == [str(finished_run)]
+        assert shlex.split(line)[7] == str(finished_run)
+        assert (
+            subprocess.run(
+                f"{line} --help", shell=True, check=False, capture_output=True
+            ).returncode
+            == 0
+        )
 
 
 def test_the_page_of_a_long_run_is_small(long_run: Path) -> None:

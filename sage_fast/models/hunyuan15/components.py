@@ -7,7 +7,9 @@ the stock ones, and how a picture is scaled. The encoders are 14 GiB.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Sequence
+import logging
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +34,8 @@ from sage_fast.models.media_files import check_pictures, read_picture
 from sage_fast.models.prompt_cache import CachedPromptEncoder
 from sage_fast.records import Pictured, PromptEmbeds, text_of
 
+logger = logging.getLogger(__name__)
+
 MAX_TEXT_TOKENS = 1000
 MAX_GLYPH_TOKENS = 256
 """Tokens beyond these are cut off, as in the stock pipeline."""
@@ -41,6 +45,9 @@ ENCODERS = ("text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2")
 VISION = ("image_encoder", "feature_extractor", "vae")
 """Folders of SigLIP, of its processor and of the video autoencoder, for image-to-video.
 """
+
+_QUOTED = re.compile(r'"[^"\n]*"|“[^”\n]*”')
+"""A quotation as the stock pipeline finds it."""
 
 # Stands for the prompt where a conversation is split; no template has such characters.
 _MARKER = "\x00prompt\x00"
@@ -245,3 +252,19 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             messages, tokenize=False, add_generation_prompt=True
         )
         return text
+
+    def _warn_of_unread(self, counts: Mapping[str, tuple[int, ...]]) -> None:
+        """Also say which prompts are mostly quotations."""
+        super()._warn_of_unread(counts)
+        if quoted := [
+            text
+            for text in counts
+            if 2 * sum(map(len, _QUOTED.findall(text))) > len(text)
+        ]:
+            logger.warning(
+                "%d of %d prompts are mostly in quotation marks, so the glyph encoder "
+                "is asked to write "
+                "that text into the picture. Where this is not meant, take the marks "
+                "out. The first: %.60r...",
+                *(len(quoted), len(counts), quoted[0]),
+            )

@@ -110,26 +110,36 @@ def test_what_is_not_seen_is_said_of_new_and_of_cached_prompts(
     fitting = "a" * (1000 - 5)
     long = f"long {fitting}"
     sign = f'a sign with a long text, "{"late " * 60}", {"and more " * 60}'
+    whole = '"a cat in the snow"'
+    inches = '24" screen and a 27" monitor'
     for _ in range(2):
-        lengths = encoder.prepare(["", fitting, long, sign])
+        lengths = encoder.prepare(["", fitting, long, sign, whole, inches])
         assert [length[0] for length in lengths[1:3]] == [1000, 1000] and lengths[3][
             1
         ] == 256
-        cut, glyphs = [
+        cut, glyphs, quoted = [
             r.getMessage() for r in caplog.records if r.levelname == "WARNING"
-        ][-2:]
+        ][-3:]
         assert cut.startswith(
-            "1 of 4 prompts are cut off after 1000 tokens, of which the language "
+            "1 of 6 prompts are cut off after 1000 tokens, of which the language "
             "model sees no more"
         )
         assert "'long aaa" in cut and " has 100" in cut
         assert glyphs.startswith(
-            "1 of 4 prompts are cut off after 256 tokens, of which the glyph encoder"
+            "1 of 6 prompts are cut off after 256 tokens, of which the glyph encoder"
         )
         assert "'a sign with" in glyphs and " has 31" in glyphs
+        assert (
+            quoted.startswith("2 of 6 prompts are mostly in quotation marks")
+            and whole in quoted
+        )
         caplog.clear()
     encoder.prepare(["", fitting, QUOTING])
-    assert "cut off" not in caplog.text
+    assert not [
+        r
+        for r in caplog.records
+        if "cut off" in r.getMessage() or "quotation" in r.getMessage()
+    ]
 
 
 def test_order_repetition_and_other_prompts_do_not_matter(
@@ -228,6 +238,21 @@ def test_another_chat_template_is_refused_and_another_padding_side_does_not_matt
         ValueError, match="puts 109 tokens before the prompt.*trained with 108"
     ):
         encoder_of(changed, tmp_path / "cache").encode(["a cat"])
+
+
+def test_weights_that_lack_a_tensor_are_refused(
+    diffusers_checkpoint: Path, tmp_path: Path
+) -> None:
+    damaged = copy_tree(diffusers_checkpoint, tmp_path / "damaged")
+    file = damaged / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    del weights["layers.0.mlp.up_proj.weight"]
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError,
+        match=r"text_encoder do not fit.*1 missing keys.*layers.0.mlp.up_proj.weight",
+    ):
+        encoder_of(damaged, tmp_path / "cache").encode(["a cat"])
 
 
 @pytest.mark.parametrize(

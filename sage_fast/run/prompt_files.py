@@ -74,8 +74,7 @@ def load_eval_prompts(config: RunConfig) -> list[Prompt]:
 
 def _read_prompts(key: str, given: str | Sequence[Row], column: str) -> list[Prompt]:
     try:
-        # the rows of a list have `prompt`, whatever the column of the other file is
-        return read_prompts(given, column if isinstance(given, str) else "prompt")
+        return read_prompts(given, column)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}: {error}") from error
 
@@ -133,8 +132,7 @@ def read_prompts(
             says what to change.
     """
     if not isinstance(path, str | os.PathLike):
-        rows = _of_objects(((f"prompt {n}", row) for n, row in enumerate(path)), key)
-        return list(_numbered(rows, "the list of prompts", Path()))
+        return _listed_prompts(path)
     if isinstance(path, str) and path.startswith("hf:"):
         return list(_read_dataset(path, key))
     path = Path(path)
@@ -213,6 +211,33 @@ def _numbered(rows: "_Rows", source: object, folder: Path) -> tuple[Prompt, ...]
     return tuple(prompts)
 
 
+def _listed_prompts(given: Sequence[Row]) -> list[Prompt]:
+    """Prompts that are in no file, numbered from 0: texts, or rows with `prompt` and,
+    where there is one, `seed` and `image`, relative to the working directory.
+    """
+    if not given:
+        raise ValueError("the list of prompts is empty; write at least one")
+    prompts = []
+    for number, row in enumerate(given):
+        row = {"prompt": row} if isinstance(row, str) else row
+        text = row.get("prompt") if isinstance(row, Mapping) else row
+        if not isinstance(text, str):
+            raise ValueError(
+                f"a prompt is {row!r}; write it as a text, or as a row with 'prompt' "
+                "and 'image'"
+            )
+        if not text.strip():
+            raise ValueError("a prompt is empty; write one or leave it out")
+        if unknown := row.keys() - {"prompt", "seed", "image"}:
+            raise ValueError(
+                f"a prompt has {', '.join(sorted(unknown))}; a row of a list has "
+                "prompt, seed and image"
+            )
+        rest = {name: value for name, value in row.items() if name != "prompt"}
+        prompts.append(_prompt(f"prompt {number}", text, rest, number, Path()))
+    return prompts
+
+
 # A reader yields (path:line, prompt, the rest of its row by column).
 _Rows = Iterator[tuple[str, str, Mapping[str, object]]]
 
@@ -269,7 +294,7 @@ def _of_objects(rows: Iterable[tuple[str, object]], key: str) -> _Rows:
     for where, row in rows:
         if isinstance(row, str):
             row = {key: row}
-        if not isinstance(row, Mapping):
+        if not isinstance(row, dict):
             raise ValueError(
                 f'{where}: expected an object with "{key}" or a string, found '
                 f"{shown(row)}"
@@ -279,10 +304,11 @@ def _of_objects(rows: Iterable[tuple[str, object]], key: str) -> _Rows:
                 f"{where}: no key named {key!r}; found {', '.join(map(repr, row))}; "
                 f"{_OTHER_KEY}"
             )
-        text = row[key]
-        if not isinstance(text, str | None):
-            raise ValueError(f"{where}: {key!r} must be a string, not {shown(text)}")
-        yield where, text or "", {k: v for k, v in row.items() if k != key}
+        if not isinstance(row[key], str | None):
+            raise ValueError(
+                f"{where}: {key!r} must be a string, not {shown(row[key])}"
+            )
+        yield where, row.pop(key) or "", row
 
 
 def _read_lines(path: Path, text: str, key: str) -> _Rows:

@@ -226,7 +226,7 @@ REQUESTS = {
     ),
     "empty-prompt": (
         "generate good.yaml --output_dir=o --checkpoint none --prompt=",
-        "evaluation.prompts: the list of prompts: holds no prompts",
+        "a prompt is empty",
     ),
     "unknown-word": (
         "generate good.yaml --output_dir=o --checkpoint none --prompt cat",

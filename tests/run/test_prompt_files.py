@@ -107,6 +107,7 @@ PICTURED = Prompt(text="a fox", index=3, seed=5, image="fox.png")
     [
         {"text": "a wolf"},
         {"index": 4},
+        {"seed": 6},
         {"seed": None},
         {"image": "wolf.png"},
         {"image": None},
@@ -172,8 +173,10 @@ MISTAKES = [
         "text,id\na,1\n",
         r":1: .*'prompt', found 'text', 'id'; .*prompt_key names",
     ),
+    ("p.csv", "prompt,prompt\na,b\n", r":1: expected one column"),
     ("p.csv", "prompt;seed\na;1\n", r":1: .*separated by commas"),
     ("p.csv", "prompt,index\n,0\n  ,1\n", r": holds no prompts"),
+    ("p.csv", "prompt\n", r": holds no prompts"),
     ("p.csv", "prompt,index\na,5\nb,5\n", r":3: index 5 is taken by .*p\.csv:2;"),
     (
         "p.csv",
@@ -183,7 +186,9 @@ MISTAKES = [
     ("p.csv", f"prompt,seed\na,{2**63}\n", r":2: seed must be a whole number"),
     ("p.csv", "prompt,seed\na cat, running, fast\n", r":2: more cells.*double quotes"),
     ("p.csv", 'prompt\nok\n"a"b\n', r":3: not valid CSV"),
+    ("p.csv", 'prompt,seed\n"a\nb",0\nc,z\n', r":4: seed"),
     ("p.json", '{\n"prompts": ["a"]}', r":1: not valid JSON.*write one array, or"),
+    ("p.json", '["a",\n"b"', r":1: not valid JSON .*line 2"),
     ("p.json", '["a", ["b"]]', r":entry 2: expected an object"),
     ("p.jsonl", '"a"\n{"prompt": }\n', r":2: not valid JSON"),
     ("p.jsonl", "[" * 200_000 + "\n", r":1: nested too deep"),
@@ -229,15 +234,17 @@ def test_a_list_has_rows_as_a_file_has(
         text="a fox", index=0, seed=7, image=str(tmp_path / "fox.png")
     )
     assert second == Prompt(text="a cat", index=1)
-    assert read_prompts([{"prompt": "a", "count": 2}])[0].columns == {"count": "2"}
     for row, message in (
         ({"prompt": "a", "image": "b.png"}, "prompt 0: there is no picture"),
-        ({"text": "a"}, "prompt 0: no key named 'prompt'; found 'text'"),
-        (3, "prompt 0: expected an object .* found 3"),
-        (" ", "the list of prompts: holds no prompts"),
+        ({"text": "a"}, "a row"),
+        (" ", "a prompt is empty"),
+        (
+            {"prompt": "a", "imgae": "fox.png"},
+            "a prompt has imgae; a row of a list has prompt, seed and image",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
-            read_prompts([row])  # type: ignore[list-item]
+            read_prompts([row])
 
 
 def test_the_key_names_the_column_of_training_and_of_evaluation(tmp_path: Path) -> None:

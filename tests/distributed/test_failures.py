@@ -384,3 +384,59 @@ def test_torchrun_restarts_and_the_run_goes_on_by_itself(
     assert "Done: " in end.stdout
     finish(2, ["train", file, f"--output_dir={tmp_path / 'whole'}"], tmp_path)
     assert numbers(tmp_path / "run") == numbers(tmp_path / "whole")
+
+
+def test_a_spare_node_goes_on_where_one_is_lost(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """Three agents of one process for two places: the second dies with its process, the
+    third takes its place.
+    """
+    file = write_run(
+        tiny_model, tmp_path, evaluation={"every": 0}, training={"num_updates": 4}
+    )
+    node = tmp_path / "node.py"
+    node.write_text(
+        "import os, signal, sys\n"
+        "from sage_fast.commands import cli\n"
+        "from tests.distributed.test_failures import KILL, at_update\n"
+        "def lose():\n"
+        "    os.kill(os.getppid(), signal.SIGKILL)\n"
+        "    KILL()\n"
+        "if sys.argv.pop(1) == '1':\n"
+        "    at_update(lose, 0, 2, 0)\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    meeting = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port
+    command, environment = torchrun(
+        "--nnodes=2:2",
+        "--nproc_per_node=1",
+        "--max-restarts=3",
+        f"--rdzv_endpoint=localhost:{meeting}",
+        "--rdzv_id=spare",
+    )
+    agents = []
+    for number in range(3):
+        if number == 2:
+            while (
+                not (tmp_path / "run/lease.txt").exists() and agents[0].poll() is None
+            ):
+                time.sleep(0.2)
+        pace = "keep_alive_interval=1,keep_alive_max_attempt=3,last_call_timeout=1"
+        settings = f"--rdzv_conf=is_host={number == 0},{pace}"
+        words = [*command, settings, str(node), str(number)]
+        words += ["train", file, "--resume=auto"]
+        log = (tmp_path / f"agent-{number}").open("w")
+        agents.append(subprocess.Popen(words, stdout=log, stderr=log, env=environment))
+    try:
+        codes = [agent.wait(timeout=200) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    text = "".join((tmp_path / f"agent-{number}").read_text() for number in range(3))
+    assert codes == [0, -signal.SIGKILL, 0], text
+    assert "Going on from " in text and not list(
+        (tmp_path / "run").glob("previous-*")
+    ), text
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["update"] for row in rows] == [1, 2, 3, 4]

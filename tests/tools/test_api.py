@@ -170,7 +170,7 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"reward": ["toy", brightness, brightness]}, "a list without repeats"),
         (
             {"prompts": ["a red circle moving left", 3]},
-            "data.prompts: prompt 1: expected an object",
+            "data.prompts: a prompt is 3; write it as a text",
         ),
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         (

@@ -214,19 +214,15 @@ def test_adapters_for_fewer_steps_are_the_model_that_the_stock_pipeline_makes_of
 
 
 @pytest.mark.parametrize(
-    ("key", "shape", "message"),
+    ("key", "shape"),
     [
-        ("blocks.0.cross_attn.k.diff_b", (24,), "k.diff_b' is .*not zero. Merge"),
-        ("blocks.1.diff_m", (1, 6, 24), "diff_m' is .*not zero"),
-        (
-            "patch_embedding.diff",
-            (24, 4, 1, 2, 2),
-            "patch_embedding.diff' is .*not zero",
-        ),
+        ("blocks.0.cross_attn.k.diff_b", (24,)),
+        ("blocks.1.diff_m", (1, 6, 24)),
+        ("patch_embedding.diff", (24, 4, 1, 2, 2)),
     ],
 )
 def test_what_is_added_beside_the_matrices_is_refused(
-    key: str, shape: tuple[int, ...], message: str, tmp_path: Path
+    key: str, shape: tuple[int, ...], tmp_path: Path
 ) -> None:
     file = tmp_path / "a.safetensors"
     tensors = {
@@ -235,7 +231,7 @@ def test_what_is_added_beside_the_matrices_is_refused(
         for h, v in zip("AB", pair, strict=True)
     }
     save_file(tensors | {f"diffusion_model.{key}": torch.ones(shape)}, file)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{key}' is not a part of .* Merge it"):
         use_adapter(tiny_transformer(), file)
 
 

@@ -175,6 +175,8 @@ def begins_with(lines: str) -> Change:
         with (folder / "sage_fast/__init__.py").open("a") as module:
             module.write(lines)
         patch.setattr(processes, "ROOT", folder)
+        # The slower of two would be seen as well.
+        patch.setattr(processes, "ROUNDS", 1)
 
     return apply
 

@@ -210,6 +210,11 @@ def _fused_forward(
     of the conditions.
     """
     acceleration: Acceleration = self._acceleration
+    if timestep_r is not None:
+        raise ValueError(
+            "timestep_r belongs to MeanFlow variants, which the fused forward does "
+            "not compute."
+        )
     if prompts is not None and timestep.dtype not in (torch.float32, torch.float64):
         raise ValueError(
             f"timestep is {timestep.dtype}; rounding it makes it another noise level. "

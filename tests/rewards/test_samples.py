@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from sage_fast.config.errors import ConfigError
-from sage_fast.config.load import load_config
+from sage_fast.config.load import check_trust, load_config
 from sage_fast.config.registry import REWARDS
 from sage_fast.config.schema import RunConfig
 from sage_fast.config.sections import EvaluationConfig, RewardConfig, RolloutConfig
@@ -134,7 +134,7 @@ def test_examples_score_alike_at_any_micro_batch_on_any_rank_and_by_any_transpor
         tmp_path,
         data=prompts,
         rollout={"batch_size": 32, "num_generations": 8},
-        evaluation=prompts | {"noises": 2, "batch_size": 8},
+        evaluation=prompts | {"noises": 2, "batch_size": 4},
         training={"num_updates": 1},
         reward={"rewards": EXAMPLES, "weights": {"win_rate": 1.0, "colour": 1.0}},
     )
@@ -145,6 +145,7 @@ def test_examples_score_alike_at_any_micro_batch_on_any_rank_and_by_any_transpor
         for ranks, words in (
             (1, [alone]),
             (1, [all_at_once, f"--reward.url={served(EXAMPLES)}"]),
+            (2, of_two),
             (2, [*of_two, f"--reward.python={sys.executable}"]),
             (2, ["--distributed.sp=2", alone]),
         )
@@ -279,6 +280,15 @@ def test_a_weight_of_a_judge_is_refused(tiny_run: MakeRun) -> None:
         ConfigError, match=r"reward\.weights\.brightness is 2, .* Remove"
     ):
         trainer.evaluate()
+
+
+def test_a_judge_of_somebody_else_is_not_imported_without_trust(
+    tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    config = tiny_run(f"--reward.evaluation=[{JUDGE}]")
+    with pytest.raises(ConfigError, match=r"under reward\.evaluation.*--trust-config"):
+        check_trust(config, tmp_path, named=())
+    check_trust(config, tmp_path, named=(JUDGE,))
 
 
 def test_options_of_a_judge_stay_with_other_rewards_and_go_with_other_judges(

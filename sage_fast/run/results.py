@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -260,4 +261,10 @@ class RunEvaluation:
                 title += (
                     f" \N{CHECK MARK} {name}: {was} and then {now} of {len(marked)}."
                 )
+                if after.noises > 1 and name is not None:
+                    before = fmean(self.baseline.scores[name])
+                    title += (
+                        f" Over {after.noises} noises: {before:.0%} and then "
+                        f"{fmean(after.scores[name]):.0%}."
+                    )
             media.contact_sheet(self.directory.before_after, cells, title, grid=True)

@@ -263,8 +263,16 @@ def paired_test(
         before, after: P scores each, P >= 2.
         seed: of the resampling; with the same one all scores of an evaluation are
             resampled alike.
+
+    Raises:
+        ValueError: lists of different lengths, or of fewer than 2.
     """
     count = len(before)
+    if count != len(after) or count < 2:
+        raise ValueError(
+            "A paired test needs two equally long lists of at least 2 scores, got "
+            f"{count} and {len(after)}."
+        )
     b, a = (torch.tensor(scores, dtype=torch.float64) for scores in (before, after))
     difference = a - b
     generator = torch.Generator().manual_seed(seed)

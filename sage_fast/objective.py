@@ -60,12 +60,27 @@ def group_advantages(
     of its rewards) gets exactly 0 and is marked, never amplified.
 
     Args:
-        rewards: (P, G >= 2) finite, float32 or float64; all groups of the update when
-            std is "global".
+        rewards: (P, G) finite, float32 or float64; all groups of the update when std is
+            "global".
         std: "group" divides by the deviation of the prompt's group, "global" by that of
             all rewards given. clip: bound of the advantages, positive, may be infinite.
         eps: added to the standard deviation, not negative.
+
+    Raises:
+        ValueError: for rewards that are not (P, G >= 2) and finite.
     """
+    if rewards.ndim != 2 or rewards.shape[0] < 1 or rewards.shape[1] < 2:
+        raise ValueError(
+            f"rewards have shape {tuple(rewards.shape)}; expected (prompts, samples) "
+            "with at least 2 samples, "
+            "because an advantage compares the samples of one prompt"
+        )
+    bad = (~torch.isfinite(rewards)).nonzero().tolist()
+    if bad:
+        raise ValueError(
+            f"rewards are not finite at (prompt, sample) {bad[:8]}; drop those groups "
+            "or fail the run"
+        )
     # In float64, so that only the rounding of the rewards themselves can pass for a
     # spread.
     rewards = rewards.detach().double()
@@ -105,7 +120,7 @@ def weighted_advantages(
             of the user's own, which is called as f(components, weights, std=std) and
             returns (P, G), higher is better. They are clipped, and a group of zeros is
             without spread.
-        std, clip, eps: as in `group_advantages`.
+        std, clip, eps: as in `group_advantages`, and so are the errors.
     """
     if normalization not in ADVANTAGES:
         own = resolve(normalization, ADVANTAGES, "advantage.normalization")
@@ -167,7 +182,14 @@ def loss_settings(
         kl_weight: lambda of the update, see `next_kl_weight`.
         position_factor: what the KL to the anchor counts at this step, see
             `kl_position_fraction`; 0 leaves it out.
+
+    Raises:
+        ValueError: for a KL weight that is negative or not finite.
     """
+    if not math.isfinite(kl_weight) or kl_weight < 0:
+        raise ValueError(
+            f"kl_weight is {kl_weight}; it must be finite and not negative"
+        )
     uses_position, uses_velocity = kl_uses(settings.kl_mode)
     position = kl_weight * settings.kl_position_weight * position_factor
     velocity = kl_weight * settings.kl_velocity_weight
@@ -253,6 +275,11 @@ def policy_loss(
     Raises:
         ValueError: for shapes that do not match or a missing anchor.
     """
+    if velocity_anchor is None and kl_uses(settings.kl_mode)[0]:
+        raise ValueError(
+            f"kl_mode {settings.kl_mode!r} needs velocity_anchor, the velocity of the "
+            "anchor weights"
+        )
     columns = loss_columns(
         settings, gain=gain, std=std, scale=scale, size=size, advantage=advantage
     )
@@ -302,7 +329,15 @@ def next_kl_weight(
     mean of the last `KL_WINDOW` values above 1.5 target multiplies lambda by 0.9, below
     0.5 target by 1.1, as in the paper (a trust region would do the opposite); lambda
     stays within [minimum, maximum].
+
+    Raises:
+        ValueError: for a KL value that is not finite.
     """
+    if not math.isfinite(kl_value):
+        raise ValueError(
+            f"the KL of update {state.update} is {kl_value}; the velocities of that "
+            "update are not finite"
+        )
     update = state.update + 1
     history = (*state.history, float(kl_value))[-KL_WINDOW:]
     if update <= settings.warmup_updates:

@@ -49,12 +49,25 @@ def sigma_schedule(num_steps: int, shift: float) -> Tensor:
     Returns:
         float64 tensor (T + 1,), strictly decreasing, exactly 1 first and exactly 0
         last.
+
+    Raises:
+        ValueError: for a shift out of range, or so extreme that two levels coincide.
     """
+    if not math.isfinite(shift) or shift <= 0:
+        raise ValueError(
+            f"shift is {shift!r}; it must be a positive finite number (5.0 for 480p, "
+            "9.0 for 720p)"
+        )
     t = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
     sigmas = shift * t / (1 + (shift - 1) * t)
     # Exact, whatever rounding has left of them.
     sigmas[0] = 1.0
     sigmas[-1] = 0.0
+    if not bool((sigmas.diff() < 0).all()):
+        raise ValueError(
+            f"shift {shift} with {num_steps} steps puts two noise levels on the same "
+            "number; bring the shift closer to 1"
+        )
     return sigmas
 
 
@@ -126,7 +139,16 @@ class TransitionTable:
 
         Args:
             steps: step indices in [0, T); order and repetition do not matter.
+
+        Raises:
+            ValueError: for an index out of range.
         """
+        # A negative one would count from the end.
+        if wrong := [step for step in steps if not 0 <= step < self.num_steps]:
+            raise ValueError(
+                f"steps {wrong} are not in the table; allowed are 0 to "
+                f"{self.num_steps - 1}"
+            )
         kept = torch.zeros(self.num_steps, dtype=torch.bool)
         kept[list(steps)] = True
         kept &= self.trainable
@@ -177,13 +199,32 @@ def transition_table(
             the variance of a step from 1 as if it began at 1 - sage_margin.
 
     Raises:
-        ConfigError: for an unknown sampler.
+        ValueError: for an unknown sampler, levels that do not decrease inside [0, 1],
+            an eta out of range.
     """
     if sde_type not in SDE_TYPES:
         own = resolve(sde_type, SAMPLERS, "rollout.sde_type")
         table: TransitionTable = own(sde_type, sigmas, eta)
         return table
+    if not math.isfinite(eta) or eta < 0:
+        raise ValueError(
+            f"eta is {eta!r}; it must be finite and at least 0 (0.3 to 0.7 is usual)"
+        )
+    if sde_type == "cps" and eta > 1:
+        raise ValueError(
+            f"eta is {eta} for cps, whose noise is n sin(eta pi/2); choose eta "
+            "between 0 and 1"
+        )
     sigmas = sigmas.detach().to(device="cpu", dtype=torch.float64, copy=True)
+    if (
+        not bool((sigmas.diff() < 0).all())
+        or not 0 <= float(sigmas[-1]) < float(sigmas[0]) <= 1
+    ):
+        raise ValueError(
+            "sigmas must decrease strictly from at most 1 to at least 0 (noise to "
+            f"data); given {[round(value, 6) for value in sigmas.tolist()[:8]]}"
+        )
+
     s = sigmas[:-1]
     n = sigmas[1:]
     step = s - n

@@ -259,6 +259,11 @@ def test_a_rollout_is_of_the_order_that_it_is_given() -> None:
     assert table.extrapolation.nonzero().flatten().tolist() == [4, 5]
 
 
+def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:
+    with pytest.raises(ValueError, match=r"eta is 1\.2.*between 0 and 1"):
+        transition_table("cps", sigma_schedule(4, 5.0), 1.2)
+
+
 # Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and
 # the variance of a rollout follow exactly from the table.
 

@@ -237,7 +237,6 @@ FORWARD = "--training.update=forward_process --objective.kl_mode=none"
             f"{SINGLE_PASS} {BEST_AND_WORST} --rollout.num_generations=4",
             "gradient is there before an advantage",
         ),
-        ("--rollout.sde_type=cps --rollout.eta=1.2", "eta is 1.2.*at most 1 with"),
         (BEST_AND_WORST, "is 1, .*num_generations is 2.* Raise num_generations"),
         (
             "--objective.kl_position_fraction=0.5 --objective.kl_mode=stepwise",

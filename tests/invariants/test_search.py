@@ -25,7 +25,7 @@ QUESTIONS = {
         "how_to/reward_does_not_move.html#flat-or-not-increasing",
     ),
     "The reward rises, but the videos blur. Why?": (  # DanceGRPO 94, flow_grpo 233
-        "reward hacking blur",
+        "reward hacking blurry",
         "how_to/reward_does_not_move.html#reward-hacking-the-reward-rises-the-videos-blur",
     ),
     "Can a run end by itself when it gets worse?": (

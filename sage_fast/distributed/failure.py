@@ -12,7 +12,7 @@ import hashlib
 import platform
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,7 +119,9 @@ def is_communication_error(error: BaseException) -> bool:
 # ranks that differ
 
 
-def check_same_everywhere(own: Mapping[str, str]) -> None:
+def check_same_everywhere(
+    own: Mapping[str, str], device: torch.device | None = None
+) -> None:
     """Refuse ranks that would train on something else than the user believes.
     Collective, over the default group.
 
@@ -128,21 +130,24 @@ def check_same_everywhere(own: Mapping[str, str]) -> None:
 
     Args:
         own: values that all ranks must share, by name: configuration by dotted key,
-            software, digests of files.
+            software, digests of files. device: this rank's; two ranks must not have the
+            same GPU.
 
     Raises:
         ConfigError: what differs, and on which ranks; the same on all of them.
     """
     if not dist.is_initialized():
         return
-    everywhere: list[Mapping[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everywhere, own)
+    gpu = ""
+    if device is not None and device.type == "cuda":
+        # By UUID, since two processes may know one GPU by different numbers.
+        gpu = str(torch.cuda.get_device_properties(device).uuid)
+    gathered: list[tuple[Mapping[str, str], str]] = [({}, "")] * dist.get_world_size()
+    dist.all_gather_object(gathered, (own, gpu))
+    everywhere = [values for values, _ in gathered]
     differences = []
     for name in sorted(set().union(*everywhere)):
-        owners: dict[str, list[str]] = {}
-        for rank, values in enumerate(everywhere):
-            value = values.get(name, "missing")
-            owners.setdefault(value, []).append(f"rank {rank}")
+        owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
         if len(owners) > 1:
             shown = [
                 f"{value} ({', '.join(ranks[:MOST_SHOWN])})"
@@ -155,6 +160,20 @@ def check_same_everywhere(own: Mapping[str, str]) -> None:
             "process with the same files and overrides, in one environment and on one "
             "file system that all nodes share."
         )
+    for uuid, ranks in _ranks_by_value([gpu for _, gpu in gathered]).items():
+        if uuid and len(ranks) > 1:
+            raise ConfigError(
+                f"{' and '.join(ranks[:2])} share one GPU. Start as many processes per node "
+                "as it has GPUs, with model.device auto, and see that "
+                "CUDA_VISIBLE_DEVICES shows every process all of them or one each."
+            )
+
+
+def _ranks_by_value(values: Sequence[str]) -> dict[str, list[str]]:
+    ranks: dict[str, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(f"rank {rank}")
+    return ranks
 
 
 # --------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def rank_device(name: str) -> "torch.device":
     local = _number("LOCAL_RANK", 0)
     if ":" not in name:
         # A scheduler that binds GPUs to tasks shows each task its own, as number 0.
-        # NCCL finds two processes that have the same one.
+        # `start_world` finds two processes that have the same one.
         bound = count == 1 and "CUDA_VISIBLE_DEVICES" in os.environ
         device = torch.device("cuda", 0 if bound else local)
     if device.index >= count:
@@ -188,7 +188,7 @@ def start_world(
         own[f"config {key}"] = repr(value)
     # Before there are groups: ranks that were given different degrees would make
     # different ones.
-    check_same_everywhere(own)
+    check_same_everywhere(own, device)
     world = World(
         rank=dist.get_rank(),
         size=size,

@@ -2,6 +2,7 @@
 generators that it may use.
 """
 
+import copy
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -141,7 +142,10 @@ def reward_costs(config: RewardConfig, video: VideoConfig) -> dict[str, RewardCo
         found[name] = RewardCosts()
         costs = None if name in elsewhere else getattr(find_reward(name), "costs", None)
         if costs is not None:
-            found[name] = costs(config.options.get(name, {}), video)
+            # A copy, which code of others may change.
+            options = copy.deepcopy(config.options.get(name, {}))
+            with Guard(name)("while it was asked for its costs"):
+                found[name] = costs(options, video)
     return found
 
 
@@ -150,7 +154,10 @@ def reward_requirements(name: str, options: Mapping[str, Any]) -> list[Requireme
     ConfigError as above.
     """
     requirements = getattr(find_reward(name), "requirements", None)
-    return [] if requirements is None else list(requirements(options))
+    if requirements is None:
+        return []
+    with Guard(name)("while it was asked for its requirements"):
+        return list(requirements(copy.deepcopy(options)))
 
 
 def describe_batch(samples: Sequence[Sample]) -> str:

@@ -4,13 +4,18 @@ nothing written.
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import distributed as dist
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.distributed import start
+from sage_fast.distributed.failure import check_same_everywhere
 from sage_fast.distributed.world import World
 from sage_fast.run import run
-from tests.distributed.ranks import write_run
+from tests.distributed.ranks import run_ranks, write_run
 from tests.distributed.test_failures import on_ranks
 from tests.run.test_run import MakeRun
 
@@ -73,3 +78,21 @@ def test_ranks_with_different_configurations(tiny_model: Path, tmp_path: Path) -
         text.count("The ranks differ in config distributed.sp: 1 (rank 0), 2 (rank 1)")
         == 2
     ), text
+
+
+def share_a_gpu() -> str:
+    """The message of ranks of which the last has the same GPU as the first."""
+    gpu = SimpleNamespace(uuid=f"GPU-{start.rank() % 2}")
+    dist.init_process_group("gloo")
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as error:
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        check_same_everywhere({}, torch.device("cuda"))
+    return str(error.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_gpu() -> None:
+    texts = run_ranks(share_a_gpu, 3)
+    assert all(text.startswith("rank 0 and rank 2 share one GPU.") for text in texts), (
+        texts
+    )

@@ -352,6 +352,17 @@ def test_what_is_beside_the_matrices_and_zero_changes_nothing(
     torch.testing.assert_close(probe(used), plain.expected, rtol=1e-5, atol=1e-5)
 
 
+def test_quantised_matrices_are_refused(plain: Trained, tmp_path: Path) -> None:
+    save_file(
+        {name: value.to(torch.int8) for name, value in plain.weights.items()},
+        tmp_path / "a.safetensors",
+    )
+    with pytest.raises(
+        ValueError, match=r"a.safetensors is quantised: .*lora_A.weight is stored as"
+    ):
+        read_adapter(tmp_path, HunyuanTransformer)
+
+
 @pytest.mark.parametrize(
     ("architecture", "base", "refused"),
     [

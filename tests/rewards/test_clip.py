@@ -98,8 +98,19 @@ def test_a_long_prompt_is_truncated_and_that_is_said_at_the_start(
     assert "the first 77 tokens of a prompt, and 2 prompts have more" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("dtype", "message"),
+    [
+        (None, r"1 missing keys, among them visual_projection\.weight"),
+        (
+            torch.float8_e5m2,
+            r"quantised: visual_projection\.weight is stored as F8_E5M2",
+        ),
+    ],
+    ids=["missing", "of 8 bits"],
+)
 def test_weights_that_are_not_there_are_not_made_up(
-    checkpoint: Path, tmp_path: Path
+    dtype: torch.dtype | None, message: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(checkpoint, tmp_path / "clip"))
     file = folder / "model.safetensors"
@@ -107,9 +118,10 @@ def test_weights_that_are_not_there_are_not_made_up(
     weights = load_file(file) | {"text_model.embeddings.position_ids": torch.arange(77)}
     save_file(weights, file, metadata={"format": "pt"})
     CLIPScore(str(folder), device="cpu")
-    del weights["visual_projection.weight"]
+    projection = weights.pop("visual_projection.weight")
+    if dtype is not None:
+        weights["visual_projection.weight"] = projection.to(dtype)
     save_file(weights, file, metadata={"format": "pt"})
-    message = r"1 missing keys, among them visual_projection\.weight"
     with pytest.raises(ValueError, match=message):
         CLIPScore(str(folder), device="cpu")
 

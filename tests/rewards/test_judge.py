@@ -15,7 +15,10 @@ import torch
 from PIL import Image
 
 from examples.vlm_judge import VLMJudge
+from sage_fast.config.schema import RunConfig
+from sage_fast.run.run import build_trainer
 
+NAME = "examples.vlm_judge:VLMJudge"
 GREYS = (0, 51, 204)
 VIDEOS = torch.stack(
     [torch.full((6, 3, 16, 16), grey, dtype=torch.uint8) for grey in GREYS]
@@ -127,3 +130,16 @@ def test_a_wrong_key_is_asked_once(stub: Callable[[Answer], str]) -> None:
     with pytest.raises(RuntimeError, match="401.*no such key"):
         judge(url).score(VIDEOS[:1], PROMPTS[:1])
     assert calls == [0]
+
+
+def test_the_toy_model_trains_on_it(
+    stub: Callable[[Answer], str], tiny_run: Callable[..., RunConfig]
+) -> None:
+    options = json.dumps({NAME: {"url": stub(honest), "model": "stub"}})
+    words = [
+        f"--reward.rewards=[{NAME}]",
+        f"--reward.options={options}",
+        "--reward.weights={judge: 1.0}",
+    ]
+    record = build_trainer(tiny_run(*words)).iterate()
+    assert 0 < record["reward/judge_mean"] < 1

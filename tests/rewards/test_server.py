@@ -595,6 +595,7 @@ def test_doctor_and_plan_ask_for_nothing_of_a_served_reward(tiny_run: MakeRun) -
     words = ["--reward.rewards=[absent:Judge]", "--reward.weights={judge: 1.0}"]
     places = {
         "url=http://127.0.0.1:9": "info",
+        f"python={sys.executable}": "info",
         "python=/nowhere/python": "missing",
     }
     for place, status in places.items():

@@ -309,8 +309,17 @@ def _describe(metadata: Metadata) -> dict[str, dict[str, Tensor]]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """The JSON object in a checkpoint, whose digest is right."""
+    """The JSON object in a checkpoint. Raises as `_read_metadata`."""
     try:
-        return dict(loads(path.read_bytes()))
+        state = loads(path.read_bytes())
     except OSError as error:
         raise UnreadableCheckpointError.of(path, error) from error
+    except ValueError as error:
+        raise CheckpointError(
+            f"{path} is not valid JSON: {error}. Use another checkpoint."
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"{path} does not hold a JSON object. Use another checkpoint."
+        )
+    return state

@@ -149,10 +149,7 @@ def check_same_everywhere(
     for name in sorted(set().union(*everywhere)):
         owners = _ranks_by_value([values.get(name, "missing") for values in everywhere])
         if len(owners) > 1:
-            shown = [
-                f"{value} ({', '.join(ranks[:MOST_SHOWN])})"
-                for value, ranks in owners.items()
-            ]
+            shown = [f"{value} ({_in_words(ranks)})" for value, ranks in owners.items()]
             differences.append(f"{name}: {', '.join(shown[:MOST_SHOWN])}")
     if differences:
         raise ConfigError(
@@ -163,17 +160,25 @@ def check_same_everywhere(
     for uuid, ranks in _ranks_by_value([gpu for _, gpu in gathered]).items():
         if uuid and len(ranks) > 1:
             raise ConfigError(
-                f"{' and '.join(ranks[:2])} share one GPU. Start as many processes per node "
+                f"{_in_words(ranks)} share one GPU. Start as many processes per node "
                 "as it has GPUs, with model.device auto, and see that "
                 "CUDA_VISIBLE_DEVICES shows every process all of them or one each."
             )
 
 
-def _ranks_by_value(values: Sequence[str]) -> dict[str, list[str]]:
-    ranks: dict[str, list[str]] = {}
+def _ranks_by_value(values: Sequence[str]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(f"rank {rank}")
+        ranks.setdefault(value, []).append(rank)
     return ranks
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Example: [0, 1, 5] -> "ranks 0, 1, 5"; of more than four the first ones."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = ", ..." if len(ranks) > MOST_SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:MOST_SHOWN]))}{more}"
 
 
 # --------------------------------------------------------------------------------------

@@ -377,6 +377,8 @@ def _peft_fields(text: str) -> dict[str, Any]:
     that is not known.
     """
     stored = loads(text)
+    if not isinstance(stored, dict):
+        raise ValueError(f"its description is {type(stored).__name__}, not an object.")
     if not stored:
         return {}
     fields = PeftLoraConfig().to_dict()

@@ -70,6 +70,13 @@ _REQUIRED: tuple[tuple[str, str, object], ...] = (
 )
 
 
+def _positive(values: Mapping[str, Any], name: str) -> float:
+    value = float(values[name])
+    if not value > 0:
+        raise ValueError(f"inference_config.{name} is {value}; it must be positive")
+    return value
+
+
 @dataclass(frozen=True, kw_only=True)
 class VideoAlignSettings:
     """The part of model_config.json that inference needs.
@@ -116,7 +123,7 @@ class VideoAlignSettings:
             rank = lora["lora_r"] if lora["lora_enable"] else 0
             given = tree["inference_config"]
             statistics = {
-                name: (float(given[f"{name}_mean"]), float(given[f"{name}_std"]))
+                name: (float(given[f"{name}_mean"]), _positive(given, f"{name}_std"))
                 for name in SCORES
             }
             return cls(

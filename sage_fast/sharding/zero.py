@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch import distributed as dist
 from torch.optim import AdamW
@@ -36,6 +37,10 @@ from sage_fast.models.family import family_of
 from sage_fast.models.stored import FusedForward
 from sage_fast.policy.lora import trainable_parameters
 
+OLDEST = "0.19.8"
+"""DeepSpeed before it lacks `managed_gradient_accumulation` or some of what is used
+beyond its documented interface.
+"""
 STATES = ("exp_avg", "exp_avg_sq")
 """AdamW's state of a weight, apart from the number of steps."""
 CHUNK = 2**26
@@ -59,7 +64,7 @@ class DeepSpeedEngine(Engine):
         mode: what is trained.
 
     Raises:
-        ConfigError: DeepSpeed is not installed, or the run was not launched.
+        ConfigError: DeepSpeed is not installed or too old, or the run was not launched.
     """
 
     def __init__(
@@ -327,6 +332,13 @@ def _import_deepspeed(device: torch.device) -> Any:
             f"({error}). Run `pip install 'sage-fast[deepspeed]'`, or set "
             "distributed.zero_stage to null, which is FSDP2."
         ) from error
+    if Version(deepspeed.__version__) < Version(OLDEST):
+        raise ConfigError(
+            f"distributed.zero_stage needs DeepSpeed {OLDEST}, and "
+            f"{deepspeed.__version__} is installed. Run `pip install -U "
+            "'sage-fast[deepspeed]'`, or set distributed.zero_stage to null, which is "
+            "FSDP2."
+        )
     # On a CPU it would compile its own operator for the communication, at run time,
     # which takes a minute.
     deepspeed.ops.__compatible_ops__ = {}

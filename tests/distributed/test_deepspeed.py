@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -400,6 +401,13 @@ def test_what_it_needs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         zero.DeepSpeedEngine(
             make_policy("lora").transformer, CONFIG, settings, World(), mode="lora"
         )
-    monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ConfigError, match=r"pip install 'sage-fast\[deepspeed\]'"):
-        zero._import_deepspeed(torch.device("cpu"))
+    for installed, message in (
+        (None, r"pip install 'sage-fast\[deepspeed\]'"),
+        (
+            SimpleNamespace(__version__="0.15.0"),
+            rf"needs DeepSpeed {zero.OLDEST}, and 0.15.0 is installed",
+        ),
+    ):
+        monkeypatch.setitem(sys.modules, "deepspeed", installed)
+        with pytest.raises(ConfigError, match=message):
+            zero._import_deepspeed(torch.device("cpu"))

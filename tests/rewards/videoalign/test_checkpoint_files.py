@@ -145,6 +145,7 @@ def test_a_damaged_file_is_named(own_paths, content):
             "prompt_template_type is 'simple'.*'detailed_special'",
         ),
         ("data_config", "fps", None, "model_config.json cannot be used"),
+        ("inference_config", "MQ_std", 0, "MQ_std is 0.0; it must be positive"),
         ("peft_lora_config", "use_rslora", True, "use_rslora is True.*False"),
         (
             "peft_lora_config",

@@ -55,6 +55,11 @@ COMMANDS = {
     for modules in GROUPS.values()
     for module in modules
 }
+MOST_GPUS = 10_000
+"""Of --gpus: a plan holds every video of an update, and with more it takes minutes and
+fills the memory.
+"""
+
 WITHOUT_KEYS = ("status", "compare", "configs")
 
 COMPLETION = """
@@ -225,9 +230,12 @@ def _run(arguments: Sequence[str] | None) -> int:
             "(WORLD_SIZE), and each would do the "
             f"same. Start it without torchrun: sage-fast {command} ..."
         )
-    gpus = getattr(options, "gpus", None)
-    if gpus is not None and gpus < 1:
-        raise ConfigError(f"--gpus is {gpus}; it must be at least 1.")
+    if (
+        gpus := getattr(options, "gpus", None)
+    ) is not None and not 1 <= gpus <= MOST_GPUS:
+        raise ConfigError(
+            f"--gpus is {gpus}; it must be at least 1 and at most {MOST_GPUS}."
+        )
     if overrides and command in WITHOUT_KEYS:
         raise ConfigError(
             f"{command} takes no keys of a configuration, such as {overrides[0]}."

@@ -19,6 +19,7 @@ from sage_fast.commands.common import (
     add_output_argument,
     load_run_config,
 )
+from sage_fast.config.errors import ConfigError
 
 USAGE = "CONFIG [MORE.yaml ...] --output_dir FOLDER [options] [--section.key=value ...]"
 
@@ -50,6 +51,12 @@ def run(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from sage_fast.run.run import build_trainer
     from sage_fast.tools.profiling import profile_update
 
+    for name in ("top", "warmup"):
+        least = 1 if name == "top" else 0
+        if getattr(options, name) < least:
+            raise ConfigError(
+                f"--{name} is {getattr(options, name)}; it must be at least {least}."
+            )
     trainer = build_trainer(settle_memory(load_run_config(options, overrides)))
     print(
         profile_update(

@@ -29,7 +29,7 @@ from sage_fast.config.files import loads
 from sage_fast.config.load import check_trust, check_values, load_config, with_overrides
 from sage_fast.config.registry import REGISTERED, register
 from sage_fast.config.schema import RunConfig, to_dict
-from sage_fast.distributed.start import rank_device
+from sage_fast.distributed.start import rank_device, world_size
 from sage_fast.evaluation import REWARD, PairedTest, headline
 from sage_fast.models.family import describe_model, model_family
 from sage_fast.planning.estimate import settle_memory
@@ -185,7 +185,6 @@ def train(
         config = replace(config, data=replace(config.data, prompts=_rows(prompts)))
     if reward is not None:
         config = _with_reward(config, reward, reward_weights)
-        check_values(to_dict(config))
     elif reward_weights is not None:
         raise ConfigError(
             "reward_weights belongs to reward=; without it, set reward.weights of the "
@@ -273,6 +272,7 @@ def evaluate(
             f"--resamples is {resamples}; percentiles need at least 100, and 10000 "
             "are usual."
         )
+    _one_process()
     config = _config_of(run, {})
     output_dir = Path(output_dir or RunDirectory(config.output_dir).scores).expanduser()
     refuse_cpu(config, allow_cpu)
@@ -348,6 +348,7 @@ def generate(
         )
     if num_videos < 1:
         raise ConfigError(f"--num-videos is {num_videos}; it must be at least 1.")
+    _one_process()
     config = _config_of(run, {})
     # refuses what the sampler cannot have
     replace(config.rollout, sde_type=sampler)
@@ -409,7 +410,7 @@ def _rows(prompts: Prompts) -> list[str | dict[str, str | int]]:
     from any directory. ConfigError for the name of a file.
     """
     given: Any = prompts
-    if isinstance(prompts, str | Prompt):
+    if isinstance(prompts, str | Prompt | Path | Mapping):
         given = [prompts]
     rows: list[Any] = []
     for prompt in given:
@@ -420,10 +421,10 @@ def _rows(prompts: Prompts) -> list[str | dict[str, str | int]]:
             if prompt.image is not None:
                 row["image"] = os.path.abspath(prompt.image)
             rows.append(row)
-        elif isinstance(prompt, str):
-            if FILE.fullmatch(prompt):
+        elif isinstance(prompt, str | Path):
+            if FILE.fullmatch(str(prompt)):
                 raise ConfigError(
-                    f"prompts is {prompt!r}, a file, but it must be a text or a "
+                    f"prompts is {str(prompt)!r}, a file, but it must be a text or a "
                     "list of them. A file goes into the configuration, as "
                     "data.prompts (train) or evaluation.prompts (generate)."
                 )
@@ -432,6 +433,14 @@ def _rows(prompts: Prompts) -> list[str | dict[str, str | int]]:
         else:
             rows.append(prompt)
     return rows
+
+
+def _one_process() -> None:
+    if world_size() > 1:
+        raise ConfigError(
+            f"This is for one process, but {world_size()} were started (WORLD_SIZE), "
+            "and each would do the same."
+        )
 
 
 def _choose_weights(
@@ -474,6 +483,13 @@ def _with_reward(
     """The configuration with rewards of this process's, or some by name, instead of
     those that it names.
     """
+    if weights is not None and not (
+        isinstance(weights, Mapping)
+        and all(isinstance(value, int | float) for value in weights.values())
+    ):
+        raise ConfigError(
+            f"reward_weights is {weights!r}, but it must be {{score name: number}}."
+        )
     rewards = given if isinstance(given, list | tuple) else [given]
     names = list[str]()
     own = dict[str, float]()
@@ -501,7 +517,7 @@ def _with_reward(
     return replace(
         config,
         reward=replace(
-            config.reward, rewards=names, options=options, weights={**weights}
+            config.reward, rewards=names, options=options, weights=dict(weights)
         ),
     )
 

@@ -175,7 +175,7 @@ def test_every_run_keeps_its_own_reward(tiny_run: MakeRun, tmp_path: Path) -> No
         ({"reward_weights": {"VQ": 1}}, "reward_weights belongs to reward="),
         (
             {"reward": brightness, "reward_weights": {"brightness": "1"}},
-            "reward.weights.brightness is '1'",
+            "it must be {score name: number}",
         ),
         ({"callbacks": [print]}, "sage_fast.Callback"),
         (

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sage_fast.kernels import BlockKernels
-from sage_fast.models.fused import without_autocast
+from sage_fast.models.fused import BlockSettings, Rotary, without_autocast
 from sage_fast.models.projection import (
     Adapter,
     Gradients,
@@ -134,15 +134,15 @@ def restore(ctx: Any, saved: Iterator[Tensor], *passes: Staged) -> None:
 
 
 def run_block(
-    kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
+    kind: Any, settings: BlockSettings, weights: Any, rotary: Rotary, *tensors: Tensor
 ) -> Any:
     """Results of one block; with autograd where a gradient is wanted.
 
     Args:
         kind: class of the pass, made of all that follows. Its `forward` gives the
-            results, and `gradients(grads, wanted, gradients)` the gradients of its
-            first `inputs` tensors, from those of the results. `live`: its parts that
-            have stages too.
+            results, and `backward(grads, wanted, gradients)` the gradients of its
+            first `num_inputs` tensors, from those of the results. `live`: its parts
+            that have stages too.
         tensors: inputs, and the weights in their flat list.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -156,7 +156,12 @@ class _BlockFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
+        ctx: Any,
+        kind: Any,
+        settings: BlockSettings,
+        weights: Any,
+        rotary: Rotary,
+        *tensors: Tensor,
     ) -> Any:
         block = kind(settings, weights, rotary, *tensors)
         out = block.forward()
@@ -171,13 +176,13 @@ class _BlockFunction(torch.autograd.Function):
         kind, settings, weights, rotary = ctx.made
         saved = ctx.saved_tensors
         tensors = saved[: ctx.count]
-        weights = weights.rebuilt(tensors[kind.inputs :])
+        weights = weights.rebuilt(tensors[kind.num_inputs :])
         block = kind(settings, weights, rotary, *tensors)
         restore(ctx, iter(saved[ctx.count :]), block, *block.live)
         wanted = ctx.needs_input_grad[4:]
-        gradients = Gradients(wanted[kind.inputs :])
+        gradients = Gradients(wanted[kind.num_inputs :])
         with without_autocast(tensors[0]):
-            found = block.gradients(grads, wanted, gradients)
+            found = block.backward(grads, wanted, gradients)
         return None, None, None, None, *found, *gradients.values
 
 

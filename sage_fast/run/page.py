@@ -403,7 +403,7 @@ def _training_charts(rows: Rows) -> list[Chart]:
 def _speed_charts(rows: Rows, status: Status | None) -> list[Chart]:
     speed = metric_line(rows, "time/iteration", "measured")
     title = "seconds of an iteration"
-    if status is not None:
+    if status is not None and status.videos_per_rollout:
         hourly = 3600.0 * status.videos_per_rollout
         speed = replace(speed, y=[hourly / seconds for seconds in speed.y])
         title = "videos an hour"

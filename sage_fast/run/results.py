@@ -234,10 +234,11 @@ class RunEvaluation:
         """
         assert self.baseline is not None
         name = yes_no_score(self.baseline, after)
-        first, last = (
-            {} if name is None else evaluation.by_number(evaluation.shown[name])
-            for evaluation in (self.baseline, after)
-        )
+        first: dict[int, float] = {}
+        last: dict[int, float] = {}
+        if name is not None:
+            first = self.baseline.by_number(self.baseline.shown[name])
+            last = after.by_number(after.shown[name])
         cells = []
         for row in self._sample_rows:
             try:

@@ -267,6 +267,8 @@ def evaluate(
         ConfigError, CheckpointError, RewardError, OSError: each says what to do; a
             model that was finished stays so.
     """
+    if num_videos < 0:
+        raise ConfigError(f"--num-videos is {num_videos}; it must be at least 0.")
     if resamples < 100:
         raise ConfigError(
             f"--resamples is {resamples}; percentiles need at least 100, and 10000 "

@@ -306,6 +306,11 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
         ]
     notes = []
     runs = [run for arm in arms for run in arm.runs]
+    if max(max(run.evaluations(), default=0) for run in runs) > update:
+        notes.append(
+            f"Some runs were evaluated later than update {update}, the last one that "
+            "all of them have."
+        )
     if any(Evaluation.load(run.evaluation(update)).left_out for run in runs):
         notes.append(
             "Prompts that a reward could not score in one of the runs are left out of "

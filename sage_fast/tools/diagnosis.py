@@ -88,11 +88,13 @@ def examine(
     checks = [*software(), *hardware(), *attention(config)]
     if config is not None:
         gpus = gpus or least_gpus(config.distributed, config.rollout)
-        section = "configuration"
         checks += [
             *(
                 Check(
-                    section, f"preset {name}", "info", EVIDENCE[preset_evidence(name)]
+                    "configuration",
+                    f"preset {name}",
+                    "info",
+                    EVIDENCE[preset_evidence(name)],
                 )
                 for name in presets
             ),

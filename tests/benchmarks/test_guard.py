@@ -183,7 +183,7 @@ def begins_with(lines: str) -> Change:
 
 MUTATIONS: dict[str, tuple[Change, list[str]]] = {
     "a copy and a thin product": (
-        before(copy_and_thin_product, (Block, "forward"), (Block, "gradients")),
+        before(copy_and_thin_product, (Block, "forward"), (Block, "backward")),
         [
             "block.forward_*bytes/*",
             "block.backward_*bytes/*",

@@ -244,7 +244,7 @@ class Block(Staged):
             `read_block` lists them.
     """
 
-    inputs = 4
+    num_inputs = 4
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ class Block(Staged):
     # ----------------------------------------------------------------------------------
     # backward
 
-    def gradients(
+    def backward(
         self, grads: Sequence[Tensor], wanted: Sequence[bool], gradients: Gradients
     ) -> tuple[Tensor | None, ...]:
         """Of x, its modulation, the text and its modulation, where they are wanted;

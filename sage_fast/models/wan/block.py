@@ -178,7 +178,7 @@ class Block(BlockPass):
             8, D), see `Modulation`; and the weights as `read_block` lists them.
     """
 
-    inputs = 3
+    num_inputs = 3
     live = ()
 
     def __init__(
@@ -340,7 +340,7 @@ class Block(BlockPass):
     # ----------------------------------------------------------------------------------
     # backward
 
-    def gradients(
+    def backward(
         self, grads: Sequence[Tensor], wanted: Sequence[bool], gradients: Gradients
     ) -> tuple[Tensor | None, ...]:
         """Of x, the text and the modulation, where they are wanted; `gradients` takes
@@ -436,11 +436,15 @@ class Block(BlockPass):
             grad, found["scale_msa"], found["shift_msa"] = kernels.adaln_backward(
                 y_grad, self.x, m.scale_msa, m.shift_msa.dtype, EPS, modulation, grad
             )
-        result = grad if wants_x else None, text_grad if wants_text else None
-        if gate_grad is None:
-            return *result, None
-        found["gate_mlp"] = gate_grad
-        return *result, torch.stack([found[name] for name in Modulation._fields], -2)
+        modulation_grad = None
+        if gate_grad is not None:
+            found["gate_mlp"] = gate_grad
+            modulation_grad = torch.stack([found[n] for n in Modulation._fields], -2)
+        return (
+            grad if wants_x else None,
+            text_grad if wants_text else None,
+            modulation_grad,
+        )
 
     def picture_backward(
         self, out_grad: Tensor, gradients: Gradients

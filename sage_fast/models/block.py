@@ -12,9 +12,8 @@ so where W_2 is trained dgate costs no further product.
 Shapes: B batch, N tokens, D width; rows are tokens of all samples.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -124,13 +123,13 @@ def save(ctx: Any, tensors: Sequence[Tensor], *passes: Staged) -> None:
     ctx.save_for_backward(*tensors, *flat)
 
 
-def restore(ctx: Any, saved: Iterator[Tensor], *passes: Staged) -> None:
+def restore(ctx: Any, saved: Sequence[Tensor], *passes: Staged) -> None:
     """Set the stages that `save` left; `saved` is what follows the tensors."""
-    sizes = iter(ctx.sizes)
-    for one in passes:
-        for name in one.saved:
-            size = next(sizes)
-            one.__dict__[name] = tuple(islice(saved, size)) if size else next(saved)
+    stages = [(one, name) for one in passes for name in one.saved]
+    first = 0
+    for (one, name), size in zip(stages, ctx.sizes, strict=True):
+        one.__dict__[name] = saved[first : first + size] if size else saved[first]
+        first += size or 1
 
 
 def run_block(
@@ -146,7 +145,7 @@ def run_block(
         tensors: inputs, and the weights in their flat list.
     """
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return _BlockFunction.apply(kind, settings, weights, rotary, *tensors)
+        return _BlockFunction.apply((kind, settings, weights, rotary), *tensors)
     with torch.no_grad():
         return kind(settings, weights, rotary, *tensors).forward()
 
@@ -155,17 +154,11 @@ class _BlockFunction(torch.autograd.Function):
     """`run_block` for autograd."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        kind: Any,
-        settings: BlockSettings,
-        weights: Any,
-        rotary: Rotary,
-        *tensors: Tensor,
-    ) -> Any:
-        block = kind(settings, weights, rotary, *tensors)
+    def forward(ctx: Any, made: Any, *tensors: Tensor) -> Any:
+        kind, *parts = made
+        block = kind(*parts, *tensors)
         out = block.forward()
-        ctx.made = kind, settings, weights, rotary
+        ctx.made = made
         ctx.count = len(tensors)
         save(ctx, tensors, block, *block.live)
         return out
@@ -178,12 +171,12 @@ class _BlockFunction(torch.autograd.Function):
         tensors = saved[: ctx.count]
         weights = weights.rebuilt(tensors[kind.num_inputs :])
         block = kind(settings, weights, rotary, *tensors)
-        restore(ctx, iter(saved[ctx.count :]), block, *block.live)
-        wanted = ctx.needs_input_grad[4:]
+        restore(ctx, saved[ctx.count :], block, *block.live)
+        wanted = ctx.needs_input_grad[1:]
         gradients = Gradients(wanted[kind.num_inputs :])
         with without_autocast(tensors[0]):
             found = block.backward(grads, wanted, gradients)
-        return None, None, None, None, *found, *gradients.values
+        return None, *found, *gradients.values
 
 
 @dataclass

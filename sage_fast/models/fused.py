@@ -106,9 +106,9 @@ def without_autocast(
     return torch.autocast(device, enabled=False) if on else _NOTHING
 
 
-def require_full_scale(attention_kwargs: dict[str, Any] | None) -> None:
+def require_full_scale(attention_kwargs: dict[str, Any]) -> None:
     """ValueError where a call of diffusers scales its adapters."""
-    if (attention_kwargs or {}).get("scale", 1.0) != 1.0:
+    if attention_kwargs.get("scale", 1.0) != 1.0:
         raise ValueError(
             "The fused forward takes no scale of adapters in a call. Set it by "
             "set_adapters of the transformer, or set model.forward to stock."

@@ -230,7 +230,8 @@ def _fused_forward(
             encoder_attention_mask_2,
             image_embeds,
         )
-    require_full_scale(attention_kwargs)
+    if attention_kwargs:
+        require_full_scale(attention_kwargs)
     sample = acceleration.forward(hidden_states, timestep, prompts)
     return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 

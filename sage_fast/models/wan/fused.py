@@ -87,7 +87,8 @@ def _fused_forward(
     attention_kwargs: dict[str, Any] | None = None,
 ) -> Any:
     """Forward of an accelerated transformer, with diffusers' arguments."""
-    require_full_scale(attention_kwargs)
+    if attention_kwargs:
+        require_full_scale(attention_kwargs)
     with without_autocast(hidden_states, self.patch_embedding.weight.dtype):
         sample = self._acceleration.forward(
             hidden_states, timestep, encoder_hidden_states, encoder_hidden_states_image

@@ -13,12 +13,7 @@ import torch
 
 from sage_fast.noise import NoiseKey, gaussian
 from sage_fast.records import Prompt, PromptEmbeds, Sample
-from sage_fast.rollout import (
-    initial_latents,
-    noise_keys,
-    noise_seed,
-    sample_trajectory,
-)
+from sage_fast.rollout import initial_latents, noise_keys, noise_seed, sample_trajectory
 from sage_fast.sde import sigma_schedule, transition_table
 from sage_kernels.reference.philox import philox
 

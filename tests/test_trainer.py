@@ -25,10 +25,7 @@ from sage_fast.models.toy.renderer import all_captions
 from sage_fast.objectives.base import objective_of
 from sage_fast.records import Prompt
 from sage_fast.rewards.composite import CompositeReward
-from sage_fast.rollout import (
-    initial_latents,
-    rollout_table,
-)
+from sage_fast.rollout import initial_latents, rollout_table
 from sage_fast.run.run import build_trainer
 from sage_fast.sde import SDE_TYPES
 from sage_fast.trainer import Trainer

@@ -20,9 +20,7 @@ from sage_fast.kernels import PolicyTerms
 from sage_fast.models.family import load_components
 from sage_fast.objective import KLWeightState, group_advantages
 from sage_fast.records import RolloutRecord
-from sage_fast.rollout import (
-    decode,
-)
+from sage_fast.rollout import decode
 from sage_fast.run.run import Run, build_trainer
 from sage_fast.trainer import Trainer
 from tests.made_runs import lose_scores, untimed

@@ -5,15 +5,8 @@ from typing import Any
 
 from pydantic_core import to_jsonable_python
 
-from sage_fast.objectives.base import (
-    FEW_PROMPTS,
-    FEW_VIDEOS,
-    objective_of,
-    too_few,
-)
-from sage_fast.planning.devices import (
-    CONVOLUTION_SHARE,
-)
+from sage_fast.objectives.base import FEW_PROMPTS, FEW_VIDEOS, objective_of, too_few
+from sage_fast.planning.devices import CONVOLUTION_SHARE
 from sage_fast.planning.estimate import Encoding, Option, Phase, Plan
 from sage_fast.planning.memory import CPU_FRAGMENTATION, FRAGMENTATION
 from sage_fast.planning.trace import Cost

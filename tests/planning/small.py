@@ -5,15 +5,9 @@ from pathlib import Path
 
 from sage_fast.config.load import load_config
 from sage_fast.models.family import Decoding
-from sage_fast.models.hunyuan15.hunyuan15 import (
-    HUNYUAN_VIDEO_15,
-    published_model,
-)
+from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15, published_model
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.estimate import (
-    Plan,
-    make_plan,
-)
+from sage_fast.planning.estimate import Plan, make_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -13,11 +13,7 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.models.family import describe_model
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.estimate import (
-    find_options,
-    make_plan,
-    possible_changes,
-)
+from sage_fast.planning.estimate import find_options, make_plan, possible_changes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.work import count_weights
 from sage_fast.rewards.base import RewardCosts

@@ -18,16 +18,11 @@ from sage_fast.config.load import load_config
 from sage_fast.config.schema import RunConfig
 from sage_fast.planning import estimate
 from sage_fast.planning.devices import DEVICES, gpu_memory_gb, measure_cpu
-from sage_fast.planning.estimate import (
-    make_plan,
-    settle_memory,
-)
+from sage_fast.planning.estimate import make_plan, settle_memory
 from sage_fast.planning.memory import PROCESS, checkpoint_bytes
 from sage_fast.planning.text import to_text
 from sage_fast.planning.trace import meta_transformer
-from sage_fast.planning.work import (
-    Layout,
-)
+from sage_fast.planning.work import Layout
 from tests.planning.small import ROOT, SMALL, small_plan
 
 MakeRun = Callable[..., RunConfig]

@@ -26,16 +26,9 @@ from sage_fast.models.hunyuan15.hunyuan15 import (
 from sage_fast.models.hunyuan15.video_vae import VAEDecoder
 from sage_fast.models.wan.components import WanDecoder
 from sage_fast.planning.devices import DEVICES
-from sage_fast.planning.estimate import (
-    plan_encoding,
-)
+from sage_fast.planning.estimate import plan_encoding
 from sage_fast.planning.trace import Call, Cost, trace
-from sage_fast.planning.work import (
-    anchor_share,
-    count_weights,
-    velocity_call,
-    visits,
-)
+from sage_fast.planning.work import anchor_share, count_weights, velocity_call, visits
 from sage_fast.policy import guidance
 from sage_fast.run.run import build_trainer
 from sage_kernels.tracer import count

@@ -12,11 +12,7 @@ from sage_fast.commands.cli import main
 from sage_fast.config.errors import ConfigError
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.run.directory import RunDirectory
-from sage_fast.tools.comparison import (
-    compare_runs,
-    group_into_arms,
-    to_text,
-)
+from sage_fast.tools.comparison import compare_runs, group_into_arms, to_text
 from tests.browser import Page
 from tests.made_runs import make_run
 

@@ -22,11 +22,7 @@ from sage_fast.config.schema import RunConfig, to_dict
 from sage_fast.evaluation import Evaluation
 from sage_fast.models.hunyuan15.backbone import velocity
 from sage_fast.models.toy.components import Toy
-from sage_fast.policy.lora import (
-    ADAPTER_FILE,
-    train_all,
-    trainable_parameters,
-)
+from sage_fast.policy.lora import ADAPTER_FILE, train_all, trainable_parameters
 from sage_fast.run.run import Run
 from sage_fast.tools import exporting
 from sage_fast.tools.exporting import export

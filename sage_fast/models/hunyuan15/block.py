@@ -34,14 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from sage_fast.kernels import without_graph
-from sage_fast.models.block import (
-    EPS,
-    BlockPass,
-    Stage,
-    Staged,
-    Weights,
-    read_layers,
-)
+from sage_fast.models.block import EPS, BlockPass, Stage, Staged, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary
 from sage_fast.models.projection import Gradients, read_adapters
 

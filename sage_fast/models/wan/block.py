@@ -40,13 +40,7 @@ import torch
 from torch import Tensor
 
 from sage_fast.kernels import BlockKernels, without_graph
-from sage_fast.models.block import (
-    EPS,
-    BlockPass,
-    Stage,
-    Weights,
-    read_layers,
-)
+from sage_fast.models.block import EPS, BlockPass, Stage, Weights, read_layers
 from sage_fast.models.fused import BlockSettings, Rotary
 from sage_fast.models.projection import Gradients, read_adapters
 

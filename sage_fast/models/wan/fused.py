@@ -48,12 +48,7 @@ from sage_fast.models.fused import (
     without_autocast,
 )
 from sage_fast.models.stored import velocity_dtype
-from sage_fast.models.wan.block import (
-    TEXT_TOKENS,
-    Block,
-    TwoLevels,
-    read_block,
-)
+from sage_fast.models.wan.block import TEXT_TOKENS, Block, TwoLevels, read_block
 from sage_fast.records import PromptEmbeds, with_kept
 
 

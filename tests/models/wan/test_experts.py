@@ -37,12 +37,7 @@ from sage_fast.tools.api import generate
 from sage_fast.tools.exporting import export
 from tests.distributed.ranks import assert_same_updates, run_ranks, train
 from tests.models.runs import assert_resumes_to_the_bit
-from tests.models.wan.test_training import (
-    BF16,
-    FORWARD_PROCESS,
-    STOCK,
-    probe,
-)
+from tests.models.wan.test_training import BF16, FORWARD_PROCESS, STOCK, probe
 from tests.models.wan.test_training import write as write_one
 from tests.tiny.wan import save_pair, save_wan
 

@@ -102,10 +102,8 @@ def copy_and_thin_product(
 def something_kept(patch: Patch, folder: Path) -> None:
     forward = shared_block._BlockFunction.forward
 
-    def keeping(
-        ctx: Any, kind: Any, settings: Any, weights: Any, rotary: Any, *tensors: Tensor
-    ) -> Any:
-        result = forward(ctx, kind, settings, weights, rotary, *tensors)
+    def keeping(ctx: Any, made: Any, *tensors: Tensor) -> Any:
+        result = forward(ctx, made, *tensors)
         ctx.save_for_backward(*ctx.to_save, tensors[0].clone())
         return result
 

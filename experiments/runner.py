@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
@@ -39,7 +39,7 @@ from sage_fast.config.schema import settings_of, to_dict, tried_settings
 from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.policy.adapters import load_model, weights_digest
 from sage_fast.policy.lora import base_digest
-from sage_fast.run.directory import RunDirectory
+from sage_fast.run.directory import GracefulStop, RunDirectory
 from sage_fast.run.provenance import describe_environment
 
 SETTLED = 4
@@ -56,9 +56,9 @@ def run_jobs(
     """Run commands by name, `processes` at a time, each on one thread, and return the
     names of those that failed.
 
-    A failed job leaves the others running. Ctrl-C interrupts all of them, so that
-    trainings save their state; a second one kills them. KeyboardInterrupt follows when
-    they have ended.
+    A failed job leaves the others running. Ctrl-C and SIGTERM interrupt all of them, so
+    that trainings save their state; a second Ctrl-C kills them. KeyboardInterrupt
+    follows when they have ended.
     """
     logs.mkdir(parents=True, exist_ok=True)
     log_of = {name: logs / f"{name.replace('/', '-')}.log" for name in jobs}
@@ -66,57 +66,67 @@ def run_jobs(
     running = dict[str, subprocess.Popen[bytes]]()
     done = 0
     failed = []
+    stopping = False
     try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                name = waiting.pop(0)
-                with log_of[name].open("ab") as log:
-                    running[name] = subprocess.Popen(
-                        jobs[name],
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        stdin=subprocess.DEVNULL,
-                        # Ctrl-C reaches it once, from below, and not from the terminal
-                        # too
-                        start_new_session=True,
-                        env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
-                    )
-            time.sleep(0.1)
-            for name in [
-                name for name, process in running.items() if process.poll() is not None
-            ]:
-                status = running.pop(name).returncode
-                done = done + 1
-                if status:
-                    failed.append(name)
-                    lines = [
-                        "",
-                        *log_of[name].read_text("utf-8", "replace").splitlines(),
-                    ]
+        # A KeyboardInterrupt while a process starts would lose it.
+        with GracefulStop(announce=False) as stop:
+            while waiting or running:
+                if stop.requested and not stopping:
+                    stopping = True
+                    waiting.clear()
                     tell(
-                        f"{name} failed (status {status}): "
-                        f"{lines[-1]} (all of it: "
-                        f"{log_of[name]})"
+                        "Stopping: trainings save after the present update. Ctrl-C "
+                        "again ends them at once."
                     )
-                else:
-                    tell(f"{done} of {len(jobs)} done: {name}")
+                    _signal_all(running.values(), signal.SIGINT)
+                while waiting and len(running) < processes:
+                    name = waiting.pop(0)
+                    running[name] = _start(jobs[name], log_of[name])
+                time.sleep(0.1)
+                for name in [n for n, job in running.items() if job.poll() is not None]:
+                    status = running.pop(name).returncode
+                    done = done + 1
+                    if stopping:
+                        continue
+                    if status:
+                        failed.append(name)
+                        lines = log_of[name].read_text("utf-8", "replace").splitlines()
+                        last = lines[-1] if lines else ""
+                        tell(
+                            f"{name} failed (status {status}): {last} (all of it: "
+                            f"{log_of[name]})"
+                        )
+                    else:
+                        tell(f"{done} of {len(jobs)} done: {name}")
     except KeyboardInterrupt:
-        tell(
-            "Stopping: trainings save after the present update. Ctrl-C again ends "
-            "them at once."
-        )
-        for number in (signal.SIGINT, signal.SIGKILL):
-            for process in running.values():
-                if process.poll() is None:
-                    os.killpg(process.pid, number)
-            try:
-                for process in running.values():
-                    process.wait()
-                break
-            except KeyboardInterrupt:
-                continue
+        _signal_all(running.values(), signal.SIGKILL)
+        for process in running.values():
+            process.wait()
         raise
+    if stop.requested:
+        raise KeyboardInterrupt
     return failed
+
+
+def _start(command: Sequence[str], log: Path) -> "subprocess.Popen[bytes]":
+    with log.open("ab") as file:
+        return subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches it once, from above, and not from the terminal too.
+            start_new_session=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"},
+        )
+
+
+def _signal_all(
+    jobs: Iterable["subprocess.Popen[bytes]"], number: signal.Signals
+) -> None:
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, number)
 
 
 class Study:

@@ -5,8 +5,8 @@ findings and a page.
 import inspect
 import os
 import signal
+import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -50,7 +50,10 @@ def test_jobs_run_side_by_side_and_a_failed_one_leaves_the_others(
 
 
 @pytest.mark.signals
-def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_every_job_once_and_starts_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a job that is being started."""
     # No child in the foreground: a signal that met bash while `touch` ended was lost on
     # a busy machine.
     script = (
@@ -61,17 +64,18 @@ def test_ctrl_c_reaches_every_job_once_and_starts_no_more(tmp_path: Path) -> Non
         name: ["bash", "-c", script.format(tmp_path, name)]
         for name in ("a", "b", "never")
     }
+    begin = subprocess.Popen.__init__
 
-    def press() -> None:
-        while not ((tmp_path / "a").exists() and (tmp_path / "b").exists()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+    def start(job: Any, command: list[str], **options: Any) -> None:
+        begin(job, command, **options)
+        if command == jobs["b"]:
+            while not ((tmp_path / "a").exists() and (tmp_path / "b").exists()):
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=press)
-    thread.start()
+    monkeypatch.setattr(subprocess.Popen, "__init__", start)
     with pytest.raises(KeyboardInterrupt):
         run_jobs(jobs, tmp_path / "logs", 2, lambda text: None)
-    thread.join()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "a",
         "b",

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import sage_kernels
 from sage_kernels import common, launch, parity, readme, registry
 from sage_kernels.registry import Case, OpSpec
 from sage_kernels.tracer import count_op
@@ -204,6 +205,23 @@ def test_eps_is_the_one_given(name: str, device: torch.device) -> None:
             ValueError, match=f"^{name}: eps is {eps!r}; it must be a number above zero"
         ):
             spec.op(**inputs_of(spec, device, SMALL[name]), eps=eps)
+
+
+def test_a_picture_has_keys_without_queries(device: torch.device) -> None:
+    spec = SPECS["qk_norm_across_heads"]
+    case = next(case for case in spec.test_cases if case.id == "more-keys")
+    inputs = inputs_of(spec, device, case)
+    keys = inputs["k"]
+    weights = inputs["q_weight"], inputs["k_weight"]
+    both = spec.op(inputs["q"], keys, *weights)
+    queries, alone = spec.op(keys[:, :0], keys, *weights)
+    assert queries.shape == keys[:, :0].shape and torch.equal(alone, both[1])
+    backward = sage_kernels.qk_norm_across_heads_backward
+    tail = keys, *weights, None, None, 1e-6, True
+    both = backward(inputs["q"], keys, inputs["q"], *tail)
+    found = backward(keys[:, :0], keys, keys[:, :0], *tail)
+    assert torch.equal(found[1], both[1]) and torch.equal(found[3], both[3])
+    assert not found[2].any()
 
 
 # with `--dist loadgroup` one after another: each takes 9 to 35 GB of a GPU

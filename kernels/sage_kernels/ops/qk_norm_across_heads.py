@@ -73,6 +73,29 @@ def token_norm_backward(grad, x, weight, eps, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def norm_token(x_ptr, weight_ptr, out_ptr, o_hd, m_hd, eps, WIDTH: tl.constexpr):
+    """Write a token that is not rotated. The pointers are to its first element."""
+    x = load(x_ptr + o_hd, m_hd)
+    weight = load(weight_ptr + o_hd, m_hd)
+    store(out_ptr + o_hd, x * token_rstd(x, eps, WIDTH) * weight, m_hd)
+
+
+@triton.jit
+def norm_token_backward(
+    grad_ptr, x_ptr, weight_ptr, dx_ptr, o_hd, m_hd, eps, WIDTH: tl.constexpr
+):
+    """Write the gradient of a token that is not rotated, and return what sums up to the
+    gradient of the weight.
+    """
+    grad = load(grad_ptr + o_hd, m_hd)
+    x = load(x_ptr + o_hd, m_hd)
+    weight = load(weight_ptr + o_hd, m_hd)
+    dx, part = token_norm_backward(grad, x, weight, eps, WIDTH)
+    store(dx_ptr + o_hd, dx, m_hd)
+    return part
+
+
+@triton.jit
 def qk_norm_across_heads_forward_kernel(
     q_ptr,  # (B, N, H, D), dense tokens
     k_ptr,  # (B, M, H, D), dense tokens
@@ -105,26 +128,31 @@ def qk_norm_across_heads_forward_kernel(
     m_d = o_d < HEAD_DIM
     m_hd = (o_h < HEADS) & m_d
     o_hd = o_h * HEAD_DIM + o_d
-    q_weight = load(q_weight_ptr + o_hd, m_hd)
-    k_weight = load(k_weight_ptr + o_hd, m_hd)
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
     for i in range(0, tl.minimum(ROWS, tl.maximum(num_q, num_k) - i_first)):
         i_n = i_first + i
-        m_q = (o_h < tl.where(i_n < num_q, HEADS, 0)) & m_d
-        m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
-        q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_q)
-        k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_k)
-        if cos_ptr is not None:
+        p_q = q_ptr + i_b * q_stride_b + i_n * q_stride_n
+        p_k = k_ptr + i_b * k_stride_b + i_n * k_stride_n
+        p_q_out = q_out_ptr + (i_b * num_q + i_n) * WIDTH
+        p_k_out = k_out_ptr + (i_b * num_k + i_n) * WIDTH
+        if cos_ptr is not None:  # then there are as many keys as queries
+            q = load(p_q + o_hd, m_hd)
+            k = load(p_k + o_hd, m_hd)
             cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
             sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
-        q = q * token_rstd(q, eps, HEADS * HEAD_DIM) * q_weight
-        k = k * token_rstd(k, eps, HEADS * HEAD_DIM) * k_weight
-        if cos_ptr is not None:
+            q_weight = load(q_weight_ptr + o_hd, m_hd)
+            q = q * token_rstd(q, eps, WIDTH) * q_weight
             q = q * cos + quarter_turn(q, BLOCK_H, BLOCK_D) * sin
+            k_weight = load(k_weight_ptr + o_hd, m_hd)
+            k = k * token_rstd(k, eps, WIDTH) * k_weight
             k = k * cos + quarter_turn(k, BLOCK_H, BLOCK_D) * sin
-        o_q = (i_b * num_q + i_n) * HEADS * HEAD_DIM + o_hd
-        o_k = (i_b * num_k + i_n) * HEADS * HEAD_DIM + o_hd
-        store(q_out_ptr + o_q, q, m_q)
-        store(k_out_ptr + o_k, k, m_k)
+            store(p_q_out + o_hd, q, m_hd)
+            store(p_k_out + o_hd, k, m_hd)
+        else:  # a text has far fewer keys, and an empty one would take as long
+            if i_n < num_q:
+                norm_token(p_q, q_weight_ptr, p_q_out, o_hd, m_hd, eps, WIDTH)
+            if i_n < num_k:
+                norm_token(p_k, k_weight_ptr, p_k_out, o_hd, m_hd, eps, WIDTH)
 
 
 @triton.jit
@@ -171,40 +199,53 @@ def qk_norm_across_heads_backward_kernel(
     o_hd = o_h * HEAD_DIM + o_d
     dq_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
     dk_weight = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    WIDTH: tl.constexpr = HEADS * HEAD_DIM
     i_first = i_p * tokens_per_program
     for i in range(
         0, tl.minimum(tokens_per_program, tl.maximum(num_q, num_k) - i_first)
     ):
         i_n = i_first + i
-        m_q = (o_h < tl.where(i_n < num_q, HEADS, 0)) & m_d
-        m_k = (o_h < tl.where(i_n < num_k, HEADS, 0)) & m_d
         p_grad_q = grad_q_ptr + i_b * grad_q_stride_b + i_n * grad_q_stride_n
         p_grad_k = grad_k_ptr + i_b * grad_k_stride_b + i_n * grad_k_stride_n
-        grad_q = load(p_grad_q + o_hd, m_q)
-        grad_k = load(p_grad_k + o_hd, m_k)
-        q = load(q_ptr + i_b * q_stride_b + i_n * q_stride_n + o_hd, m_q)
-        k = load(k_ptr + i_b * k_stride_b + i_n * k_stride_n + o_hd, m_k)
-        if cos_ptr is not None:
+        p_q = q_ptr + i_b * q_stride_b + i_n * q_stride_n
+        p_k = k_ptr + i_b * k_stride_b + i_n * k_stride_n
+        p_dq = dq_ptr + (i_b * num_q + i_n) * WIDTH
+        p_dk = dk_ptr + (i_b * num_k + i_n) * WIDTH
+        if cos_ptr is not None:  # then there are as many keys as queries
+            grad_q = load(p_grad_q + o_hd, m_hd)
+            grad_k = load(p_grad_k + o_hd, m_hd)
+            q = load(p_q + o_hd, m_hd)
+            k = load(p_k + o_hd, m_hd)
             cos = load(cos_ptr + i_n * HEAD_DIM + o_d, m_d)
             sin = load(sin_ptr + i_n * HEAD_DIM + o_d, m_d)
             # The transpose of a quarter turn is the turn backwards.
             grad_q = grad_q * cos - quarter_turn(grad_q * sin, BLOCK_H, BLOCK_D)
-        # Queries before keys, and weights from the first-level cache every time: all at
-        # once take more registers than there are for two programs.
-        q_weight = load(q_weight_ptr + o_hd, m_hd)
-        dq, part = token_norm_backward(grad_q, q, q_weight, eps, HEADS * HEAD_DIM)
-        if sums_ptr is not None:
-            dq_weight += part
-        o_q = (i_b * num_q + i_n) * HEADS * HEAD_DIM + o_hd
-        store(dq_ptr + o_q, dq, m_q)
-        if cos_ptr is not None:
+            # Queries before keys, and weights from the first-level cache every time:
+            # all at once take more registers than there are for two programs.
+            q_weight = load(q_weight_ptr + o_hd, m_hd)
+            dq, part = token_norm_backward(grad_q, q, q_weight, eps, WIDTH)
+            if sums_ptr is not None:
+                dq_weight += part
+            store(p_dq + o_hd, dq, m_hd)
             grad_k = grad_k * cos - quarter_turn(grad_k * sin, BLOCK_H, BLOCK_D)
-        k_weight = load(k_weight_ptr + o_hd, m_hd)
-        dk, part = token_norm_backward(grad_k, k, k_weight, eps, HEADS * HEAD_DIM)
-        if sums_ptr is not None:
-            dk_weight += part
-        o_k = (i_b * num_k + i_n) * HEADS * HEAD_DIM + o_hd
-        store(dk_ptr + o_k, dk, m_k)
+            k_weight = load(k_weight_ptr + o_hd, m_hd)
+            dk, part = token_norm_backward(grad_k, k, k_weight, eps, WIDTH)
+            if sums_ptr is not None:
+                dk_weight += part
+            store(p_dk + o_hd, dk, m_hd)
+        else:  # a text has far fewer keys, and an empty one would take as long
+            if i_n < num_q:
+                part = norm_token_backward(
+                    p_grad_q, p_q, q_weight_ptr, p_dq, o_hd, m_hd, eps, WIDTH
+                )
+                if sums_ptr is not None:
+                    dq_weight += part
+            if i_n < num_k:
+                part = norm_token_backward(
+                    p_grad_k, p_k, k_weight_ptr, p_dk, o_hd, m_hd, eps, WIDTH
+                )
+                if sums_ptr is not None:
+                    dk_weight += part
     if sums_ptr is not None:
         p_sums = (
             sums_ptr + (i_b * tl.num_programs(0) + i_p) * 2 * HEADS * HEAD_DIM + o_hd

@@ -287,9 +287,10 @@ class Block(BlockPass):
         return self.settings.local.forward(q, self.image_keys(raw), v, self.x.shape[1])
 
     def image_keys(self, raw: Tensor) -> Tensor:
-        """k3 of raw keys; the kernel wants queries too."""
+        """k3 of raw keys."""
         norm = self.norms[2]
-        return self.kernels.qk_norm_across_heads(raw, raw, *norm, None, None, EPS)[1]
+        none = raw[:, :0]  # queries
+        return self.kernels.qk_norm_across_heads(none, raw, *norm, None, None, EPS)[1]
 
     def attended_text(self) -> Tensor:
         """o2 (B, N, D)."""
@@ -451,9 +452,8 @@ class Block(BlockPass):
         dq, dk, dv = self.settings.local.backward(
             out_grad, q, k, v, out, lse, self.x.shape[1]
         )
-        # As queries that nobody reads.
-        none = torch.zeros_like(dk)
-        _, dk = self.norm_backward(2, none, dk, raw, raw, None, gradients)
+        none = raw[:, :0]  # queries
+        _, dk = self.norm_backward(2, none, dk, none, raw, None, gradients)
         image_grad = self.project_backward(
             "image_kv", [dk.flatten(2), dv.flatten(2)], self.image, gradients
         )

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError, shown
 from sage_fast.config.registry import ADVANTAGES, resolve
 from sage_fast.config.sections import KLWeightConfig, ObjectiveConfig, kl_uses
 from sage_fast.kernels import (
@@ -121,12 +122,27 @@ def weighted_advantages(
             returns (P, G), higher is better. They are clipped, and a group of zeros is
             without spread.
         std, clip, eps: as in `group_advantages`, and so are the errors.
+
+    Raises:
+        ConfigError: the user's own returned NaN, or not (P, G).
     """
     if normalization not in ADVANTAGES:
         own = resolve(normalization, ADVANTAGES, "advantage.normalization")
         given = own(components, weights, std=std)
-        shape = next(iter(components.values())).shape
-        advantages = given.reshape(shape).clamp(-clip, clip).float()
+        shape = tuple(next(iter(components.values())).shape)
+        found = tuple(given.shape) if isinstance(given, Tensor) else shown(given)
+        if found != shape:
+            raise ConfigError(
+                f"advantage.normalization {normalization} returned {found}, but it "
+                f"must return a tensor (prompts, videos) = {shape}."
+            )
+        if bad := given.isnan().nonzero().tolist():
+            raise ConfigError(
+                f"advantage.normalization {normalization} returned NaN at (prompt, "
+                f"video) {bad[:8]}. A group whose rewards are equal has deviation 0, "
+                "so return 0 there."
+            )
+        advantages = given.clamp(-clip, clip).float()
         return GroupAdvantages(advantages, (advantages == 0).all(1))
     active = {name: float(weight) for name, weight in weights.items() if weight != 0}
     if normalization == "sum":

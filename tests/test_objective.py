@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from sage_fast import objective
+from sage_fast.config.errors import ConfigError
+from sage_fast.config.registry import register
 from sage_fast.config.sections import KLMode, KLWeightConfig, kl_uses
 from sage_fast.objective import (
     KLWeightState,
@@ -137,6 +139,26 @@ def test_per_reward_clips_the_sum_only() -> None:
         opposite, {"a": 2.0, "b": 1.0}, normalization="per_reward"
     )
     assert float(result.advantages[0, 0]) == 5
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        # Of 3 prompts with 2 videos each it would be 2 prompts with 3 of each other.
+        (torch.zeros(2, 3), r"returned \(2, 3\), .* = \(3, 2\)\."),
+        (torch.zeros(3), r"returned \(3,\), but it must"),
+        ([[0.0] * 2] * 3, r"returned \[\[0.0, 0.0\], .*, but it must"),
+        (None, "returned None, but it must"),
+        (torch.tensor([[0.0, 1.0]] * 2 + [[math.nan] * 2]), r"NaN at .* \[\[2, 0\]"),
+    ],
+)
+def test_what_an_own_advantage_returns_is_checked(returned: Any, said: str) -> None:
+    def mine(*arguments: Any, **options: Any) -> Any:
+        return returned
+
+    name = register(mine)
+    with pytest.raises(ConfigError, match=f"advantage.normalization {name} .*{said}"):
+        weighted_advantages({"VQ": torch.rand(3, 2)}, {"VQ": 1.0}, normalization=name)
 
 
 # KL modes

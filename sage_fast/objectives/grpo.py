@@ -309,6 +309,8 @@ class GRPO(Objective):
 
     _first_update = True
     """No update of this process has been verified."""
+    _model_ran = True
+    """Some terms of the present update are the model's, not the rollout's."""
     _first_deviation: float | None = None
     """How far from 1 the ratios of the rollout's first update were."""
 
@@ -389,10 +391,12 @@ class GRPO(Objective):
         """At the first update of a rollout the policy is the one that made it: a ratio
         other than 1 is a fault.
         """
+        if self._first_deviation is not None:
+            return
         deviation = float((terms.ratio - 1).abs().max())
-        if self._first_deviation is None:
-            self._first_deviation = deviation
-        # Only in this process's first update; later ones report it as a metric.
+        self._first_deviation = deviation
+        # Only in this process's first update with a gradient; later ones report it as a
+        # metric.
         if self._first_update and self._first_deviation > RATIO_TOLERANCE:
             self.engine.zero_grad()
             raise TrainingError(
@@ -402,7 +406,7 @@ class GRPO(Objective):
                 "model.forward stock and model.attention sdpa, one after the other, "
                 "to find the part."
             )
-        self._first_update = False
+        self._first_update = self._first_update and not self._model_ran
 
     def statistics(self, terms: PolicyTerms) -> tuple[dict[str, float], float]:
         assert self._first_deviation is not None
@@ -516,6 +520,7 @@ class TwoPhase(GRPO):
             )
 
         wanted = wanted_passes(scored, pulls)
+        self._model_ran = bool(wanted.any())
         return self.replay.accumulate(
             scored, wanted, positions, loss_at, unmoved=self._unmoved
         )

@@ -3,6 +3,7 @@ numbers.
 """
 
 import itertools
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sage_fast import objective
 from sage_fast.config.errors import TrainingError
 from sage_fast.config.schema import RunConfig
 from sage_fast.policy import guidance
@@ -208,6 +210,27 @@ def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
         TrainingError,
         match="the policy that is trained is not the one that made the rollout",
     ):
+        trainer.iterate()
+
+
+def test_the_ratio_is_verified_at_the_first_update_that_has_a_gradient(
+    tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first rollout without spread trains nothing, and its ratios say nothing."""
+    trainer = build_trainer(
+        tiny_run("--objective.kl_mode=none", "--rollout.num_steps=2")
+    )
+    velocity = guidance.model_velocity
+
+    def shaky(*arguments: Any) -> Tensor:
+        v = velocity(*arguments)
+        return v * 1.001 if torch.is_grad_enabled() else v
+
+    monkeypatch.setattr(guidance, "model_velocity", shaky)
+    with monkeypatch.context() as flat:
+        flat.setattr(objective, "ZERO_SPREAD_RELATIVE", math.inf)
+        assert trainer.iterate()["advantage/abs_mean"] == 0
+    with pytest.raises(TrainingError, match="the policy that is trained is not"):
         trainer.iterate()
 
 

@@ -270,6 +270,35 @@ def test_the_page_shows_what_the_command_prints() -> None:
     assert example.split("\n\n") == [*parts[:2], parts[3], parts[5]]
 
 
+@pytest.mark.slow
+def test_the_page_of_memory_has_the_plans_seconds_and_gigabytes() -> None:
+    """Of an anchor that is older than the rollout in every rollout, as `fixed` is."""
+    page = " ".join((ROOT / "docs/memory.md").read_text("utf-8").split())
+
+    def of(kl: str, guidance: str, *more: str) -> tuple[float, float]:
+        given = (f"--objective.kl_mode={kl}", f"--training.guidance={guidance}")
+        found = plan(*given, *more)
+        apart = ("decode", "reward")
+        seconds = sum(p.predicted for p in found.phases if p.name not in apart)
+        return seconds, found.memory.peak / 1e9
+
+    single = "--training.update=single_pass"
+    for name, kl, more in (
+        ("none, step-wise, or a fresh anchor", "none", ""),
+        ("position KL to an older anchor", "fixed", "; `split`: {:.0f}"),
+    ):
+        two, one = of(kl, "paired")[0], of(kl, "paired", single)[0]
+        more = more.format(of(kl, "split", single)[0])
+        assert f"| {name} | {two:.0f} | {one:.0f}{more} |" in page
+        assert of(kl, "split")[0] == pytest.approx(two, rel=1e-3)
+    kept, whole = (
+        of("fixed", "split", f"--model.checkpointing={way}")
+        for way in ("selective", "full")
+    )
+    saved = f"saves {whole[0] - kept[0]:.0f} of {whole[0]:.0f} s per video"
+    assert f"{saved} and costs {kept[1] - whole[1]:.1f} GB" in page
+
+
 def test_the_command_knows_every_device() -> None:
     assert {*plan_command.DEVICES} == {*DEVICES, "cpu"}
 

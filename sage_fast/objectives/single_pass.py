@@ -16,9 +16,8 @@ This is the two-phase gradient, not an estimate of it. Both cotangents are deriv
 of `policy_loss` itself, at (A = 1, lambda = 0) and at A = 0. The cost of c_2 depends on
 the KL:
 
-* no KL, or the exact velocity KL: c_2 = 0;
-* velocity KL by its estimator, -lambda w_vel r eps / numel: a multiple of c_1, so one
-  VJP serves both;
+* no KL: c_2 = 0;
+* velocity KL, -lambda w_vel r eps / numel: a multiple of c_1, so one VJP serves both;
 * position KL to an anchor that differs from the policy: the anchor's velocity (one
   forward without a graph) and a second VJP through the same graph, at the steps where
   this KL counts (`objective.kl_position_fraction`).

@@ -50,6 +50,13 @@ def test_the_page_says_how_sure_they_are() -> None:
     assert f"{100 * found.elementwise:.0f} % of a copy" in shown
 
 
+def test_the_page_of_plans_names_the_cards_that_were_measured() -> None:
+    shown = " ".join((ROOT / "docs/planning.md").read_text("utf-8").split())
+    said = shown.split("GPUs other than ")[1].split(" are assumed")[0]
+    cards = {name for name in DEVICES if files_of(name)}
+    assert {*said.lower().split(" and ")} == {"h100", *cards}
+
+
 def made_result(path: Path, backend: str, known: Efficiencies) -> Path:
     """A result of an H100 that reaches known shares of its ceilings."""
     card = replace(DEVICES["h100"], efficiencies=known)

@@ -285,6 +285,15 @@ def assert_there(file: str, test: str) -> None:
     assert f"def {test}(" in (ROOT / "tests" / file).read_text("utf-8"), (file, test)
 
 
+@pytest.mark.parametrize("page", PAGES | read("*.md"))
+def test_a_link_leads_to_a_file(page: str) -> None:
+    """mkdocs looks at the pages of docs alone."""
+    text = (ROOT / page).read_text("utf-8")
+    for target in re.findall(r"\]\(([^)\s#]+)[^)\s]*\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_no_line_of_a_code_block_is_an_unknown_command(page: str) -> None:
     """A line with an option, of a program that `COMMAND` does not know, would be shown

@@ -12,6 +12,7 @@ from PIL import Image
 from benchmarks import report
 from docs.tools import rows as picture_rows
 from sage_fast.config.sections import ObjectiveConfig
+from sage_kernels.registry import OPS
 from tests.test_sde import dispersion_rows, leftover_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -275,6 +276,13 @@ def test_the_tables_of_benchmarks_are_what_the_report_writes(
         assert report.document(text, found) == text, name
     for name in report.BLOCKS:
         assert f"<!-- benchmark {name}: begin -->" in "".join(texts.values())
+
+
+def test_the_page_of_the_kernels_names_the_one_without_a_time() -> None:
+    table = (ROOT / "benchmarks/README.md").read_text("utf-8")
+    table = table.split("<!-- benchmark kernels: begin -->")[1].split("<!--")[0]
+    untimed = [f"`{name}`" for name in OPS if f"| {name} " not in table]
+    assert f"timed all but {', '.join(untimed)} (bench" in page("kernels/README.md")
 
 
 def test_the_tables_of_the_algorithm_are_what_the_code_gives() -> None:

@@ -300,7 +300,7 @@ class Lease:
         self._text = b""
         # Not taken yet, but what is found later is found sooner: before the model is
         # loaded.
-        self._on_main(self._look)
+        self._on_main(self._look_first)
 
     def __enter__(self) -> "Lease":
         self._on_main(self._take)
@@ -367,6 +367,12 @@ class Lease:
         failure = self._world.broadcast(failure)
         if failure is not None:
             raise failure
+
+    def _look_first(self) -> None:
+        self._look()
+        # Nobody writes here: it was for a run that is gone. One that comes from now on,
+        # while the model is loaded, is for this run.
+        self.directory.stop.unlink(missing_ok=True)
 
     def _look(self) -> None:
         holder, alive = look_at(self.directory)
@@ -442,8 +448,8 @@ class GracefulStop:
     `watch`.
 
     Args:
-        run_directory: where a STOP file asks the same; None: nowhere. A file left over
-            from earlier is removed on entry, one that came during the context on exit.
+        run_directory: where a STOP file asks the same; None: nowhere. It is removed on
+            exit; one of an earlier run by `Lease`.
         announce: say so on stderr; of many ranks one should.
     """
 
@@ -469,7 +475,6 @@ class GracefulStop:
         return asked
 
     def __enter__(self) -> "GracefulStop":
-        self._remove_file()
         _active.add(self)
         for number in SIGNALS:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
@@ -488,7 +493,8 @@ class GracefulStop:
         trace: TracebackType | None,
     ) -> None:
         self.restore_handlers()
-        self._remove_file()
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def restore_handlers(self) -> None:
         """Let the signals do what they did before the context."""
@@ -505,10 +511,6 @@ class GracefulStop:
         self._hangs = hangs
         if hangs is not None and self._signalled is not None and self._previous:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-    def _remove_file(self) -> None:
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._hangs is not None:

@@ -87,7 +87,6 @@ def test_one_key_press_that_comes_twice_is_one(
 def test_a_stop_file_asks_to_stop_and_is_gone_afterwards(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "STOP").touch()  # of another time
     with GracefulStop(tmp_path) as stop:
         assert not stop.requested
         (tmp_path / "STOP").touch()

@@ -60,6 +60,21 @@ def test_a_run_that_was_loading_meanwhile_changes_nothing(tiny_run: MakeRun) -> 
     assert contents(log.parent) | {"lease.txt": before["lease.txt"]} == before
 
 
+def test_a_stop_file_counts_from_the_start_of_a_run_on(tiny_run: MakeRun) -> None:
+    """One that comes while the model is loaded is for this run, one of another time is
+    for none.
+    """
+    config = tiny_run()
+    stop = Path(config.output_dir) / "STOP"
+    stop.parent.mkdir(parents=True, exist_ok=True)
+    stop.touch()
+    run = Run(config)
+    assert not stop.exists()
+    stop.touch()
+    result = run.train()
+    assert not result.finished and result.update == 0 and not stop.exists()
+
+
 HOLD = """
 import sys
 from pathlib import Path

@@ -124,11 +124,13 @@ def weighted_advantages(
         std, clip, eps: as in `group_advantages`, and so are the errors.
 
     Raises:
-        ConfigError: the user's own returned NaN, or not (P, G).
+        ConfigError: the user's own returned another shape, or what is not finite.
     """
     if normalization not in ADVANTAGES:
         own = resolve(normalization, ADVANTAGES, "advantage.normalization")
-        given = own(components, weights, std=std)
+        # The scores themselves are logged, and a function may write into its arguments.
+        scores = {name: values.clone() for name, values in components.items()}
+        given = own(scores, weights, std=std)
         shape = tuple(next(iter(components.values())).shape)
         found = tuple(given.shape) if isinstance(given, Tensor) else shown(given)
         if found != shape:
@@ -136,13 +138,13 @@ def weighted_advantages(
                 f"advantage.normalization {normalization} returned {found}, but it "
                 f"must return a tensor (prompts, videos) = {shape}."
             )
-        if bad := given.isnan().nonzero().tolist():
+        if bad := (~given.isfinite()).nonzero().tolist():
             raise ConfigError(
-                f"advantage.normalization {normalization} returned NaN at (prompt, "
-                f"video) {bad[:8]}. A group whose rewards are equal has deviation 0, "
+                f"advantage.normalization {normalization} returned what is not finite "
+                f"at (prompt, video) {bad[:8]}. A group whose rewards are equal has deviation 0, "
                 "so return 0 there."
             )
-        advantages = given.clamp(-clip, clip).float()
+        advantages = given.detach().clamp(-clip, clip).float()
         return GroupAdvantages(advantages, (advantages == 0).all(1))
     active = {name: float(weight) for name, weight in weights.items() if weight != 0}
     if normalization == "sum":

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from sage_fast import objective
 from sage_fast.config.errors import ConfigError
@@ -149,7 +150,8 @@ def test_per_reward_clips_the_sum_only() -> None:
         (torch.zeros(3), r"returned \(3,\), but it must"),
         ([[0.0] * 2] * 3, r"returned \[\[0.0, 0.0\], .*, but it must"),
         (None, "returned None, but it must"),
-        (torch.tensor([[0.0, 1.0]] * 2 + [[math.nan] * 2]), r"NaN at .* \[\[2, 0\]"),
+        (torch.tensor([[0.0, 1.0]] * 2 + [[math.nan] * 2]), r"finite at .* \[\[2, 0\]"),
+        (torch.tensor([[0.0, 1.0]] * 2 + [[math.inf] * 2]), r"finite at .* \[\[2, 0\]"),
     ],
 )
 def test_what_an_own_advantage_returns_is_checked(returned: Any, said: str) -> None:
@@ -159,6 +161,17 @@ def test_what_an_own_advantage_returns_is_checked(returned: Any, said: str) -> N
     name = register(mine)
     with pytest.raises(ConfigError, match=f"advantage.normalization {name} .*{said}"):
         weighted_advantages({"VQ": torch.rand(3, 2)}, {"VQ": 1.0}, normalization=name)
+
+
+def test_an_own_advantage_may_write_into_the_scores_that_it_gets() -> None:
+    def centred(scores: dict[str, Tensor], weights: object, *, std: str) -> Tensor:
+        scores["VQ"] -= scores["VQ"].mean(1, keepdim=True)
+        return scores["VQ"]
+
+    scores = {"VQ": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
+    found = weighted_advantages(scores, {"VQ": 1.0}, normalization=register(centred))
+    assert found.advantages.tolist() == [[-0.5, 0.5], [-0.5, 0.5]]
+    assert scores["VQ"].tolist() == [[1.0, 2.0], [3.0, 4.0]]
 
 
 # KL modes

@@ -274,10 +274,18 @@ def table_of_variance(
         variance: (T,) V of each step; one with V <= 0 is taken as the `ode` step.
         q: (T,) what is kept of the estimated noise; None takes the Euler step of the
             flow with the drift that compensates for the noise, as `sage_grpo` does.
+
+    Raises:
+        ValueError: for variances that are not (T,) and finite.
     """
     s = sigmas[:-1]
     n = sigmas[1:]
     step = s - n
+    if variance.shape != step.shape or not variance.isfinite().all():
+        raise ValueError(
+            f"rollout.sde_type {sde_type} has the variances {variance.tolist()}; it "
+            f"must be one finite number for each of the {len(step)} steps"
+        )
     trainable = variance > 0
     variance = torch.where(trainable, variance, torch.zeros_like(variance))
     if q is not None:

@@ -14,7 +14,13 @@ from torch import Tensor
 from sage_fast.config.sections import RolloutConfig, SDEWindowConfig
 from sage_fast.records import Prompt, PromptEmbeds, Sample
 from sage_fast.rollout import noise_keys, rollout_table, sample_trajectory
-from sage_fast.sde import SDE_TYPES, TransitionTable, sigma_schedule, transition_table
+from sage_fast.sde import (
+    SDE_TYPES,
+    TransitionTable,
+    sigma_schedule,
+    table_of_variance,
+    transition_table,
+)
 
 NOISY = tuple(sde_type for sde_type in SDE_TYPES if sde_type != "ode")
 
@@ -262,6 +268,19 @@ def test_a_rollout_is_of_the_order_that_it_is_given() -> None:
 def test_cps_has_an_angle_of_at_most_a_quarter_turn() -> None:
     with pytest.raises(ValueError, match=r"eta is 1\.2.*between 0 and 1"):
         transition_table("cps", sigma_schedule(4, 5.0), 1.2)
+
+
+@pytest.mark.parametrize("wrong", ["infinite", "not a number", "one too many"])
+def test_variances_of_an_own_sampler_are_one_finite_number_per_step(wrong: str) -> None:
+    sigmas = sigma_schedule(4, 3.0)
+    variance = {
+        # FlowGRPO's without its care for the first level
+        "infinite": -sigmas.diff() / (1 - sigmas[:-1]),
+        "not a number": torch.tensor([0.1, math.nan, 0.1, 0.1]).double(),
+        "one too many": sigmas,
+    }[wrong]
+    with pytest.raises(ValueError, match=r"rollout.sde_type my:noise .* 4 steps"):
+        table_of_variance("my:noise", sigmas, 0.5, variance)
 
 
 # Marginals. For data N(mu, s0^2) the perfect velocity is affine in x, so the mean and

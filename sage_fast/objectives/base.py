@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Generic, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.registry import UPDATES, resolve
 from sage_fast.config.schema import RunConfig
 from sage_fast.data import kl_factors, split_evenly
@@ -342,6 +343,11 @@ def objective_of(config: RunConfig) -> type[Objective]:
     configuration.
     """
     found: type[Objective] = resolve(config.training.update, UPDATES, "training.update")
+    if not (isinstance(found, type) and issubclass(found, Objective)):
+        raise ConfigError(
+            f"training.update is {config.training.update!r}, which is not a subclass "
+            "of sage_fast.objectives.base.Objective (docs/how_to/own_parts.md)."
+        )
     if config.own_step:
         found.check_config(config)
     return found

@@ -108,6 +108,14 @@ def test_a_run_with_own_parts_can_be_planned(
     assert "draws no noise" in capsys.readouterr().err
 
 
+def test_an_update_that_is_no_objective_is_refused_in_a_line(
+    parts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # a function, as a loss of other trainers
+    assert main(["plan", "toy_cpu", "--training.update=my_parts:wins"]) == 2
+    assert "training.update is 'my_parts:wins'" in capsys.readouterr().err
+
+
 def test_the_table_of_a_variance_is_that_of_the_sampler_which_has_it() -> None:
     sigmas = sigma_schedule(8, 5.0)
     table = transition_table("dance_grpo", sigmas, 0.5)

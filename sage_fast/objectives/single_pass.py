@@ -197,6 +197,17 @@ class SinglePass(GRPO):
         )
         GRPO.check_config(config)
 
+    @classmethod
+    def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
+        super().check_run(config, prompts_per_rollout)
+        if hasattr(cls, "step_loss"):
+            raise ConfigError(
+                f"training.update {config.training.update} has a step_loss, which "
+                "single_pass would leave out: it needs a loss that is affine in the "
+                "advantage. Derive its class from "
+                "sage_fast.objectives.grpo.TwoPhase."
+            )
+
     def __init__(self, config: RunConfig, parts: Parts) -> None:
         super().__init__(config, parts)
         self.per_video = PerVideo(self.policy.transformer)

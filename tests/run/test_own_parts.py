@@ -116,6 +116,18 @@ def test_an_update_that_is_no_objective_is_refused_in_a_line(
     assert "training.update is 'my_parts:wins'" in capsys.readouterr().err
 
 
+def test_a_single_pass_refuses_a_loss_of_its_own_which_it_would_not_take(
+    parts_file: Path, tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    source = parts_file.read_text()
+    parts_file.write_text(
+        "from sage_fast.objectives.single_pass import SinglePass\n"
+        + source.replace("(TwoPhase)", "(SinglePass)")
+    )
+    with pytest.raises(ConfigError, match=r"EarlySteps has a step_loss.*TwoPhase"):
+        train(own_run(tiny_run, tmp_path / "run"))
+
+
 def test_the_table_of_a_variance_is_that_of_the_sampler_which_has_it() -> None:
     sigmas = sigma_schedule(8, 5.0)
     table = transition_table("dance_grpo", sigmas, 0.5)

@@ -115,10 +115,12 @@ class RunEvaluation:
         try:
             evaluation = trainer.evaluate(on_video=write)
         except RewardError as error:
+            remedy = "--evaluation.every=0 turns evaluation off."
+            if trainer.config.reward.on_failure == "stop":
+                drop = "--reward.on_failure=drop_group leaves such a prompt out"
+                remedy = f"{drop}, {remedy}"
             raise RewardError(
-                f"{error} That was in the evaluation at update {update}: "
-                "--reward.on_failure=drop_group leaves such a "
-                "prompt out, --evaluation.every=0 turns evaluation off."
+                f"{error} That was in the evaluation at update {update}: {remedy}"
             ) from error
         seconds = time.perf_counter() - start
         if update == 0:

@@ -297,6 +297,15 @@ def test_an_evaluation_that_fails_again_leaves_the_prompt_out_and_says_so(
     assert after is not None and after.left_out == [1] and len(after.reward) == 3
 
 
+def test_an_evaluation_that_left_out_every_prompt_does_not_advise_to_leave_them_out(
+    tiny_run: MakeRun, fails_on: set[str]
+) -> None:
+    run = Run(tiny_run("--reward.on_failure=drop_group"))
+    fails_on |= {prompt.text for prompt in run.trainer.eval_prompts}
+    with pytest.raises(RewardError, match="evaluation at update 0: --evaluation.every"):
+        run.train()
+
+
 def test_a_launcher_does_not_repeat_what_would_fail_again(
     tiny_run: MakeRun, fails_on: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

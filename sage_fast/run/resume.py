@@ -24,9 +24,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from importlib.machinery import PathFinder
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +39,7 @@ from sage_fast.checkpoint.folder import agree, list_checkpoints
 from sage_fast.checkpoint.reader import Checkpoint, find_checkpoint
 from sage_fast.config.errors import CheckpointError, ConfigError, RunDirectoryError
 from sage_fast.config.load import outside_code
-from sage_fast.config.registry import PARTS, resolve
+from sage_fast.config.registry import PARTS, REGISTERED, resolve
 from sage_fast.config.schema import RunConfig, settings_of, to_dict
 from sage_fast.config.sections import FIXED, FREE, digest, marked_keys
 from sage_fast.distributed.failure import check_same_everywhere
@@ -143,31 +146,77 @@ def time_backend(name: str, size: tuple[int, int, int, int], use: Use) -> float:
 
 
 def recorded(config: RunConfig) -> dict[str, Any]:
-    """A run's configuration as its checkpoints keep it, `config`, and as `code`, by
-    dotted key, the parts of the user's own with the digest of their source.
+    """A run's configuration as its checkpoints keep it, `config`, and digests of the
+    source of the user's own parts: `code`, by dotted key, and `rewards`, by name.
 
-    They are those whose keys `--allow-changes` may name: a family and the rewards are
-    held by other means.
+    `code` has those whose keys `--allow-changes` may name: a family is held by other
+    means, and a reward's faults may be mended.
+
+    Raises:
+        ConfigError: one of `code` has no source.
     """
     marked = marked_keys(RunConfig, FIXED) | marked_keys(RunConfig, FREE)
-    code = {
-        key: f"{name} (source {source_digest(resolve(name, PARTS[key], key))[:12]})"
-        for key, (name, *_) in outside_code(config).items()
-        if key not in marked
-    }
-    return {"config": to_dict(config), "code": code}
+    outside = outside_code(config)
+    code = {}
+    for key, (name, *_) in outside.items():
+        if key not in marked:
+            found = source_digest(resolve(name, PARTS[key], key))
+            if found is None:
+                raise ConfigError(
+                    f"{key} is {name!r}, whose source is not to be found, so a resume "
+                    "could not tell whether it has changed. Write it to a file, and "
+                    "name it as module:name."
+                )
+            code[key] = f"{name} (source {found[:12]})"
+    named = [*outside.get("reward.rewards", []), *outside.get("reward.evaluation", [])]
+    # of other processes it is not known
+    local = config.reward.url is None and config.reward.python is None
+    rewards = {name: reward_digest(name) for name in named if local}
+    return {"config": to_dict(config), "code": code, "rewards": rewards}
 
 
 @cache
-def source_digest(part: Any) -> str:
+def source_digest(part: Any) -> str | None:
     """SHA-256 of the source of a part's module, as it was when it was first asked for;
-    of the part itself where it was written in a notebook.
+    of the part itself where it was written in a notebook. None without source.
     """
-    try:
-        source = inspect.getsource(sys.modules[part.__module__])
-    except TypeError:
-        source = inspect.getsource(part)
-    return digest(source)
+    for found in (sys.modules[part.__module__], part):
+        with suppress(TypeError, OSError):
+            return digest(inspect.getsource(found))
+    return None
+
+
+def reward_digest(name: str) -> str | None:
+    """SHA-256 of the source of a reward's module; of one in a script or notebook, where
+    every call of `train` would change it, that of the reward itself. None without
+    source.
+    """
+    module = name.partition(":")[0]
+    if module != "__main__":
+        return file_digest(module)
+    found = REGISTERED.get(name)
+    with suppress(TypeError, OSError):
+        named: Any = found if hasattr(found, "__qualname__") else type(found)
+        return digest(inspect.getsource(named))
+    return None
+
+
+@cache
+def file_digest(module: str) -> str | None:
+    """SHA-256 of a module's file as it was when it was first asked for; None without
+    one. Nothing is imported: that is left to the reward's guard.
+    """
+    places: Sequence[str] | None = None
+    origin: str | None = None
+    for name in accumulate(module.split("."), "{}.{}".format):
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            return None
+        places, origin = spec.submodule_search_locations, spec.origin
+    with suppress(OSError, ValueError):
+        if origin is not None:
+            return digest(Path(origin).read_text("utf-8"))
+    return None
 
 
 Changes = Mapping[str, tuple[Any, Any]]
@@ -246,6 +295,16 @@ def find_start(
         checkpoint.folder,
         allow_changes,
     )
+    sources = present["rewards"]
+    held = saved.get("rewards", {})
+    if edited := [n for n in sources if sources[n] != held.get(n, sources[n])]:
+        logger.warning(
+            "The source of %s is not the one that %s was made with. If it scores "
+            "otherwise now, neither rewards nor the gain over update 0 can be compared "
+            "with those before: start a new run in another output_dir.",
+            ", ".join(edited),
+            checkpoint.folder,
+        )
     done = int(checkpoint.state["trainer"]["update"])
     step = config.training.updates_per_rollout
     if done % step and done < config.training.num_updates:

@@ -2,6 +2,7 @@
 and held by a resume.
 """
 
+import linecache
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from sage_fast.config.errors import ConfigError
 from sage_fast.config.load import load_config
 from sage_fast.config.registry import PARTS
 from sage_fast.config.schema import RunConfig
+from sage_fast.run import resume
 from sage_fast.sde import sigma_schedule, transition_table
 from tests.made_runs import numbers
 from tests.run.test_run import MakeRun, with_output
@@ -106,6 +108,51 @@ def test_a_run_with_own_parts_can_be_planned(
     # what its class refuses is refused, though not where the file is read
     assert main(["plan", "toy_cpu", "--rollout.eta=0", *WORDS]) == 2
     assert "draws no noise" in capsys.readouterr().err
+
+
+REWARD = """
+def reward(videos, prompts):
+    return {"VQ": videos.float().mean((1, 2, 3, 4))}
+"""
+
+
+def test_a_resume_warns_of_a_reward_whose_source_has_changed(
+    tiny_run: MakeRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "judges/edited_reward.py"
+    file.parent.mkdir()
+    file.write_text(REWARD)
+    words = (
+        "--reward.rewards=[judges.edited_reward:reward]",
+        "--reward.weights={VQ: 1}",
+        "--evaluation.every=0",
+    )
+    run = with_output(tiny_run(*words, "--training.num_updates=2"), tmp_path / "run")
+    train(run, callbacks=CtrlC())
+    file.write_text(REWARD.replace("mean", "amax"))
+    # as a process that starts now
+    resume.file_digest.cache_clear()
+    train(run, resume="auto", callbacks=CtrlC())
+    assert "The source of judges.edited_reward:reward is not the one" in caplog.text
+    caplog.clear()
+    train(run, resume="auto")
+    assert "The source of" not in caplog.text
+
+
+def test_a_part_without_source_is_refused_in_a_line(
+    parts_file: Path, tiny_run: MakeRun, tmp_path: Path
+) -> None:
+    """As one that was typed into an interpreter."""
+    __import__("my_parts")
+    parts_file.unlink()
+    linecache.clearcache()
+    with pytest.raises(ConfigError, match="'my_parts:EarlySteps', whose source is not"):
+        train(own_run(tiny_run, tmp_path / "run"))
 
 
 def test_an_update_that_is_no_objective_is_refused_in_a_line(

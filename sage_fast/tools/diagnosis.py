@@ -29,7 +29,7 @@ from sage_fast.config.sections import ModelConfig, RewardConfig
 from sage_fast.distributed.failure import version_of
 from sage_fast.distributed.start import rank_device
 from sage_fast.models.attention.attention import backend_report
-from sage_fast.models.family import ModelDescription, describe_model, model_family
+from sage_fast.models.family import describe_model, model_family
 from sage_fast.models.hub import Requirement, download_folder, local_folder
 from sage_fast.models.media_files import check_pictures
 from sage_fast.objectives.base import objective_of
@@ -37,7 +37,8 @@ from sage_fast.optim import unusual_movement
 from sage_fast.planning.devices import gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
 from sage_fast.planning.memory import checkpoint_bytes
-from sage_fast.planning.work import count_weights, least_gpus
+from sage_fast.planning.work import Weights, count_weights, least_gpus
+from sage_fast.policy.layouts import read_adapter
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.rewards.server import SetupError, check_reward, fill_options, parameters
 from sage_fast.run.directory import RunDirectory
@@ -244,17 +245,19 @@ def _device(model: ModelConfig) -> str | None:
     return None
 
 
-def _description(model: ModelConfig) -> ModelDescription | None:
-    """The model before it is loaded; None where its family or its folder says nothing."""
-    with suppress(ConfigError):
-        return describe_model(model)
+def _weights(config: RunConfig) -> Weights | None:
+    """The numbers of weights; None where nothing says them, or an adapter has no place,
+    which the check of the memory says.
+    """
+    with suppress(ValueError):
+        return count_weights(config, describe_model(config.model).transformer)
     return None
 
 
 def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
     """Device, rewards, prompts, packages, processes, directory and learning rate."""
     section = "configuration"
-    description = _description(config.model)
+    weights = _weights(config)
     try:
         device = str(rank_device(config.model.device))
         yield Check(section, "model.device", "ok", device)
@@ -291,10 +294,11 @@ def settings(config: RunConfig, gpus: int) -> Iterator[Check]:
         )
         yield judged(section, "processes", enough, detail, fix, "warning")
     yield _output_dir(config)
-    if description is not None:
-        size = count_weights(config, description.transformer).total
+    if weights is not None:
         published = objective_of(config).published[config.training.mode]
-        unusual = unusual_movement(config.optimizer, config.lora, published, size)
+        unusual = unusual_movement(
+            config.optimizer, config.lora, published, weights.total
+        )
         if unusual is not None:
             name = "optimizer.learning_rate"
             fix = f"--{name}={unusual[1]:g}"
@@ -390,6 +394,15 @@ def files(config: RunConfig) -> Iterator[Check]:
             detail += f" ({requirement.licence})"
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"
+    if config.model.adapter is not None:
+        problem = ""
+        try:
+            family = model_family(config.model.family)
+            read_adapter(Path(config.model.adapter), family)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+        detail = problem or config.model.adapter
+        yield judged(section, "model.adapter", not problem, detail, fix)
     try:
         family = model_family(config.model.family)
         if any(one.missing for one in family.requirements(config.model)):
@@ -450,7 +463,7 @@ def memory(config: RunConfig, gpus: int) -> Iterator[Check]:
             memory_gb=available,
             description=description,
         )
-    except ConfigError as error:
+    except ValueError as error:
         yield found("missing", str(error), "see the message")
         return
     peak = plan.memory.peak / 1e9
@@ -479,11 +492,10 @@ def disk(config: RunConfig) -> Iterator[Check]:
         if requirement.missing:
             folder = _existing(download_folder(requirement))
             needed[folder] += int(requirement.gigabytes * 1e9)
-    description = _description(config.model)
-    if description is not None:
+    weights = _weights(config)
+    if weights is not None:
         # One more than is kept: the new one is written before the oldest goes.
         count = config.checkpoint.keep_last + 1 + (config.evaluation.every > 0)
-        weights = count_weights(config, description.transformer)
         size = checkpoint_bytes(config, weights) * count
         needed[_existing(Path(config.output_dir))] += int(size)
     # Folders of one disk share its room, so their needs are added.

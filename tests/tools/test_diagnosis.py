@@ -140,6 +140,7 @@ PROBLEMS: dict[str, tuple[str, str, str, str]] = {
         "File name too long",
         "--output_dir=FOLDER",
     ),
+    "adapter": ("--model.adapter=gone", "model.adapter", "no adapter gone", "see"),
     "wandb": (
         "--logging.report_to=[wandb]",
         "logging.report_to",
@@ -373,6 +374,14 @@ def test_memory_of_the_gpu(
     on_gpu(monkeypatch, gigabytes)
     found = by_name(list(doctor.memory(preset(tmp_path), 1)))["training"]
     assert (found.status, bool(found.fix)) == (status, status != "ok"), found
+
+
+def test_a_layer_that_is_not_there_does_not_end_the_checks(tiny_run: MakeRun) -> None:
+    """It was a traceback without one finding."""
+    checks = doctor.examine(tiny_run("--lora.target_modules=[attn9.to_q]"))
+    (found,) = (check for check in checks if check.status == "missing")
+    assert found.name == "training" and "has 'attn9.to_q'" in found.detail
+    assert "Choose from" in found.detail
 
 
 def test_memory_of_a_model_of_unknown_size_is_not_guessed(tmp_path: Path) -> None:

@@ -428,7 +428,16 @@ class ModelFamily(ABC):
             return []
         path = model.path or self.repository
         parts = "transformer", "vae"
-        return [hub.requirement(path, path, parts, self.repository, gigabytes=0.0)]
+        return [
+            hub.requirement(
+                path,
+                path,
+                parts,
+                self.repository,
+                kind=self.transformer_class,
+                gigabytes=0.0,
+            )
+        ]
 
     def inspect(self, model: ModelConfig) -> WeightFacts | None:
         """Facts that the weights state; nothing is loaded or downloaded. None where

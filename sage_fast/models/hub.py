@@ -392,12 +392,17 @@ def requirement(
     parts: Sequence[str],
     repository: str,
     *include: str,
+    kind: str,
     gigabytes: float,
 ) -> Requirement:
     """The folders of a model as a requirement, with the shards that an index names;
-    arguments as of `hub.require`.
+    arguments as of `hub.require`, and the class of the transformer.
+
+    ConfigError for the folder of another one, which the command would fill up.
     """
     refuse_file(path, repository)
+    file = "transformer/config.json"
+    _refuse_kind(Path(path) / file, stored_value(path, file, "_class_name"), kind)
     root = local_folder(path) or Path("/nowhere")
     missing: list[str] = []
     for part in parts:
@@ -425,22 +430,28 @@ def stored_config(
         kind: the class of diffusers that is built of it; what it does not take is left
             out, as diffusers does.
 
-    ValueError where it is that of another class.
+    ConfigError where it is that of another class.
     """
     file = folder / part / "config.json" if folder is not None else None
     stored = read_json(file) if file is not None and file.is_file() else {}
     takes: Any = stored
     if kind is not None:
         takes = inspect.signature(kind).parameters
-        name = stored.get("_class_name", kind.__name__)
-        if name != kind.__name__:
-            raise ValueError(
-                f"{file} is of a {name}, and model.family is for a {kind.__name__}. Set "
-                "model.family to that of the model, or model.path to another folder."
-            )
+        _refuse_kind(file, stored.get("_class_name"), kind.__name__)
     return dict(published) | {
         k: value for k, value in stored.items() if k in takes and not k.startswith("_")
     }
+
+
+def _refuse_kind(file: Path | None, name: str | None, kind: str) -> None:
+    """ConfigError for a configuration of another class than `kind`; one that names no
+    class may be any.
+    """
+    if name not in (None, kind):
+        raise ConfigError(
+            f"{file} is of a {name}, and model.family is for a {kind}. Set "
+            "model.family to that of the model, or model.path to another folder."
+        )
 
 
 def hashable(config: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

@@ -343,7 +343,12 @@ class HunyuanVideo15(HunyuanTransformer):
             parts = parts + PICTURE_PARTS
             size = size + VISION_GB
         whole = requirement(
-            "HunyuanVideo-1.5", path, parts, likely_repository(path), gigabytes=size
+            "HunyuanVideo-1.5",
+            path,
+            parts,
+            likely_repository(path),
+            kind=HunyuanVideo15Transformer3DModel.__name__,
+            gigabytes=size,
         )
         licence = (
             "not licensed in the European Union, the United Kingdom and South Korea"

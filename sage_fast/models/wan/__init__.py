@@ -7,6 +7,9 @@ from sage_fast.models.hub import stored_value
 DEFAULT_REPOSITORY = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 LARGE_REPOSITORY = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 PICTURE_REPOSITORY = "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers"
+PICTURE_720P_REPOSITORY = PICTURE_REPOSITORY.replace("480P", "720P")
+"""Of the same shape, so that only a name tells them apart."""
+
 SECOND_REPOSITORY = "Wan-AI/Wan2.2-TI2V-5B-Diffusers"
 PAIR_REPOSITORY = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
 """Of two experts."""
@@ -26,6 +29,6 @@ def likely_repository(path: str) -> str:
     if "5b" in name if channels is None else channels > 16:
         return SECOND_REPOSITORY
     if "i2v" in name if layers is None else stored_value(path, file, "image_dim"):
-        return PICTURE_REPOSITORY
+        return PICTURE_720P_REPOSITORY if "720p" in name else PICTURE_REPOSITORY
     large = "14b" in name if layers is None else layers > 30
     return LARGE_REPOSITORY if large else DEFAULT_REPOSITORY

@@ -16,6 +16,7 @@ import ftfy  # noqa: F401  where it is missing, diffusers cleans prompts otherwi
 import torch
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
+from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, ModelDescription, WeightFacts
 from sage_fast.models.hub import (
@@ -25,6 +26,7 @@ from sage_fast.models.hub import (
     fetch_command,
     find_folder,
     hashable,
+    is_repository,
     load_vae,
     local_folder,
     model_device,
@@ -32,12 +34,14 @@ from sage_fast.models.hub import (
     require_parts,
     requirement,
     stored_config,
+    stored_value,
 )
 from sage_fast.models.stored import open_transformer, read_json
 from sage_fast.models.wan import (
     DEFAULT_REPOSITORY,
     LARGE_REPOSITORY,
     PAIR_REPOSITORY,
+    PICTURE_720P_REPOSITORY,
     PICTURE_REPOSITORY,
     SECOND_REPOSITORY,
     likely_repository,
@@ -85,7 +89,7 @@ PUBLISHED = {
     DEFAULT_REPOSITORY: WAN_1_3B,
     LARGE_REPOSITORY: WAN_14B,
     PICTURE_REPOSITORY: WAN_14B_PICTURES,
-    PICTURE_REPOSITORY.replace("480P", "720P"): WAN_14B_PICTURES,
+    PICTURE_720P_REPOSITORY: WAN_14B_PICTURES,
     SECOND_REPOSITORY: WAN_22_5B,
     PAIR_REPOSITORY: WAN_14B,
 }
@@ -112,6 +116,7 @@ DOWNLOAD_GB = {
     DEFAULT_REPOSITORY: 5.7 + 0.5,
     LARGE_REPOSITORY: 57.2 + 0.5,
     PICTURE_REPOSITORY: 65.6 + 0.5 + 2.5,
+    PICTURE_720P_REPOSITORY: 65.6 + 0.5 + 2.5,
     SECOND_REPOSITORY: 20.0 + 2.8,
     PAIR_REPOSITORY: 114.4 + 0.5,
 }
@@ -132,6 +137,9 @@ TEXT_ENCODER: dict[str, Any] = {
 PARTS = ("transformer", "vae", *ENCODERS)
 PICTURE_PARTS = ("image_encoder", "image_processor")
 """Folders in diffusers' layout, and those of image-to-video of Wan 2.1 alone."""
+
+PICTURES = PICTURE_REPOSITORY, PICTURE_720P_REPOSITORY
+"""Repositories of image-to-video of Wan 2.1."""
 
 IMAGE_TO_VIDEO = "WanImageToVideoPipeline"
 
@@ -169,15 +177,8 @@ class Wan(WanTransformer):
 
     def describe(self, model: ModelConfig) -> ModelDescription:
         path = model.path or self.repository
-        likely = likely_repository(path)
+        likely = self._likely(path)
         check_known(path, likely, PUBLISHED)
-        pair = likely == PAIR_REPOSITORY
-        if pair is not (self.repository == PAIR_REPOSITORY):
-            kind = "of two experts" if pair else "one transformer"
-            family = "wan_experts" if pair else "wan"
-            raise ValueError(
-                f"model.path is {path!r}, which is {kind}. Set model.family to {family}."
-            )
         folder = local_folder(path)
         published = VAE_22 if likely == SECOND_REPOSITORY else {}
         autoencoder = stored_config(folder, "vae", published, AutoencoderKLWan)
@@ -205,19 +206,44 @@ class Wan(WanTransformer):
             ),
         )
 
+    def _likely(self, path: str) -> str:
+        """See `likely_repository`. ConfigError for one of the other family."""
+        likely = likely_repository(path)
+        untold = stored_value(path, "model_index.json", "_class_name") is None
+        if untold and not is_repository(path) and self.repository == PAIR_REPOSITORY:
+            return PAIR_REPOSITORY
+        pair = likely == PAIR_REPOSITORY
+        if pair is not (self.repository == PAIR_REPOSITORY):
+            kind = "of two experts" if pair else "one transformer"
+            family = "wan_experts" if pair else "wan"
+            raise ConfigError(
+                f"model.path is {path!r}, which is {kind}. Set model.family to {family}."
+            )
+        return likely
+
     def requirements(self, model: ModelConfig) -> list[Requirement]:
         path = model.path or self.repository
-        likely = likely_repository(path)
-        parts = self.parts + (PICTURE_PARTS if likely == PICTURE_REPOSITORY else ())
+        likely = self._likely(path)
+        parts = self.parts + (PICTURE_PARTS if likely in PICTURES else ())
         include = ["model_index.json", *(f"{part}/*" for part in (*parts, "scheduler"))]
         size = DOWNLOAD_GB[likely] + TEXT_DOWNLOAD_GB
-        return [requirement("Wan", path, parts, likely, *include, gigabytes=size)]
+        return [
+            requirement(
+                "Wan",
+                path,
+                parts,
+                likely,
+                *include,
+                kind=WanTransformer3DModel.__name__,
+                gigabytes=size,
+            )
+        ]
 
     def inspect(self, model: ModelConfig) -> WeightFacts:
         return self.find(model, download=False)[1]
 
     def pipeline_of(self, model: ModelConfig) -> tuple[str, str]:
-        if likely_repository(model.path or self.repository) == PICTURE_REPOSITORY:
+        if likely_repository(model.path or self.repository) in PICTURES:
             return IMAGE_TO_VIDEO, "image-to-video"
         return super().pipeline_of(model)
 

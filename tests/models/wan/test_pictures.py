@@ -459,6 +459,18 @@ def test_prompts_without_a_picture_are_refused_where_one_is_read(
 # the plan
 
 
+def test_a_folder_of_720p_is_not_completed_by_480p(tmp_path: Path) -> None:
+    """The transformers have one shape, so nothing would have noticed."""
+    name = "Wan2.1-I2V-14B-720P-Diffusers"
+    folder = save_wan(tmp_path / name, "i2v")
+    next((folder / "transformer").glob("*.safetensors")).unlink()
+    (needed,) = model_family("wan").requirements(section(folder))
+    assert needed.fetch.startswith(f"hf download Wan-AI/{name} ")
+    assert "image_encoder" in needed.fetch
+    with pytest.raises(ValueError, match=f"hf download Wan-AI/{name} "):
+        load_components(section(folder))
+
+
 @pytest.mark.parametrize(
     ("path", "parameters", "images", "shape"),
     [

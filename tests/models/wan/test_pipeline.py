@@ -14,6 +14,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
 from sage_fast.config.errors import ConfigError
+from sage_fast.config.load import load_config
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import Components, load_components, model_family
 from sage_fast.models.wan.fused import WanTransformer
@@ -26,6 +27,7 @@ from sage_fast.rollout import (
     sample_trajectory,
 )
 from sage_fast.sde import transition_table
+from sage_fast.tools.diagnosis import files
 from tests.tiny.wan import save_wan
 
 PROMPTS = ["a red circle moving left", "  a fox\nin the &amp; snow ", ""]
@@ -210,6 +212,40 @@ def test_half_a_folder_of_two_experts_is_refused(
             match=r"transformer_2 beside it.*Use Wan 2\.1 or Wan 2\.2 5B, for .*: hf download",
         ):
             use(section(folder))
+
+
+@pytest.mark.parametrize(
+    ("family", "lacks", "message"),
+    [
+        ("hunyuan15", "", "is of a WanTransformer3DModel"),
+        ("wan_experts", "", "is one transformer. Set model.family to wan"),
+        ("hunyuan15", "text_encoder", "is of a WanTransformer3DModel"),
+    ],
+)
+def test_no_download_into_the_folder_of_another_family(
+    model: Model, tmp_path: Path, family: str, lacks: str, message: str
+) -> None:
+    """Doctor's command would have written one model over parts of the other."""
+    ignored = shutil.ignore_patterns(".sage_fast", *([lacks] if lacks else []))
+    folder = shutil.copytree(model.folder, tmp_path / "mine", ignore=ignored)
+    path = [f"--model.path={folder}", f"--model.family={family}"]
+    checks = list(files(load_config("wan_480p_lora_1gpu", path)))
+    assert not any(str(folder) in check.fix for check in checks)
+    (found,) = (check for check in checks if check.name == "model weights")
+    assert found.status == "missing" and message in found.detail
+
+
+def test_two_experts_that_are_not_here_come_from_a_repository_that_has_two(
+    tmp_path: Path,
+) -> None:
+    pair = model_family("wan_experts")
+    for folder in (tmp_path / "mine", tmp_path):
+        config = ModelConfig(family="wan_experts", path=str(folder))
+        (needed,) = pair.requirements(config)
+        with pytest.raises(ValueError) as error:
+            pair.describe(config)
+        for text in (needed.fetch, str(error.value)):
+            assert "hf download Wan-AI/Wan2.2-T2V-A14B-Diffusers" in text
 
 
 def test_facts_and_files(model: Model) -> None:

@@ -128,9 +128,9 @@ class WeightFacts:
         )
         kind, other = ("image", "text") if self.pictures else ("text", "image")
         if self.pictures:
-            fix = "Name one in the column 'image' of the prompt file"
+            fix = "Name one in the column 'image' of the prompt file or by --image"
         else:
-            fix = "Leave the column 'image' out"
+            fix = "Leave the column 'image' or --image out"
         raise ValueError(
             f"{those}, the first is {wrong[0].text[:60]!r}, but these weights are "
             f"{kind}-to-video. {fix}, or set "

@@ -191,7 +191,7 @@ def _per_update(plan: Plan) -> Iterator[str]:
         yield (
             f"  warning: below {FEW_VIDEOS} videos or {FEW_PROMPTS} prompts per "
             "update a curve may stay flat; raise "
-            "rollout.batch_size, or start with hv15_quick_lora_1gpu"
+            "rollout.batch_size, or start with a preset named quick"
         )
 
 

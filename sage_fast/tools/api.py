@@ -539,6 +539,6 @@ def refuse_cpu(config: RunConfig, allowed: bool) -> None:
             f"The model has {count / 1e9:.1f} billion parameters and would run on a "
             "CPU (model.device is "
             f"{config.model.device!r}, and no GPU is used): one video takes hours. "
-            "Use a GPU of 80 GB, try things out "
+            "Use a GPU (`sage-fast plan` says how much memory it needs), try things out "
             "with the preset toy_cpu, or add --allow-cpu if you mean it."
         )

@@ -318,6 +318,13 @@ def test_a_limit_that_changes_nothing_is_said() -> None:
     assert tiled.decoding.tiled and words not in to_text(tiled, [])
 
 
+def test_a_small_update_of_wan_is_not_sent_to_another_model() -> None:
+    """HunyuanVideo-1.5 is four times as large, and not licensed everywhere."""
+    config = load_config("wan_quick_lora_24gb", ["--rollout.batch_size=8"])
+    text = to_text(make_plan(config, DEVICES["rtx4090"], sizes={}), [])
+    assert "a curve may stay flat" in text and "hv15" not in text
+
+
 @pytest.mark.slow
 def test_the_other_update_of_the_same_gradient_is_what_makes_it_fit() -> None:
     config = load_config("hv15_quick_lora_1gpu")

@@ -284,6 +284,7 @@ def test_a_large_model_does_not_start_on_a_cpu_by_accident(
         "8.3 billion parameters" in errors
         and "--allow-cpu" in errors
         and "toy_cpu" in errors
+        and "80 GB" not in errors  # which the next preset may not need
     )
     assert main([*words, "--allow-cpu"]) == 1
     assert "it is being loaded" in capsys.readouterr().err

@@ -228,11 +228,11 @@ def test_the_class_of_the_pipeline_decides_and_prompts_must_fit(
     assert weights_check(config).status == "ok"
     text_alone = {"data": {"prompts": ["a", "b"]}}
     cases = {
-        r"2 of 4 prompts have a picture, the first is 'a red fox'.*text-to-video. Leave the column 'image' out": {
+        r"2 of 4 prompts have a picture, the first is 'a red fox'.*text-to-video. Leave .* --image out": {
             "model": {"path": str(diffusers_checkpoint)},
             "evaluation": {"prompts": ["a", "b"]},
         },
-        r"4 of 4 prompts have no picture.*image-to-video. Name one in the column 'image'.*text-to-video": text_alone,
+        r"4 of 4 prompts have no picture.*image-to-video. Name one .*'image'.* by --image.*text-to-video": text_alone,
     }
     for message, changes in cases.items():
         wrong = load_config(write(world, tmp_path, **changes))

@@ -24,12 +24,11 @@ import os
 import re
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from importlib.machinery import PathFinder
-from itertools import accumulate
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -204,18 +203,13 @@ def reward_digest(name: str) -> str | None:
 @cache
 def file_digest(module: str) -> str | None:
     """SHA-256 of a module's file as it was when it was first asked for; None without
-    one. Nothing is imported: that is left to the reward's guard.
+    one. Of what it needs only the packages that it lies in are imported: the rest is
+    left to the reward's guard.
     """
-    places: Sequence[str] | None = None
-    origin: str | None = None
-    for name in accumulate(module.split("."), "{}.{}".format):
-        spec = PathFinder.find_spec(name, places)
-        if spec is None:
-            return None
-        places, origin = spec.submodule_search_locations, spec.origin
-    with suppress(OSError, ValueError):
-        if origin is not None:
-            return digest(Path(origin).read_text("utf-8"))
+    with suppress(ImportError, OSError, ValueError):
+        spec = find_spec(module)
+        if spec is not None and spec.origin is not None:
+            return digest(Path(spec.origin).read_text("utf-8"))
     return None
 
 

@@ -389,8 +389,8 @@ class RunProgress:
     def phase(self, name: str, done: int, total: int) -> None:
         """Take note of where the run is."""
         now = time.monotonic()
-        # The phases of a quick run are over before anybody could read them.
-        pause = SECONDS_BETWEEN_WRITES if name == self.status.phase else 1.0
+        # A phase that hangs is the one that the file names.
+        pause = SECONDS_BETWEEN_WRITES if name == self.status.phase else 0.0
         self.status = replace(
             self.status,
             phase=name,

@@ -80,7 +80,8 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(
                 f"distributed.zero_stage is {settings.zero_stage}, which needs a "
                 "process group. Start the run by `torchrun --nproc_per_node=N -m "
-                "sage_fast train ...`; N may be 1."
+                "sage_fast train ...`; N may be 1. One process needs no DeepSpeed: "
+                "--distributed.zero_stage=null, also on resume."
             )
         deepspeed = _import_deepspeed(next(transformer.parameters()).device)
         acceleration: FusedForward | None = transformer.__dict__.get("_acceleration")

@@ -334,6 +334,16 @@ def test_the_longest_step_is_that_of_the_whole_run(
     assert progress.status.longest_seconds == 42.0
 
 
+def test_the_status_names_a_phase_that_begins_at_once(tmp_path: Path) -> None:
+    """Its reward may hang before anything else is heard of it."""
+    progress = RunProgress(tmp_path, GOING, step=1, evaluation_every=0)
+    progress.begin(4)
+    for phase in ("rollout", "decode"):
+        progress.phase(phase, 0, 4)
+        status, _ = read_status(tmp_path)
+        assert status is not None and status.phase == phase
+
+
 def test_a_run_of_another_machine_lives_as_long_as_its_status_is_fresh(
     tmp_path: Path,
 ) -> None:

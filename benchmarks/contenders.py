@@ -150,8 +150,9 @@ def packed(
     Args:
         backend: of `sage_fast.models.attention.attention`, by its own name.
         checkpointing: keep only each block's input for the backward pass, as diffusers'
-            gradient checkpointing does. cast_adapters: LoRA weights take the
-            transformer's dtype for as long as this peer is on.
+            gradient checkpointing does.
+        cast_adapters: LoRA weights take the transformer's dtype for as long as this
+            peer is on.
     """
     processors = transformer.attn_processors
     own = PackedProcessor(backend)
@@ -286,7 +287,8 @@ def contender(
     Args:
         reference_ops: of ours, see `fused`.
         checkpointing: of ours; the peers keep block inputs alone where it is "full",
-            and everything otherwise. compiler: backend of torch.compile, for P2c.
+            and everything otherwise.
+        compiler: backend of torch.compile, for P2c.
     """
     if name == "ours":
         return fused(

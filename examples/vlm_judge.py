@@ -48,11 +48,13 @@ class VLMJudge:
     (`reward.on_failure`).
 
     Args:
-        url: base of the API, up to /v1. model: its name there.
+        url: base of the API, up to /v1.
+        model: its name there.
         num_frames: frames that are shown, the middles of that many equal parts of the
             video.
-        timeout: seconds without a byte of an answer. attempts: per video, with pauses
-            of 1, 2, 4, ... `pause` seconds. parallel: videos asked about at once.
+        timeout: seconds without a byte of an answer.
+        attempts: per video, with pauses of 1, 2, 4, ... `pause` seconds.
+        parallel: videos asked about at once.
     """
 
     def __init__(

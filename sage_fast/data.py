@@ -68,8 +68,9 @@ def used_prompts(
     an evaluation's come last.
 
     Args:
-        eval_prompts: none where the run does not evaluate. prompts_per_rollout: of all
-            ranks. done: updates and rollouts that lie behind the run.
+        eval_prompts: none where the run does not evaluate.
+        prompts_per_rollout: of all ranks.
+        done: updates and rollouts that lie behind the run.
     """
     updates = max(0, training.num_updates - done[0])
     left = math.ceil(updates / training.updates_per_rollout)

@@ -95,7 +95,8 @@ def gaussian(
     Args:
         keys: one key per row.
         step: index of the sampler's step or of the forward process's level, or one
-            index per row. shape: shape of one sample, without the batch.
+            index per row.
+        shape: shape of one sample, without the batch.
         stream: what the noise is for; streams have no number in common.
         device: where the numbers are computed.
 

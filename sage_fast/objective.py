@@ -64,7 +64,8 @@ def group_advantages(
         rewards: (P, G) finite, float32 or float64; all groups of the update when std is
             "global".
         std: "group" divides by the deviation of the prompt's group, "global" by that of
-            all rewards given. clip: bound of the advantages, positive, may be infinite.
+            all rewards given.
+        clip: bound of the advantages, positive, may be infinite.
         eps: added to the standard deviation, not negative.
 
     Raises:
@@ -117,10 +118,10 @@ def weighted_advantages(
     Args:
         components: reward name -> (P, G). A reward without a weight takes no part.
         weights: reward name -> weight, every name one of `components`, and not all of
-            them 0. normalization: "sum" or "per_reward", or `package.module:function`
-            of the user's own, which is called as f(components, weights, std=std) and
-            returns (P, G), higher is better. They are clipped, and a group of zeros is
-            without spread.
+            them 0.
+        normalization: "sum" or "per_reward", or `package.module:function` of the user's
+            own, which is called as f(components, weights, std=std) and returns (P, G),
+            higher is better. They are clipped, and a group of zeros is without spread.
         std, clip, eps: as in `group_advantages`, and so are the errors.
 
     Raises:
@@ -282,8 +283,8 @@ def policy_loss(
         velocity_new: (B, ...) velocity of the current weights.
         velocity_old: (B, ...) velocity of the rollout.
         velocity_anchor: (B, ...) velocity of the anchor; None is allowed where the KL
-            mode does not use it. noise: (B, ...) noise that the rollout drew at this
-            step.
+            mode does not use it.
+        noise: (B, ...) noise that the rollout drew at this step.
         gain, std, scale, size: (B,) columns of the transition table at each sample's
             step.
         advantage: (B,).

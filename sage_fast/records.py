@@ -299,8 +299,9 @@ def reward_metrics(
     use.
 
     Args:
-        scores: name -> (P, G) of the groups that are trained on. overall: (P, G), their
-            weighted sum. advantages: of these groups.
+        scores: name -> (P, G) of the groups that are trained on.
+        overall: (P, G), their weighted sum.
+        advantages: of these groups.
         dropped: bool, one per group of the rollout.
         table: the rollout's sampler.
     """

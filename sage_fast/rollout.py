@@ -201,7 +201,8 @@ def sample_trajectory(
         samples, keys: B records and the keys of their noise.
         table: the sampler; an `ode` table draws no noise.
         initial: (B, C, F, H, W) float32, see `initial_latents`, or the state before the
-            first of `steps`. kernels: how the step is computed.
+            first of `steps`.
+        kernels: how the step is computed.
         keep_steps: False returns the final latents alone.
         steps: of the table, those that are taken; None means all.
 
@@ -602,9 +603,10 @@ def exchange_trajectories(
 
     Args:
         trajectories: that this rank has sampled. The list is emptied, and what is not
-            trained frees its memory. dealt: numbers of micro-batches by data-parallel
-            rank, see `deal`.
-        samples: of videos, by their numbers. keys: of all videos.
+            trained frees its memory.
+        dealt: numbers of micro-batches by data-parallel rank, see `deal`.
+        samples: of videos, by their numbers.
+        keys: of all videos.
     """
     rank = world.dp_rank
     sampled = len(trajectories)

@@ -193,10 +193,12 @@ def transition_table(
         sde_type: one of SDE_TYPES, or `package.module:function` of the user's own,
             which is called with it, `sigmas` and `eta` and returns the table.
         sigmas: (T + 1,) floating point, strictly decreasing inside [0, 1], usually from
-            `sigma_schedule`. eta: noise level, finite and not negative; at most 1 for
-            `cps`; 1 for `flow_grpo_wan` to be flow_grpo's code for Wan, which has no
-            noise level. `ode` draws no noise whatever eta is. sage_margin: `sage_grpo` takes
-            the variance of a step from 1 as if it began at 1 - sage_margin.
+            `sigma_schedule`.
+        eta: noise level, finite and not negative; at most 1 for `cps`; 1 for
+            `flow_grpo_wan` to be flow_grpo's code for Wan, which has no noise level.
+            `ode` draws no noise whatever eta is.
+        sage_margin: `sage_grpo` takes the variance of a step from 1 as if it began at
+            1 - sage_margin.
 
     Raises:
         ValueError: for an unknown sampler, levels that do not decrease inside [0, 1],

@@ -89,11 +89,13 @@ class Trainer:
     Args:
         config: the run.
         components: the model, as `load_model` gives it; its transformer is modified in
-            place (adapters, requires_grad). reward: what is maximised.
+            place (adapters, requires_grad).
+        reward: what is maximised.
         prompts: training prompts.
         eval_prompts: prompts of the paired evaluation.
         world: the ranks; each has a trainer, and they call the same methods in the same
-            order. progress: see the attribute.
+            order.
+        progress: see the attribute.
         done: updates and rollouts of the checkpoint that will be loaded.
 
     Raises:
@@ -443,8 +445,9 @@ class Trainer:
         """Exchange micro-batches so that all ranks train equally many. Collective.
 
         Args:
-            trajectories: that this rank has sampled; emptied. trained: (V,) bool. keys:
-                V of them.
+            trajectories: that this rank has sampled; emptied.
+            trained: (V,) bool.
+            keys: V of them.
 
         Returns:
             This rank's, and the rows (R, N) of a `ScoredRollout`.

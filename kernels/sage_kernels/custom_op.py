@@ -43,8 +43,8 @@ def operator(
             is the tensor that says where to run.
         launcher: starts the Triton kernels.
         reference: the same in plain PyTorch. It also says the shapes of results where
-            tensors have no data. save: `save(ctx, inputs, output)` keeps what the
-            backward pass needs.
+            tensors have no data.
+        save: `save(ctx, inputs, output)` keeps what the backward pass needs.
         backward: `backward(ctx, *cotangents)` returns one gradient or None per input.
             Without it the operator has no gradient, as backward operators have none.
     """

@@ -145,8 +145,9 @@ def launch(
         grid: programs along each axis.
         arguments: its run-time arguments in order: tensors, numbers, or None for an
             absent one, which is known at compile time.
-        settings: warps of a program, and programs a multiprocessor. fp_fusion: see
-            `Kernel`. constexprs: its compile-time arguments.
+        settings: warps of a program, and programs a multiprocessor.
+        fp_fusion: see `Kernel`.
+        constexprs: its compile-time arguments.
     """
     device = next(
         (a.device for a in arguments if isinstance(a, Tensor) and a.numel()), None

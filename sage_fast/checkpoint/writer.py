@@ -86,7 +86,8 @@ class CheckpointWriter:
         root: folder of the run's checkpoints, on a file system that all ranks share.
         keep_last: how many of the newest are kept.
         asynchronous: return from `save` when the tensors are copied, and write them
-            from a thread. world: the ranks that save together.
+            from a thread.
+        world: the ranks that save together.
         timeout_seconds: longest that a rank waits for the others to have written their
             part.
     """
@@ -362,7 +363,8 @@ class CheckpointWriter:
         """Write, sum and publish.
 
         Args:
-            planner: which parts are this rank's. local: these, by key.
+            planner: which parts are this rank's.
+            local: these, by key.
             more: writes the files of `extra`.
         """
 
@@ -497,8 +499,8 @@ class _CopiesPlanner(DefaultSavePlanner):
     tensors; from the second one on nobody tells it anything, and it repeats its answer.
 
     Args:
-        plan: of this rank. held: shapes and data types of all tensors of this rank, by
-            key.
+        plan: of this rank.
+        held: shapes and data types of all tensors of this rank, by key.
     """
 
     def __init__(self, plan: SavePlan, held: Mapping[str, object]) -> None:

@@ -193,10 +193,10 @@ def load_config(
 
     Args:
         paths: a preset (`"toy_cpu"`) or a YAML file, or several; None when everything
-            comes from `overrides`. overrides: values by dotted key, such as
-            `{"rollout.eta": 0.3}`, or the words of a command line,
-            `--section.key=value`. `reward.options.NAME.KEY` sets one option of one
-            reward, and `list.key+` appends to a list.
+            comes from `overrides`.
+        overrides: values by dotted key, such as `{"rollout.eta": 0.3}`, or the words of
+            a command line, `--section.key=value`. `reward.options.NAME.KEY` sets one
+            option of one reward, and `list.key+` appends to a list.
 
     Raises:
         ConfigError: file missing or not YAML, unknown key, wrong type, impossible value

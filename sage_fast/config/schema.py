@@ -301,8 +301,8 @@ def check_gathering(
     """ConfigError for FSDP2 settings that have no effect or exclude each other.
 
     Args:
-        launched: whether the process is one of a group. shards: ranks that share the
-            weights.
+        launched: whether the process is one of a group.
+        shards: ranks that share the weights.
     """
     mode = training.mode
     if section.cpu_offload and section.keep_gathered in ("rollout", "always"):

@@ -130,8 +130,8 @@ def check_same_everywhere(
 
     Args:
         own: values that all ranks must share, by name: configuration by dotted key,
-            software, digests of files. device: this rank's; two ranks must not have the
-            same GPU.
+            software, digests of files.
+        device: this rank's; two ranks must not have the same GPU.
 
     Raises:
         ConfigError: what differs, and on which ranks; the same on all of them.

@@ -151,8 +151,9 @@ def start_world(
         distributed: degrees and timeouts.
         mode: what is trained; it decides degrees that are left open.
         device: this rank's; collectives of its tensors run over NCCL on a GPU and over
-            gloo on a CPU. configuration: the whole configuration as nested dicts, which
-            must be the same on every rank.
+            gloo on a CPU.
+        configuration: the whole configuration as nested dicts, which must be the same
+            on every rank.
 
     Raises:
         ConfigError: the degrees do not fit the number of processes, the ranks differ,

@@ -130,7 +130,8 @@ def is_thin(name: str, arguments: Sequence[Any]) -> bool:
     """True if an operator is a matrix product with a dimension of at most `THIN`.
 
     Args:
-        name: of the operator. arguments: its positional arguments.
+        name: of the operator.
+        arguments: its positional arguments.
     """
     if name not in PRODUCTS or name.startswith(("attention", "_scaled")):
         return False

@@ -261,9 +261,10 @@ def find_folder(
 
     Args:
         parts: folders of the repository that are needed.
-        likely: the repository that the path most likely means. convert: a script of
-            diffusers. download: whether a hub repository may be downloaded; otherwise
-            it has to be in the local cache.
+        likely: the repository that the path most likely means.
+        convert: a script of diffusers.
+        download: whether a hub repository may be downloaded; otherwise it has to be in
+            the local cache.
 
     ValueError: there is none, or it has another layout; the message says what to do.
     """
@@ -336,8 +337,8 @@ def check_known(path: str, likely: str, published: Collection[str]) -> None:
     its repository is published.
 
     Args:
-        likely: the repository that a folder most likely is of. published: those whose
-            transformer is known.
+        likely: the repository that a folder most likely is of.
+        published: those whose transformer is known.
     """
     refuse_file(path, likely)
     file = configuration_file("transformer")
@@ -481,7 +482,8 @@ def load_vae(kind: Any, folder: Path, dtype: str) -> Any:
     """The video autoencoder of a folder in diffusers' layout, in evaluation mode.
 
     Args:
-        kind: diffusers' class. dtype: name of a type of torch.
+        kind: diffusers' class.
+        dtype: name of a type of torch.
 
     ValueError as `load_pretrained`.
     """

@@ -385,8 +385,9 @@ def input_backward(
     Args:
         grads: (R, M) rows of every layer, the gradient of its output.
         x: (R, K) rows, or (R, K + T) as `project` took them; None where no gradient is
-            wanted that needs them. out: (R, K) rows for the result, which otherwise may
-            be a slice of wider rows; not with x A^T behind x.
+            wanted that needs them.
+        out: (R, K) rows for the result, which otherwise may be a slice of wider rows;
+            not with x A^T behind x.
     """
     weights = [layer.weight for layer in layers]
     if adapter is None:

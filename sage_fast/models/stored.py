@@ -224,8 +224,8 @@ class StoredWeights(Mapping[str, Tensor]):
     and keeps nothing.
 
     Args:
-        folder: of the model. parts: how names of weights begin -> the folder in it that
-            has them.
+        folder: of the model.
+        parts: how names of weights begin -> the folder in it that has them.
 
     ValueError names a file that is damaged or quantised; OSError for one that is
     missing.

@@ -99,7 +99,8 @@ def forward_loss(
         target: u, like the velocity.
         velocity_old: of the old policy; None if that is the current one.
         velocity_anchor: of the anchor; None leaves its KL out.
-        sigma: (B,), the levels s. advantage: (B,), A.
+        sigma: (B,), the levels s.
+        advantage: (B,), A.
         anchor_weight: lambda w_pos.
     """
 

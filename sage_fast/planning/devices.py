@@ -307,8 +307,8 @@ def choose_device(
     Args:
         name: of `--device`; without one it is what `device` means.
         device: `model.device`; "auto" is a GPU, or for a small model the processor.
-        width: of the model. presets: that the configuration was made of; those of 24 GB
-            are named after it.
+        width: of the model.
+        presets: that the configuration was made of; those of 24 GB are named after it.
     """
     if name is None:
         # `cuda` does not say which GPU.

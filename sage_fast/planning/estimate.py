@@ -372,8 +372,8 @@ def make_plan(
             them.
         memory_gb: 1e9 bytes that may be used; None means all of the device.
         runtime: bytes of the process before anything is loaded; None means a CUDA
-            context's, or this process's. description: of the model; None asks the
-            family.
+            context's, or this process's.
+        description: of the model; None asks the family.
         sizes: gigabytes of the weights that are here, by reward; None looks for their
             files.
 

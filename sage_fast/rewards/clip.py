@@ -116,7 +116,8 @@ class _ClipSimilarity:
         """Mean over the chosen frames of cos(frame, prompt), (B,) float32 on the CPU.
 
         Args:
-            videos: (B, F, 3, H, W) uint8. prompts: B texts.
+            videos: (B, F, 3, H, W) uint8.
+            prompts: B texts.
         """
         check_videos(videos, prompts)
         frames = videos[:, middle_frames(videos.shape[1], self.num_frames)]
@@ -186,9 +187,10 @@ class CLIPScore(_ClipSimilarity):
 
     Args:
         path: CLIP checkpoint, a local folder or a hub id that `hf download` has
-            fetched. The default is torchmetrics'. num_frames: frames that are scored,
-            the middles of that many equal parts of the video; null scores all. device:
-            `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
+            fetched. The default is torchmetrics'.
+        num_frames: frames that are scored, the middles of that many equal parts of the
+            video; null scores all.
+        device: `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
         dtype: of the model, `float32`, `bfloat16` or `float16`.
         batch_size: frames that go through the model at once.
 

@@ -170,8 +170,8 @@ class CompositeReward:
         Args:
             prompts: texts of the videos to be scored.
             device: the policy's, for rewards with an option `device` that
-                `reward.options` does not give. fps: of the videos, for rewards with an
-                option `fps`.
+                `reward.options` does not give.
+            fps: of the videos, for rewards with an option `fps`.
 
         Raises:
             ConfigError: names the reward whose options do not fit, or the prompt that
@@ -596,7 +596,8 @@ def gather_scores(
     scored on one rank.
 
     Args:
-        scored: batches of this rank. error: why it could not score one.
+        scored: batches of this rank.
+        error: why it could not score one.
         count: V, videos on all ranks.
 
     Returns:

@@ -49,12 +49,13 @@ class OcrReward:
 
     Args:
         num_frames: frames that are read, the middles of that many equal parts of the
-            video; null reads all. over_frames: `mean` or `best` of their scores.
+            video; null reads all.
+        over_frames: `mean` or `best` of their scores.
         search: false reads each frame as one line that fills it, at a tenth of the
             time.
         min_side: shorter side, in pixels, to which smaller frames are enlarged before
-            text is searched in them. threads: of each of the two models, which run on
-            the CPU.
+            text is searched in them.
+        threads: of each of the two models, which run on the CPU.
 
     Raises:
         ImportError: the reader is not installed; the message says how to get it.

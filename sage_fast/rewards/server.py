@@ -179,7 +179,8 @@ def check_reward(
     """Tell what an entry of `reward.rewards` names, without calling it.
 
     Args:
-        name: the entry. options: its `reward.options`.
+        name: the entry.
+        options: its `reward.options`.
         found: what the entry names.
 
     Raises:
@@ -227,7 +228,8 @@ def build_reward(name: str, found: Any, options: Mapping[str, Any]) -> Any:
     """The reward behind an entry of `reward.rewards`.
 
     Args:
-        name: the entry. options: its `reward.options`.
+        name: the entry.
+        options: its `reward.options`.
         found: what the entry names. A class is constructed with the options, and an
             object with a method `score` or `score_samples` is used as it is. A function
             whose first two parameters have no default is called as f(videos, prompts,

@@ -468,9 +468,10 @@ class VideoAlignReward:
 
     Args:
         path: folder of the checkpoint, the one that holds model_config.json; where the
-            advice of `doctor` puts it. fps: frames per second that the videos are meant
-            to be played at. Set it to `video.fps`: 2 frames of a second
-            are scored, so it decides which ones, and a wrong value changes every score.
+            advice of `doctor` puts it.
+        fps: frames per second that the videos are meant to be played at. Set it to
+            `video.fps`: 2 frames of a second are scored, so it decides which ones, and
+            a wrong value changes every score.
         base_model: folder, or hub id in the local cache, of Qwen2-VL-2B-Instruct.
         device: `auto` (this process's GPU where there is one), `cpu`, `cuda` or
             `cuda:N`.
@@ -714,8 +715,8 @@ def conversation(prompt: str, num_video_tokens: int) -> str:
 
     Args:
         prompt: the text the video was generated from. Braces in it are ordinary
-            characters. num_video_tokens: merged vision tokens of the video, one
-            placeholder each.
+            characters.
+        num_video_tokens: merged vision tokens of the video, one placeholder each.
     """
     question = QUESTIONS.replace("{text_prompt}", prompt)
     chat = CHAT.replace("{video}", VIDEO_TOKEN * num_video_tokens)

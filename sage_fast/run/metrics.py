@@ -203,8 +203,8 @@ class MetricsLogger:
 
     Args:
         run_dir: the run's directory; created when missing. None on a rank that writes
-            none: every call does nothing. report_to: trackers that get the records too,
-            see `LoggingConfig`.
+            none: every call does nothing.
+        report_to: trackers that get the records too, see `LoggingConfig`.
         settings: what the run is made with, which trackers keep with its curves: name
             -> JSON values.
 

@@ -161,8 +161,9 @@ def line_chart(
     """Lines over updates as inline SVG; an empty text where no line has a point.
 
     Args:
-        level: a dashed line at this height, such as 1 for a ratio. from_zero: begin the
-            axis at 0. second_axis: what stands below the number of an update.
+        level: a dashed line at this height, such as 1 for a ratio.
+        from_zero: begin the axis at 0.
+        second_axis: what stands below the number of an update.
     """
     if not any(line.x for line in lines):
         return ""

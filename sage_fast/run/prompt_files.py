@@ -121,7 +121,8 @@ def read_prompts(
     Args:
         path: a ``.csv``, ``.json``, ``.jsonl`` or ``.txt`` file as above,
             ``hf:NAME:SPLIT`` for a dataset of the Hugging Face hub, or the texts or
-            rows themselves. key: column or JSON key of the prompts.
+            rows themselves.
+        key: column or JSON key of the prompts.
 
     Returns:
         At least one prompt, in the file's order, with distinct indices.

@@ -49,7 +49,8 @@ class RunEvaluation:
 
     Args:
         trainer: the run; its world's rank 0 writes the files, and all ranks call the
-            same methods. directory: of the run.
+            same methods.
+        directory: of the run.
     """
 
     def __init__(self, trainer: Trainer, directory: RunDirectory) -> None:

@@ -492,8 +492,8 @@ def keep_videos(config: RunConfig, videos: int, dp_degree: int) -> RunConfig:
     rollout on other ranks.
 
     Args:
-        videos: per rollout, of the checkpoint. dp_degree: data-parallel ranks that
-            there are now.
+        videos: per rollout, of the checkpoint.
+        dp_degree: data-parallel ranks that there are now.
 
     Raises:
         ConfigError: they cannot share the videos evenly, which would be another run.

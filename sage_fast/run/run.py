@@ -169,7 +169,8 @@ def train(
 
     Args:
         allow_changes: dotted keys that may differ from those of the checkpoint which
-            the run goes on from. callbacks: called on rank 0.
+            the run goes on from.
+        callbacks: called on rank 0.
 
     Raises:
         RankFailure: another rank has died, failed or hung. Else what `Run.train`
@@ -639,8 +640,8 @@ class Run:
 
         Args:
             record: the metrics of its update. The log may lose them before the
-                checkpoint does. pending: whether an evaluation of this update is still
-                to be made.
+                checkpoint does.
+            pending: whether an evaluation of this update is still to be made.
             changes: what a run that begins here has changed of another one's
                 configuration.
         """

@@ -280,7 +280,8 @@ class RunProgress:
 
     Args:
         directory: of the run. A status that cannot be written there is a warning: a run
-            does not end for it. status: what is known before the run begins.
+            does not end for it.
+        status: what is known before the run begins.
         step: updates of an iteration.
         evaluation_every: updates between two evaluations, 0 for none.
         shown: whether this rank shows and writes anything.

@@ -124,8 +124,13 @@ def all_to_all_bytes(
     "full" repeats the forward's part in the backward.
 
     Args:
-        batch: B. num_video: N. num_text: L. width: D, all heads. degree: P. itemsize:
-            bytes of an element. checkpointing: of the blocks.
+        batch: B.
+        num_video: N.
+        num_text: L.
+        width: D, all heads.
+        degree: P.
+        itemsize: bytes of an element.
+        checkpointing: of the blocks.
         last: whether it is the last layer.
     """
     share = share_of(num_video, degree)

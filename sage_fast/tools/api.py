@@ -167,9 +167,10 @@ def train(
             after it (`lambda` without a name) and has weight 1; others have the weights
             of `reward.weights`.
         callbacks: called on rank 0 at every rollout, update, evaluation and save; each
-            may stop the run. allow_changes: dotted keys that may differ from those of
-            the checkpoint which `config.resume` goes on from. allow_cpu: train a model
-            of more than 1e9 parameters on a CPU.
+            may stop the run.
+        allow_changes: dotted keys that may differ from those of the checkpoint which
+            `config.resume` goes on from.
+        allow_cpu: train a model of more than 1e9 parameters on a CPU.
         overrides: values of the configuration by key: `output_dir="runs/mine"`,
             `training={"num_updates": 3}`, or `**{"training.num_updates": 3}`.
 
@@ -259,8 +260,10 @@ def evaluate(
     Args:
         output_dir: a folder; None means `scores` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations) or a
-            checkpoint folder. lora: an adapter instead.
-        num_videos: prompts whose videos the report shows. resamples: of the bootstrap.
+            checkpoint folder.
+        lora: an adapter instead.
+        num_videos: prompts whose videos the report shows.
+        resamples: of the bootstrap.
         overwrite: evaluate again what has been evaluated in `output_dir`.
 
     Raises:
@@ -329,11 +332,13 @@ def generate(
             takes the run's evaluation prompts.
         output_dir: a folder; None means `generated` in the run's directory.
         checkpoint: `auto` (newest of the run), `best` (by its evaluations), `none` (the
-            model that the run starts from) or a checkpoint folder. lora: an adapter
-            instead, also of `model.adapter`.
-        sampler: `ode`, or an SDE type. solver: of the `ode`; None takes
-            `evaluation.solver`. num_videos: per prompt. seed: of the noise; None takes
-            `evaluation.seed`. overwrite: make videos again that exist already.
+            model that the run starts from) or a checkpoint folder.
+        lora: an adapter instead, also of `model.adapter`.
+        sampler: `ode`, or an SDE type.
+        solver: of the `ode`; None takes `evaluation.solver`.
+        num_videos: per prompt.
+        seed: of the noise; None takes `evaluation.seed`.
+        overwrite: make videos again that exist already.
 
     Raises:
         ConfigError, CheckpointError, OSError: each says what to do.

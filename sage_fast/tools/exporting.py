@@ -100,14 +100,16 @@ def export(
         output_dir: folder to write to; new, empty, or an earlier export alike, whose
             files are removed. None means `exported` in the run's directory.
         checkpoint: of a run: `auto` (the newest complete one), `best` (by its
-            evaluations) or a folder. format: `lora` (the adapter) or `full` (the whole
-            transformer, an adapter merged into it); None means `lora` for
-            a run that trained adapters, and `full` for one that trained every weight.
+            evaluations) or a folder.
+        format: `lora` (the adapter) or `full` (the whole transformer, an adapter merged
+            into it); None means `lora` for a run that trained adapters, and `full` for
+            one that trained every weight.
         layout: the program that it is for; a whole transformer is for diffusers.
         overrides: `--section.key=value` words laid over the run's configuration, such
-            as a model.path that has moved. trust_config: whether a model family of the
-            checkpoint from outside SAGE-Fast may be imported and called. overwrite:
-            replace an export of another run, format or layout in `output_dir`.
+            as a model.path that has moved.
+        trust_config: whether a model family of the checkpoint from outside SAGE-Fast
+            may be imported and called.
+        overwrite: replace an export of another run, format or layout in `output_dir`.
         push_to_hub: repository of the Hugging Face hub, as `me/mine`, that the folder
             is uploaded to; made if it is not there.
 

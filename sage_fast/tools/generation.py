@@ -222,8 +222,8 @@ def write_videos(
     Args:
         output: folder; created when missing.
         weights: what the generator's weights are called in the record, such as the path
-            of the checkpoint. sampler: `ode`, or an SDE type, with the evaluation's
-            noise scale.
+            of the checkpoint.
+        sampler: `ode`, or an SDE type, with the evaluation's noise scale.
         num_videos: videos per prompt, each from its own noise.
         overwrite: make every video again.
 

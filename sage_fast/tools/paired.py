@@ -127,7 +127,8 @@ class PairedEvaluation:
         """Evaluate what has not been evaluated, and compare.
 
         Args:
-            num_videos: prompts whose videos are shown. resamples: of the bootstrap.
+            num_videos: prompts whose videos are shown.
+            resamples: of the bootstrap.
 
         Raises:
             ConfigError, RewardError, OSError: each says what to do; a model that was

@@ -109,8 +109,8 @@ class FaultServer:
             arguments: of `sage-fast`.
             folder: calls below it are events.
             at: number of the event, from 1, that goes wrong; 0 for none. WARM_UP runs
-                in the server itself. error: the errno it fails with; 0 kills the
-                process.
+                in the server itself.
+            error: the errno it fails with; 0 kills the process.
             reads: whether opening a file or folder to read it is an event as well.
             copies: a folder in which every event leaves what a kill there would leave
                 of `folder`, named by its number.

@@ -285,7 +285,8 @@ def adaln(
 
     Args:
         x: (B, N, D) float32, bfloat16 or float16. Rows may be strided; the last
-            dimension is copied if it is. scale: (B, D), any of these dtypes.
+            dimension is copied if it is.
+        scale: (B, D), any of these dtypes.
         shift: (B, D), any of these dtypes.
         eps: added to the variance.
         tail: columns behind every row of the result that the caller fills.

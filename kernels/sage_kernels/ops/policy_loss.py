@@ -353,11 +353,13 @@ def policy_loss(
 
     Args:
         v: (B, ...) guided velocity of the current weights; float32, bfloat16 or
-            float16, as the others. v_old: (B, ...) velocity of the rollout.
+            float16, as the others.
+        v_old: (B, ...) velocity of the rollout.
         v_anchor: (B, ...) velocity of the anchor; read where `position_weight` is
-            given, may be None elsewhere. noise_ids: (B, 3) int64, whose noise the
-            rollout drew: two key words and the step of each row. columns: numbers of
-            each sample's step, (B,) float32.
+            given, may be None elsewhere.
+        noise_ids: (B, 3) int64, whose noise the rollout drew: two key words and the
+            step of each row.
+        columns: numbers of each sample's step, (B,) float32.
         settings: what the loss consists of.
 
     Returns:

@@ -374,7 +374,8 @@ def qk_norm_across_heads(
 
     Args:
         q: (B, N, H, D) float32, bfloat16 or float16. Tokens may be strided, as slices
-            of a fused projection are. k: (B, M, H, D).
+            of a fused projection are.
+        k: (B, M, H, D).
         q_weight: (H * D,) RMSNorm weight of the queries.
         k_weight: (H * D,)
         cos: (N, D) cosines of the rotary angles, each twice in a row for its pair; D is

@@ -84,7 +84,8 @@ def philox_normal(
 
     Args:
         noise_ids: (B, 3) int64: the two 32-bit words of each row's key, and its step in
-            [0, 2^32). num_elements: N.
+            [0, 2^32).
+        num_elements: N.
         stream: fourth counter word, in [0, 2^32).
         dtype: float32, or float64 to judge float32 by: the same words, their transform
             in float64.

@@ -122,8 +122,8 @@ def policy_loss_of_noise(
             alone.
         v_old: (B, ...) velocity of the rollout.
         v_anchor: (B, ...) velocity of the anchor; None is allowed where
-            `position_weight` is None. noise: (B, ...) noise that the rollout drew at
-            this step.
+            `position_weight` is None.
+        noise: (B, ...) noise that the rollout drew at this step.
         columns: numbers of each sample's step.
         settings: what the loss consists of.
 
@@ -178,7 +178,8 @@ def log_ratio(gain: Tensor, noise: Tensor, velocity_delta: Tensor) -> Tensor:
     Args:
         gain: (B,) r = b / std of the step.
         noise: (B, ...) eps = (x' - a x - b v_old) / std, the noise that the rollout
-            drew. velocity_delta: (B, ...) dv = v_new - v_old.
+            drew.
+        velocity_delta: (B, ...) dv = v_new - v_old.
 
     Returns:
         (B,), exactly 0 where dv is 0.

@@ -294,8 +294,10 @@ class Acceleration(BlockwiseForward):
 
         Args:
             latents: (B, C', F, H, W); C' is the model's in_channels, or its latent
-                channels alone. timestep: (B,) float32 sigma * 1000. On the CPU it can
-                be read without waiting for the GPU. prompts: B records.
+                channels alone.
+            timestep: (B,) float32 sigma * 1000. On the CPU it can be read without
+                waiting for the GPU.
+            prompts: B records.
 
         Returns:
             (B, C, F, H, W) in the weights' dtype.

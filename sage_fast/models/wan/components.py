@@ -169,9 +169,10 @@ class WanDecoder(AutoencoderDecoder):
     81 frames of 480 x 832 have latents of (16, 21, 60, 104).
 
     Args:
-        vae: see `AutoencoderDecoder`. memory_gib: what the activations of a decode may
-            take, in GiB. A video that does not fit is decoded in diffusers' overlapping
-            tiles of 256 pixels. None decodes every video whole.
+        vae: see `AutoencoderDecoder`.
+        memory_gib: what the activations of a decode may take, in GiB. A video that does
+            not fit is decoded in diffusers' overlapping tiles of 256 pixels. None
+            decodes every video whole.
     """
 
     kind = AutoencoderKLWan

@@ -149,8 +149,8 @@ class Trainer:
         components.check_guidance(config.sampling_guidance, key)
         components.warn(config.rollout.shift, config.steps_by_key)
         published = chosen.published[config.training.mode]
-        size = sum(p.numel() for p in components.transformer.parameters())
-        if unusual := unusual_movement(config.optimizer, config.lora, published, size):
+        count = sum(p.numel() for p in components.transformer.parameters())
+        if unusual := unusual_movement(config.optimizer, config.lora, published, count):
             logger.warning("%s", unusual[0])
         self.decoder = components.video_decoder
         self.latent_shape, self.evaluation_latent_shape = (

@@ -363,7 +363,18 @@ def _missing(root: Path, part: str) -> list[str]:
     others = _unread(*{*(root / part).glob("*")} - {*weights})
     lacking = [f"{part}/{file.name}{others}" for file in weights if not file.is_file()]
     needed = configuration_file(part)
-    return lacking if (root / needed).is_file() else [needed, *lacking]
+    if not (root / needed).is_file():
+        return [needed, *lacking]
+    if part.removesuffix("_2") == "tokenizer":
+        kind = stored_value(str(root), needed, "tokenizer_class")
+        words = any(
+            file.stem in ("tokenizer", "vocab") or file.suffix == ".model"
+            for file in (root / part).iterdir()
+        )
+        # ByT5's words are bytes, and without a class it may be one
+        if not words and kind not in (None, "ByT5Tokenizer"):
+            lacking.append(f"{part}/tokenizer.json")
+    return lacking
 
 
 def require_parts(root: Path, parts: Sequence[str], path: str, likely: str) -> None:

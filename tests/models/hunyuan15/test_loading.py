@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.sections import ModelConfig
 from sage_fast.models.family import describe_model, load_components, model_family
+from sage_fast.models.hub import require_parts
 from sage_fast.models.hunyuan15.hunyuan15 import HUNYUAN_VIDEO_15, cache_folder
 from tests.tiny import true_size
 from tests.tiny.checkpoints import copy_tree
@@ -148,6 +149,24 @@ def test_a_missing_part_is_named_with_its_command(copied: Path, lost: str) -> No
         ValueError, match=f"{path}.* is missing. Get it with: {re.escape(command)}"
     ):
         load(copied)
+
+
+def test_a_tokenizer_without_words_is_missing_its_file(copied: Path) -> None:
+    """transformers would advise to install sentencepiece; ByT5 has no such file."""
+    (copied / "tokenizer" / "tokenizer.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"tokenizer/tokenizer.json is missing. Get it with: hf "
+    ):
+        load(copied)
+    (needed,) = model_family("hunyuan15").requirements(
+        ModelConfig(family="hunyuan15", path=str(copied))
+    )
+    assert needed.missing == ["tokenizer/tokenizer.json"], "doctor says the same"
+    # of other kinds, which some repositories have alone
+    for name in ("vocab.json", "vocab.txt", "spiece.model"):
+        (copied / "tokenizer" / name).touch()
+        require_parts(copied, ["tokenizer", "tokenizer_2"], str(copied), "owner/name")
+        (copied / "tokenizer" / name).unlink()
 
 
 UNREAD = {

@@ -253,7 +253,8 @@ def _make_room(
     if others:
         raise ConfigError(
             f"--output_dir {folder} holds other files, such as {others[0]}. Give a "
-            "new folder, or one with nothing but an earlier export."
+            "new folder, or one with nothing but an earlier export. If they are of an "
+            "export that was interrupted, delete them."
         )
     # The record goes first: without a whole export beside it it would pass for one.
     for path in (record, *sorted(folder.iterdir())):

@@ -208,6 +208,22 @@ def test_weights_that_cannot_be_trained_are_the_base_models(
         assert torch.equal(exported[name], value), name
 
 
+def test_what_an_interrupted_export_has_left_is_to_be_deleted(
+    finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing tells its files from the user's own, so the export does not."""
+    with monkeypatch.context() as patch:
+
+        def interrupted(*arguments: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr("sage_fast.tools.exporting.write_text", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export(finished_run, tmp_path / "exported")
+    with pytest.raises(ConfigError, match="export that was interrupted, delete them"):
+        export(finished_run, tmp_path / "exported")
+
+
 def test_nothing_but_an_export_of_the_same_run_is_replaced_unasked(
     finished_run: Path, tmp_path: Path
 ) -> None:

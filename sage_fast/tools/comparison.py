@@ -19,7 +19,8 @@ from typing import Any
 from sage_fast import __version__
 from sage_fast.config.errors import ConfigError
 from sage_fast.config.files import write_text
-from sage_fast.config.schema import tried_settings
+from sage_fast.config.schema import RunConfig, tried_settings
+from sage_fast.config.sections import FIXED, PAIRS, marked_keys
 from sage_fast.evaluation import (
     REWARD,
     Evaluation,
@@ -44,6 +45,23 @@ TITLES = {
 """Metric -> what its chart is called."""
 
 
+EVALUATED = [
+    key
+    for key, reason in marked_keys(RunConfig, FIXED).items()
+    if reason == PAIRS
+    and not key.startswith("reward.")
+    and key != "evaluation.num_prompts"  # differences are of shared prompts
+]
+"""Settings that decide how the videos of an evaluation are made."""
+
+USUAL = {
+    "evaluation.num_steps": "rollout.num_steps",
+    "evaluation.height": "video.height",
+    "evaluation.width": "video.width",
+}
+"""Of these, one that may be null -> the one that it is then."""
+
+
 @dataclass(frozen=True, eq=False)
 class Arm:
     """Runs that differ in nothing but their seed, in the order of their seeds.
@@ -58,6 +76,20 @@ class Arm:
     name: str
     apart: str
     runs: Sequence[RunDirectory]
+
+    def reward(self) -> dict[str, float]:
+        """The weights of the scores that are its reward."""
+        weights = self.runs[0].settings["reward.weights"]
+        return {name: weight for name, weight in weights.items() if weight}
+
+    def evaluated(self) -> dict[str, Any]:
+        """How the videos of its evaluations are made, by the key that decides it."""
+        settings = self.runs[0].settings
+        kept = {key: settings.get(key) for key in EVALUATED}
+        for key, usual in USUAL.items():
+            kept[key] = kept[key] or kept[usual]
+            del kept[usual]
+        return kept
 
     def line(self, key: str, colour: int = 0) -> Line:
         """A metric over the updates that every seed has logged: the mean, in a band of
@@ -269,7 +301,10 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
             lower.update(*(evaluation.lower_is_better for evaluation in evaluations))
             columns = [evaluation.columns() for evaluation in evaluations]
             shared = [
-                name for name in columns[0] if all(name in other for other in columns)
+                name
+                for name in columns[0]
+                if all(name in other for other in columns)
+                and (name != REWARD or _same_reward(arms))
             ]
             means[arm.name] = {
                 name: fmean(fmean(c[name]) for c in columns) for name in shared
@@ -296,6 +331,11 @@ def compare_runs(folders: Sequence[Path]) -> Comparison:
     )
 
 
+def _same_reward(arms: Sequence[Arm]) -> bool:
+    """Sums with other weights are other quantities."""
+    return all(arm.reward() == arms[0].reward() for arm in arms)
+
+
 def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
     if update is None:
         return [
@@ -305,15 +345,31 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
             )
         ]
     notes = []
+    if not _same_reward(arms):
+        notes.append(
+            "reward.weights differ, so the rewards are not compared: see the scores "
+            "in comparison.html."
+        )
+    trees = [arm.evaluated() for arm in arms]
+    differing = [
+        key for key in trees[0] if any(tree[key] != trees[0][key] for tree in trees)
+    ]
+    if differing:
+        notes.append(
+            f"The evaluations differ in {', '.join(differing)}, so the differences are "
+            "not of the training alone."
+        )
     runs = [run for arm in arms for run in arm.runs]
     if max(max(run.evaluations(), default=0) for run in runs) > update:
         notes.append(
             f"Some runs were evaluated later than update {update}, the last one that "
             "all of them have."
         )
-    if any(Evaluation.load(run.evaluation(update)).left_out for run in runs):
+    evaluations = [Evaluation.load(run.evaluation(update)) for run in runs]
+    counts = {len(evaluation.prompts) for evaluation in evaluations}
+    if len(counts) > 1 or any(evaluation.left_out for evaluation in evaluations):
         notes.append(
-            "Prompts that a reward could not score in one of the runs are left out of "
+            "Prompts that one of the runs lacks, or could not score, are left out of "
             "the differences alone."
         )
     for arm in arms[1:]:

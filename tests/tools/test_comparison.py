@@ -14,7 +14,7 @@ from sage_fast.evaluation import OVERALL, REWARD, Evaluation
 from sage_fast.run.directory import RunDirectory
 from sage_fast.tools.comparison import compare_runs, group_into_arms, to_text
 from tests.browser import Page
-from tests.made_runs import make_run
+from tests.made_runs import PROMPTS, make_run
 
 CPS = "--rollout.sde_type=cps"
 # Final rewards of 6 prompts: cps is 1 better in seed 0, 2 better in seed 1, on every
@@ -124,6 +124,51 @@ def test_what_limits_a_comparison_is_said(tmp_path: Path) -> None:
                 make_run(tmp_path / "c", CPS, prompts=[f"other {i}" for i in range(6)]),
             ]
         )
+
+
+def test_rewards_of_other_weights_are_not_compared(tmp_path: Path) -> None:
+    doubled = [f"--reward.weights.{name}=2" for name in ("VQ", "MQ", "TA")]
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", *doubled, final=[9] * 6)]
+    comparison = compare_runs(runs)
+    found = {difference.column for difference in comparison.differences}
+    assert found == {OVERALL, "VQ", "MQ", "TA"} == comparison.means["b"].keys()
+    text = to_text(comparison)
+    assert "reward.weights differ" in text and "higher" not in text
+    # A score of weight 0 adds nothing to the reward.
+    zero = make_run(tmp_path / "c", "--reward.weights.aligned=0", CPS)
+    assert compare_runs([runs[0], zero]).differences[0].column == REWARD
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("--rollout.num_steps=4", "evaluation.num_steps"),
+        ("--evaluation.seed=5", "evaluation.seed"),
+        ("--rollout.guidance_scale=2", "rollout.guidance_scale"),
+        ("--evaluation.height=32", "evaluation.height"),
+    ],
+)
+def test_videos_that_were_made_otherwise_are_no_effect_of_the_training(
+    word: str, key: str, tmp_path: Path
+) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", word)]
+    assert f"differ in {key}, so" in compare_runs(runs).notes[0]
+
+
+def test_steps_that_the_evaluation_has_of_its_own_are_the_same_in_both(
+    tmp_path: Path,
+) -> None:
+    runs = [
+        make_run(tmp_path / "a"),
+        make_run(tmp_path / "b", "--rollout.num_steps=4", "--evaluation.num_steps=8"),
+    ]
+    assert not [note for note in compare_runs(runs).notes if "differ in" in note]
+
+
+def test_means_of_other_prompts_are_said(tmp_path: Path) -> None:
+    few = make_run(tmp_path / "b", CPS, prompts=PROMPTS[:4], final=[0.0] * 4)
+    notes = compare_runs([make_run(tmp_path / "a"), few]).notes
+    assert "left out of the differences" in notes[0]
 
 
 def test_the_command_writes_one_page_and_its_numbers(

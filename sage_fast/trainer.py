@@ -478,7 +478,7 @@ class Trainer:
 
     def _warn_of_eps(self, share: float) -> None:
         """Say once that AdamW's steps are short of the learning rate, because the
-        gradient is as small as its eps.
+        gradient is as small as its eps. Without advantages it is only the KL's.
         """
         if share > LARGE_EPS_SHARE and self._eps_is_small and self.world.is_main:
             self._eps_is_small = False
@@ -527,7 +527,7 @@ class Trainer:
         # A mean over the ranks, so that it is the same on all of them.
         videos = round(scored.num_trained / self.world.dp_degree)
         eps_share = self.engine.eps_share
-        self._warn_of_eps(eps_share or 0.0)
+        self._warn_of_eps(eps_share or 0.0 if scored.advantages.any() else 0.0)
         found = self.objective.report(terms, videos * len(positions)) | rates
         found["grad_norm"] = grad_norm
         if self.engine.signal is not None:

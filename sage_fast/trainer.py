@@ -478,7 +478,7 @@ class Trainer:
 
     def _warn_of_eps(self, share: float) -> None:
         """Say once that AdamW's steps are short of the learning rate, because the
-        gradient is as small as its eps. Without advantages it is only the KL's.
+        gradient is as small as its eps.
         """
         if share > LARGE_EPS_SHARE and self._eps_is_small and self.world.is_main:
             self._eps_is_small = False
@@ -526,14 +526,14 @@ class Trainer:
         self.objective.moved(self.update)
         # A mean over the ranks, so that it is the same on all of them.
         videos = round(scored.num_trained / self.world.dp_degree)
-        eps_share = self.engine.eps_share
-        self._warn_of_eps(eps_share or 0.0 if scored.advantages.any() else 0.0)
         found = self.objective.report(terms, videos * len(positions)) | rates
         found["grad_norm"] = grad_norm
         if self.engine.signal is not None:
             found["grad/signal"] = self.engine.signal
-        if eps_share is not None:
-            found["optimizer/eps_share"] = eps_share
+        if (share := self.engine.eps_share) is not None:
+            found["optimizer/eps_share"] = share
+            if scored.all_advantages.any():
+                self._warn_of_eps(share)
         return found
 
     def _skip_update(self, fault: str) -> None:

@@ -38,7 +38,6 @@ from sage_fast.planning.devices import gpu_memory_gb, host_memory
 from sage_fast.planning.estimate import SAFE_SHARE, make_memory_plan
 from sage_fast.planning.memory import checkpoint_bytes
 from sage_fast.planning.work import Weights, count_weights, least_gpus
-from sage_fast.policy.layouts import read_adapter
 from sage_fast.rewards.base import find_reward, reward_requirements, scored_elsewhere
 from sage_fast.rewards.server import SetupError, check_reward, fill_options, parameters
 from sage_fast.run.directory import RunDirectory
@@ -395,6 +394,8 @@ def files(config: RunConfig) -> Iterator[Check]:
         yield judged(section, requirement.name, not missing, detail, requirement.fetch)
     fix = "see the message"
     if config.model.adapter is not None:
+        from sage_fast.policy.layouts import read_adapter  # imports diffusers
+
         problem = ""
         try:
             family = model_family(config.model.family)

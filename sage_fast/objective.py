@@ -278,6 +278,8 @@ def policy_loss(
 
     The caller sums it over samples and steps and divides by the global count.
     Velocities are guided ones; gradients flow into `velocity_new` alone.
+    Training has the same terms from `kernels.policy_loss`, which draws the noise again
+    instead of keeping it (`StepLoss` in objectives/grpo.py).
 
     Args:
         velocity_new: (B, ...) velocity of the current weights.

@@ -69,8 +69,12 @@ Update = Callable[[], None]
 class Task:
     """Work of one update, the same for every trainer.
 
-    config: of the transformer. latent: (C, F, H, W). text: (B, L, D) float32, all
-    valid. advantages: (B,). num_steps: T; GRPO does not train the last one.
+    Attributes:
+        config: of the transformer.
+        latent: (C, F, H, W).
+        text: (B, L, D) float32, all valid.
+        advantages: (B,).
+        num_steps: T; GRPO does not train the last one.
     """
 
     config: Mapping[str, Any]

@@ -79,8 +79,9 @@ process is ended.
 class Cell:
     """One measurement or parity check.
 
-    work: returns the record without `status`, which it may set itself. needs: parity
-    cells, by full name.
+    Attributes:
+        work: returns the record without `status`, which it may set itself.
+        needs: parity cells, by full name.
 
     Example: `Cell(suite="decode", name="B ours", work=..., needs=("decode parity B",))`
     """
@@ -99,8 +100,10 @@ class Cell:
 class Suite:
     """Cells that share a model or inputs, most valuable first.
 
-    cells: generator of them; it may build the next cell from what the last one found.
-    limit: seconds it has at most in a run of all suites.
+    Attributes:
+        cells: generator of them; it may build the next cell from what the last one
+            found.
+        limit: seconds it has at most in a run of all suites.
     """
 
     name: str
@@ -112,10 +115,12 @@ class Suite:
 class Session:
     """State of a run: where it measures, what is known so far, how much time is left.
 
-    ops: of the kernels, those that are measured; empty for all. attention: backend of
-    the transformer and its peers. public: folder with checkouts of public trainers.
-    started: when the run began, which is also its name in the records. supervised:
-    whether another process goes on when this one ends.
+    Attributes:
+        ops: of the kernels, those that are measured; empty for all.
+        attention: backend of the transformer and its peers.
+        public: folder with checkouts of public trainers.
+        started: when the run began, which is also its name in the records.
+        supervised: whether another process goes on when this one ends.
     """
 
     device: torch.device

@@ -46,9 +46,12 @@ TINY: dict[str, Any] = HUNYUAN_VIDEO_15 | {
 class Inputs:
     """One evaluation of the model under guidance.
 
-    latents, noise: (1, C, F, H, W) float32; noise doubles as the cotangent's direction.
-    sigma: (1,) float32 on the CPU. conditional, unconditional: prompts of equal length
-    in the transformer's dtype, without glyph tokens.
+    Attributes:
+        latents, noise: (1, C, F, H, W) float32; noise doubles as the cotangent's
+            direction.
+        sigma: (1,) float32 on the CPU.
+        conditional, unconditional: prompts of equal length in the transformer's dtype,
+            without glyph tokens.
     """
 
     latents: Tensor

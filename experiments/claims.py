@@ -56,8 +56,10 @@ REFERENCE = "T=20, eta=0.5"
 class Evidence:
     """The numbers behind a claim.
 
-    ours: the numbers, for the page. effect: positive where it supports the claim; None
-    where nothing is uncertain, and `holds` decides. With neither, they settle nothing.
+    Attributes:
+        ours: the numbers, for the page.
+        effect: positive where it supports the claim; None where nothing is uncertain,
+            and `holds` decides. With neither, they settle nothing.
 
     Example: `Evidence(ours="0.888 and 0.990", holds=True)`
     """
@@ -71,9 +73,11 @@ class Evidence:
 class Claim:
     """A sentence and the evidence that settles it.
 
-    evidence: name in `EVIDENCE` and its arguments. cannot: why nothing here can settle
-    it. source: where the paper says so, empty for a claim of this project. reported:
-    the paper's figure, or what it shows there.
+    Attributes:
+        evidence: name in `EVIDENCE` and its arguments.
+        cannot: why nothing here can settle it.
+        source: where the paper says so, empty for a claim of this project.
+        reported: the paper's figure, or what it shows there.
     """
 
     experiment: str
@@ -98,7 +102,9 @@ class Judgement:
 class Training:
     """One run of `sage-fast train`.
 
-    arm: its name, the same for all seeds. overrides: of the study's configuration.
+    Attributes:
+        arm: its name, the same for all seeds.
+        overrides: of the study's configuration.
 
     Example: `Training(arm="cps", overrides=("--rollout.sde_type=cps",), seed=3)`
     """
@@ -117,12 +123,16 @@ class Training:
 class Experiment:
     """One table or figure of the paper.
 
-    caption: of its picture. seeds: of its measurements; none where nothing is random.
-    measure: key of `measures.MEASURES`, for samples without a training. runs: trainings
-    of the exact policy by name, as what they change in `testbed.ExactTraining`; rates:
-    learning rates of which each is judged at its best. arms: of the trainings. drawn:
-    quantity in the picture of trainings.
-    needs_manifold: left out where the data manifold is not known.
+    Attributes:
+        caption: of its picture.
+        seeds: of its measurements; none where nothing is random.
+        measure: key of `measures.MEASURES`, for samples without a training.
+        runs: trainings of the exact policy by name, as what they change in
+            `testbed.ExactTraining`.
+        rates: learning rates of which each is judged at its best.
+        arms: of the trainings.
+        drawn: quantity in the picture of trainings.
+        needs_manifold: left out where the data manifold is not known.
 
     Example: `chosen_experiments("quick", ["fig4"])[0].seeds` is `(0, 1, 2)`.
     """

@@ -24,11 +24,17 @@ PER_PROMPT = "final_"
 class Finding:
     """One number of a study.
 
-    experiment: key in the table. quantity: what was measured. arm: of what, such as a
-    sampler. seed: None for what has none. n: samples, prompts or steps behind it.
-    stderr: of the value within its seed, None where it is exact or follows from the
-    seeds. parts: numbers behind it, such as one per step, update or prompt. settings:
-    digest of the configuration. version, torch, commit: of the code.
+    Attributes:
+        experiment: key in the table.
+        quantity: what was measured.
+        arm: of what, such as a sampler.
+        seed: None for what has none.
+        n: samples, prompts or steps behind it.
+        stderr: of the value within its seed, None where it is exact or follows from the
+            seeds.
+        parts: numbers behind it, such as one per step, update or prompt.
+        settings: digest of the configuration.
+        version, torch, commit: of the code.
 
     Example: `Finding(experiment="fig4", quantity="spread", arm="sage_grpo", seed=0,
     value=36.1, n=8, settings="1f0c")`

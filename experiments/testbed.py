@@ -59,18 +59,21 @@ class ExactTraining:
     """One training. The defaults are the recipe of the paper in miniature; a name says
     what differs.
 
-    update: `reverse` is the paper's objective, on the steps of the rollout; `forward`
-    weighs flow matching on the rollout's videos by their advantage. videos: of one
-    caption. equalizer, kl_mode: of `ObjectiveConfig`. kl_weight: lambda, constant; with
-    kl_warmup it rises from a hundredth of that over so many updates, and then follows
-    the trainer's controller. quality: what a unit of distance to the nearest legal
-    video costs; a caption that is followed earns 1. exploit: reward per unit of drift,
-    which a flawed reward pays.
-
-    Of `forward` alone: levels: noise levels per video. weighting: of
-    `ForwardProcessConfig`. spacing: of the levels, as the sampler's shift has them, or
-    uniform in sigma. beta: weight of the pull to the old policy. old_decay: of the
-    moving average that samples; 0 is the policy itself.
+    Attributes:
+        update: `reverse` is the paper's objective, on the steps of the rollout;
+            `forward` weighs flow matching on the rollout's videos by their advantage.
+        videos: of one caption.
+        equalizer, kl_mode: of `ObjectiveConfig`.
+        kl_weight: lambda, constant; with kl_warmup it rises from a hundredth of that
+            over so many updates, and then follows the trainer's controller.
+        quality: what a unit of distance to the nearest legal video costs; a caption
+            that is followed earns 1.
+        exploit: reward per unit of drift, which a flawed reward pays.
+        levels: noise levels per video. This and what follows is of `forward` alone.
+        weighting: of `ForwardProcessConfig`.
+        spacing: of the levels, as the sampler's shift has them, or uniform in sigma.
+        beta: weight of the pull to the old policy.
+        old_decay: of the moving average that samples; 0 is the policy itself.
     """
 
     sampler: str = "sage_grpo"

@@ -30,13 +30,18 @@ trained on.
 class Evaluation:
     """Scores of one evaluation.
 
-    prompts: P texts. scores: name -> P floats. reward: P floats, their weighted sum.
-    noises: videos of each prompt, of which the floats are means. solver: as in
-    `EvaluationConfig`. left_out: numbers, among all P + len(left_out) prompts of the
-    evaluation, of those that no reward could score; the lists are of the others.
-    lower_is_better: names of the scores that fall as videos get better; of the others
-    more is better. shown: the scores that are 0 or 1 for every video, of the first one
-    of each prompt, which is the one that is shown.
+    Attributes:
+        prompts: P texts.
+        scores: name -> P floats.
+        reward: P floats, their weighted sum.
+        noises: videos of each prompt, of which the floats are means.
+        solver: as in `EvaluationConfig`.
+        left_out: numbers, among all P + len(left_out) prompts of the evaluation, of
+            those that no reward could score; the lists are of the others.
+        lower_is_better: names of the scores that fall as videos get better; of the
+            others more is better.
+        shown: the scores that are 0 or 1 for every video, of the first one of each
+            prompt, which is the one that is shown.
 
     Example: `Evaluation(prompts=["a red circle moving left"], scores={"VQ": [-0.2]},
     reward=[-0.2])`
@@ -163,11 +168,14 @@ def scored_in_both(
 class PairedTest:
     """One score of two evaluations of the same prompts and noise.
 
-    before, after: means over the prompts, with standard errors. mean, stderr: of the
-    differences after - before, the latter from their sample std. low, high: the 95 %
-    bootstrap interval of the mean. wins, ties: shares of the prompts that score better
-    afterwards, which is higher unless `lower_is_better`, or exactly the same. count:
-    number of pairs.
+    Attributes:
+        before, after: means over the prompts, with standard errors.
+        mean, stderr: of the differences after - before, the latter from their sample
+            std.
+        low, high: the 95 % bootstrap interval of the mean.
+        wins, ties: shares of the prompts that score better afterwards, which is higher
+            unless `lower_is_better`, or exactly the same.
+        count: number of pairs.
 
     Example: differences 1, 2, 3 give mean 2, stderr 0.577, wins 1.0, ties 0.0, count 3.
     """

@@ -56,9 +56,11 @@ class Prompt:
 class Pictured(NamedTuple):
     """A text and the picture that a video of it begins with.
 
-    image: its file. height, width: of the video, in pixels; the picture is scaled and
-    cropped to them. num_frames: of the video, 1 where the conditioning has none of the
-    others.
+    Attributes:
+        image: its file.
+        height, width: of the video, in pixels; the picture is scaled and cropped to
+            them.
+        num_frames: of the video, 1 where the conditioning has none of the others.
 
     Example: `Pictured("the fox jumps", "fox.png", 480, 832)`
     """
@@ -94,15 +96,16 @@ def word_count(prompt: str) -> int:
 class PromptEmbeds:
     """Conditioning of one prompt: the valid tokens only, no padding and hence no mask.
 
-    text: (L, D) float; the language model's tokens, L >= 1.
-    glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt quotes
-    nothing, or the model has no such encoder.
-    image: (Li, Di) float; the vision encoder's tokens of the picture, None where there
-    is none.
-    frame: (C, F, H, W) float; the picture as latents beside those of the video, of its
-    first frame or of all, None where there is none.
-    kept: (C, F, H, W) float; latents of the first frames that every video of the prompt
-    has as they are, None where it draws all of them.
+    Attributes:
+        text: (L, D) float; the language model's tokens, L >= 1.
+        glyph: (Lg, Dg) float; the ByT5 tokens of quoted text, Lg = 0 when the prompt
+            quotes nothing, or the model has no such encoder.
+        image: (Li, Di) float; the vision encoder's tokens of the picture, None where
+            there is none.
+        frame: (C, F, H, W) float; the picture as latents beside those of the video, of
+            its first frame or of all, None where there is none.
+        kept: (C, F, H, W) float; latents of the first frames that every video of the
+            prompt has as they are, None where it draws all of them.
 
     Example: "a red circle moving left" in the toy world is `text` of shape (5, 32) and
     `glyph` of shape (0, 32).
@@ -176,11 +179,13 @@ class Trajectory:
     (latents, velocities, keys) determine the transition exactly, and no rounded
     log-probability is ever subtracted from another.
 
-    latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the
-    policy was evaluated at. velocities: T tensors (B, C, F, H, W) float32, the guided
-    velocities v_old that the sampler used. Both are empty where only the final latents
-    are trained on.
-    final: (B, C, F, H, W) float32, x_T, which is decoded to video.
+    Attributes:
+        latents: T tensors (B, C, F, H, W) float32, the states x_0 .. x_{T-1} that the
+            policy was evaluated at.
+        velocities: T tensors (B, C, F, H, W) float32, the guided velocities v_old that
+            the sampler used. Both are empty where only the final latents are trained
+            on.
+        final: (B, C, F, H, W) float32, x_T, which is decoded to video.
 
     Example: 16 toy samples at 8 steps hold 8 latents and 8 velocities of shape (16, 96,
     4, 4, 4).
@@ -198,14 +203,17 @@ class Trajectory:
 class ScoredRollout:
     """Everything one rollout hands to its optimizer updates on this rank.
 
-    trajectories: micro-batches that together hold the N samples, group after group.
-    all_orders: V lists of K step indices, each sample's own order.
-    rows: (R, N) int64, which of the V samples each of R data-parallel ranks has, in the
-    order of its micro-batches. rank: which of the R this one is.
-    all_advantages: (V,) float32. all_trained: (V,) bool, False for groups dropped
-    because a reward failed and for videos that `training.best_and_worst` leaves out.
-    second_half: number of the first of the V that belongs to it, see
-    `objectives.base.second_half`; None where halves are not compared.
+    Attributes:
+        trajectories: micro-batches that together hold the N samples, group after group.
+        all_orders: V lists of K step indices, each sample's own order.
+        rows: (R, N) int64, which of the V samples each of R data-parallel ranks has, in
+            the order of its micro-batches.
+        rank: which of the R this one is.
+        all_advantages: (V,) float32.
+        all_trained: (V,) bool, False for groups dropped because a reward failed and for
+            videos that `training.best_and_worst` leaves out.
+        second_half: number of the first of the V that belongs to it, see
+            `objectives.base.second_half`; None where halves are not compared.
 
     Example: 12 prompts x 8 videos in micro-batches of 16 are 6 trajectories, and N = V
     = 96. On 2 ranks each has 3 of them and N = 48, while V stays 96. Where ranks have
@@ -267,10 +275,14 @@ class RolloutRecord:
     """The scores of a rollout on all ranks, before its gradient is taken; tensors are
     on the CPU.
 
-    update: optimizer updates done before it. prompts: P of them. scores: name -> (P, G)
-    float64. reward: (P, G), their weighted sum. advantages: (P, G) float32. trained:
-    (P,) bool, False for groups dropped because a reward failed, whose numbers mean
-    nothing.
+    Attributes:
+        update: optimizer updates done before it.
+        prompts: P of them.
+        scores: name -> (P, G) float64.
+        reward: (P, G), their weighted sum.
+        advantages: (P, G) float32.
+        trained: (P,) bool, False for groups dropped because a reward failed, whose
+            numbers mean nothing.
 
     Example: 8 prompts x 16 videos of the toy world have `scores["VQ"]` of shape (8,
     16).

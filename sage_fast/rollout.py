@@ -297,8 +297,10 @@ class FirstSteps:
     sampler's, and may round otherwise: a micro-batch within one group takes the bits of
     micro-batches of one video.
 
-    velocity: of a batch, without a gradient. members: of a group. known: by the key of
-    the start, one row each.
+    Attributes:
+        velocity: of a batch, without a gradient.
+        members: of a group.
+        known: by the key of the start, one row each.
     """
 
     velocity: Callable[[Sequence[Sample]], StepVelocity]
@@ -376,11 +378,15 @@ class Sampler:
     """Samples videos of prompts from a loaded model: those of a rollout, of an
     evaluation, and of `generate`.
 
-    velocity: of a batch and the keys of its noise. embed: conditioning of a prompt.
-    initial: noise to start from. table: the steps. seed, update, usual: of the noise,
-    see `noise_seed`. kernels, keep_steps: see `sample_trajectory`. first_steps: None
-    where every member of a group computes its own. solve: replaces the table's
-    steps, see `solve_by_unipc`.
+    Attributes:
+        velocity: of a batch and the keys of its noise.
+        embed: conditioning of a prompt.
+        initial: noise to start from.
+        table: the steps.
+        seed, update, usual: of the noise, see `noise_seed`.
+        kernels, keep_steps: see `sample_trajectory`.
+        first_steps: None where every member of a group computes its own.
+        solve: replaces the table's steps, see `solve_by_unipc`.
     """
 
     velocity: Callable[[Sequence[Sample], Sequence[NoiseKey]], StepVelocity]
@@ -473,11 +479,14 @@ class VideoScoring:
     Ranks that share a video (sequence parallelism) have the same latents, so each
     decodes and scores every sp-th one.
 
-    phase: entered with "decode" and "reward", for timing. progress: as in an iteration.
-    seed: of the global generators before each batch, together with the number of its
-    first video; None leaves them alone. evaluating: the judges score too, and every
-    video is decoded, to be shown. group_size: videos of a group. held: what waits for
-    the rest of its group, where a reward needs it whole.
+    Attributes:
+        phase: entered with "decode" and "reward", for timing.
+        progress: as in an iteration.
+        seed: of the global generators before each batch, together with the number of
+            its first video; None leaves them alone.
+        evaluating: the judges score too, and every video is decoded, to be shown.
+        group_size: videos of a group.
+        held: what waits for the rest of its group, where a reward needs it whole.
     """
 
     decoder: VideoDecoder

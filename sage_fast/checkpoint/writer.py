@@ -62,10 +62,12 @@ logger = logging.getLogger(__name__)
 class CheckpointData:
     """Contents of a checkpoint.
 
-    tensors: group, a word without a dot -> {name: tensor}; `weights` always, `anchor`,
-    `ema` and `optimizer` when the run has them. A tensor is the same on every rank, a
-    DTensor, or on one rank alone; numbers such as AdamW's step are tensors too.
-    state: JSON-able counters and configuration, the same on every rank.
+    Attributes:
+        tensors: group, a word without a dot -> {name: tensor}; `weights` always,
+            `anchor`, `ema` and `optimizer` when the run has them. A tensor is the same
+            on every rank, a DTensor, or on one rank alone; numbers such as AdamW's step
+            are tensors too.
+        state: JSON-able counters and configuration, the same on every rank.
 
     Example: `CheckpointData(tensors={"weights": {"proj_out.weight": weight}},
     state={"update": 40})`

@@ -66,7 +66,9 @@ class UnreadableCheckpointError(CheckpointError):
     """A checkpoint, or the folder of them, that the system refuses to read. It may be
     whole, so nothing replaces it.
 
-    path: what could not be read. reason: why, such as "EACCES: Permission denied".
+    Attributes:
+        path: what could not be read.
+        reason: why, such as "EACCES: Permission denied".
 
     Example: `UnreadableCheckpointError(Path("runs/a/checkpoints"), "ESTALE: Stale file
     handle")`

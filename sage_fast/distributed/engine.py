@@ -122,11 +122,16 @@ class WeightSnapshot:
 class Engine(ABC):
     """Trained weights, their gradients and their optimizer, over all ranks.
 
-    parameters: the trained weights by the names they have on one process; possibly
-    shards of them. masters: what the optimizer steps on this rank. shapes: whole shapes
-    of the weights. updates: steps that were taken. signal: cosine between the gradients
-    of the halves of the last update, see `halve`. eps_share: of AdamW's denominator in
-    the last step, see `OptimizerSet.eps_share`. Both are None where they are not known.
+    Attributes:
+        parameters: the trained weights by the names they have on one process; possibly
+            shards of them.
+        masters: what the optimizer steps on this rank.
+        shapes: whole shapes of the weights.
+        updates: steps that were taken.
+        signal: cosine between the gradients of the halves of the last update, see
+            `halve`; None where it is not known.
+        eps_share: of AdamW's denominator in the last step, see
+            `OptimizerSet.eps_share`; None where it is not known.
     """
 
     masters: Sequence[Tensor]

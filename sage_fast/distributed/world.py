@@ -32,9 +32,12 @@ OWN_TIMEOUT = "own timeout"
 class World:
     """This process among all of a run.
 
-    mesh: ("dp_replicate", "dp_shard", "sp"). fsdp_mesh: ("replicate", "shard"), in
-    which sp ranks shard weights like any others. Both are None without a process group;
-    then every method is a no-op on one rank.
+    Attributes:
+        mesh: ("dp_replicate", "dp_shard", "sp").
+        fsdp_mesh: ("replicate", "shard"), in which sp ranks shard weights like any
+            others.
+
+    Both are None without a process group; then every method is a no-op on one rank.
 
     Example: rank 5 of 8 with sp 2 is `World(rank=5, size=8, dp_shard=4, sp=2, ...)`:
     data-parallel rank 2 of 4, second share of the tokens.

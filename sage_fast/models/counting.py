@@ -47,10 +47,13 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Effect of an operator. flops: by torch's formulas. moved: bytes read and written.
+    """Effect of an operator.
 
-    results: None if only the operator can make them. several: they are a tuple, even
-    one.
+    Attributes:
+        flops: by torch's formulas.
+        moved: bytes read and written.
+        results: None if only the operator can make them.
+        several: they are a tuple, even one.
     """
 
     flops: int

@@ -251,18 +251,24 @@ class Work:
 class ModelDescription:
     """A model before it is loaded, as the planner sees it.
 
-    transformer: `config.json` of its class. latent_shape: (frames, height, width) ->
-    (C, F, H, W); ValueError for sizes the decoder does not have. decoding: (latent
-    shape, videos at once, model section, whether on a GPU) -> how that is decoded.
-    decode_work: (latent shape, whether in tiles, data type) -> FLOPs of one video, and
-    bytes moved outside products. Without these two decoding counts as free.
-    forward_work: (transformer, video tokens, text tokens) -> what one forward computes;
-    None: it is traced. text_tokens: of a prompt and of the empty prompt alike,
-    image_tokens among them, those of a picture. modulation: numbers that a table of the
-    modulation holds per noise level; 0 where the family has no such table. decoder_gb,
-    encoder_gb: weights of the video decoder and of the prompt encoders, in 1e9 bytes.
-    encoding: words of a prompt -> FLOPs of encoding it, and bytes of its conditioning
-    on disk.
+    Attributes:
+        transformer: `config.json` of its class.
+        latent_shape: (frames, height, width) -> (C, F, H, W); ValueError for sizes the
+            decoder does not have.
+        decoding: (latent shape, videos at once, model section, whether on a GPU) -> how
+            that is decoded.
+        decode_work: (latent shape, whether in tiles, data type) -> FLOPs of one video,
+            and bytes moved outside products. Without these two decoding counts as free.
+        forward_work: (transformer, video tokens, text tokens) -> what one forward
+            computes; None: it is traced.
+        text_tokens: of a prompt and of the empty prompt alike, image_tokens among them,
+            those of a picture.
+        modulation: numbers that a table of the modulation holds per noise level; 0
+            where the family has no such table.
+        decoder_gb, encoder_gb: weights of the video decoder and of the prompt encoders,
+            in 1e9 bytes.
+        encoding: words of a prompt -> FLOPs of encoding it, and bytes of its
+            conditioning on disk.
 
     Example: `describe_model(ModelConfig(family="..."))`
     """
@@ -338,29 +344,37 @@ class ModelFamily(ABC):
     Transformers of a class that the registry knows are computed with by that family's
     code, whoever loaded them. Import what takes long inside the methods.
 
-    repository: of its weights on the hub, which `model.path` may leave out.
-    transformer_class: of its transformers. decoder: the `AutoencoderDecoder` whose
-    costs `describe` counts, if it has one. text_width: key of the transformer's config
-    with the width of its text tokens. blocks: attribute of the transformer with the list
-    of its blocks, which are fused, sharded and given adapters one by one. experts: how
-    names of weights and of an adapter's file begin for each of several transformers
-    that take turns. lora_targets:
-    linear layers of a block that get an adapter by default. adaln_targets: those that
-    compute the modulation, which `model.adaln` may replace by a table. time_embedding:
-    names of modules that compute the input of `adaln_layers`.
-    in_float32: parts of the names of weights that stay float32 in a 16-bit model.
-    plans_stock: whether diffusers' own forward runs on tensors without memory, as a
-    plan runs it.
-    names: linear layers of a block in diffusers -> in its official class and in
-    ComfyUI, where layers of one name stand below each other in the order of the table.
-    official_blocks: the attribute with the blocks there. outer_names: linear layers
-    outside the blocks in diffusers -> in the official class. architectures: pattern of
-    the model's names in the metadata of adapters, in small letters and digits alone.
-    pipeline: diffusers' class that its weights are published for. task: the tag of such
-    pipelines on the hub. scheduler: the sampler's class there, and the options of its
-    `from_config` up to the name of the time shift. licence: name and address of that of
-    its weights, which binds what is trained from them. clients: layouts that an adapter
-    is exported in.
+    Attributes:
+        repository: of its weights on the hub, which `model.path` may leave out.
+        transformer_class: of its transformers.
+        decoder: the `AutoencoderDecoder` whose costs `describe` counts, if it has one.
+        text_width: key of the transformer's config with the width of its text tokens.
+        blocks: attribute of the transformer with the list of its blocks, which are
+            fused, sharded and given adapters one by one.
+        experts: how names of weights and of an adapter's file begin for each of several
+            transformers that take turns.
+        lora_targets: linear layers of a block that get an adapter by default.
+        adaln_targets: those that compute the modulation, which `model.adaln` may
+            replace by a table.
+        time_embedding: names of modules that compute the input of `adaln_layers`.
+        in_float32: parts of the names of weights that stay float32 in a 16-bit model.
+        plans_stock: whether diffusers' own forward runs on tensors without memory, as a
+            plan runs it.
+        names: linear layers of a block in diffusers -> in its official class and in
+            ComfyUI, where layers of one name stand below each other in the order of the
+            table.
+        official_blocks: the attribute with the blocks there.
+        outer_names: linear layers outside the blocks in diffusers -> in the official
+            class.
+        architectures: pattern of the model's names in the metadata of adapters, in
+            small letters and digits alone.
+        pipeline: diffusers' class that its weights are published for.
+        task: the tag of such pipelines on the hub.
+        scheduler: the sampler's class there, and the options of its `from_config` up to
+            the name of the time shift.
+        licence: name and address of that of its weights, which binds what is trained
+            from them.
+        clients: layouts that an adapter is exported in.
     """
 
     repository: str = ""

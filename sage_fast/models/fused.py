@@ -63,9 +63,10 @@ class LocalAttention:
 class BlockSettings:
     """How a block is computed; the same for all of them.
 
-    attention: over the video tokens of all ranks. local: of this rank's queries over
-    keys that every rank has. first: tokens of this rank that have another noise level
-    than the others.
+    Attributes:
+        attention: over the video tokens of all ranks.
+        local: of this rank's queries over keys that every rank has.
+        first: tokens of this rank that have another noise level than the others.
     """
 
     kernels: Kernels

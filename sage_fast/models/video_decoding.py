@@ -24,8 +24,12 @@ class AutoencoderDecoder:
     CPU, one video at a time.
 
     A subclass for another autoencoder names its `kind`, diffusers' class, and the
-    sizes. channels: of latents. time, space: frames of a latent, and pixels along its
-    sides. step: what sides of a video are multiples of.
+    sizes.
+
+    Attributes:
+        channels: of latents.
+        time, space: frames of a latent, and pixels along its sides.
+        step: what sides of a video are multiples of.
 
     Args:
         vae: owned by the decoder from now on: moved to the device of the latents, and

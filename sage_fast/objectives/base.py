@@ -60,9 +60,12 @@ forward process.
 class Parts:
     """Parts that the trainer gives an objective.
 
-    policy: the model that is trained. engine: sums its gradient. kernels: of the loss.
-    own_videos: this rank's among those of a rollout. progress: called at every pass of
-    the model.
+    Attributes:
+        policy: the model that is trained.
+        engine: sums its gradient.
+        kernels: of the loss.
+        own_videos: this rank's among those of a rollout.
+        progress: called at every pass of the model.
     """
 
     policy: GuidedPolicy
@@ -76,19 +79,21 @@ class Parts:
 class Costs:
     """Passes through the model and copies that an objective needs; a plan counts them.
 
-    positions: K of each rollout, in turn. room: positions at which a plan has room for
-    velocities of other weights.
-    keeps_steps: the states and velocities of the sampler's steps are needed after the
-    rollout. knows_fresh_anchor: the KL to an anchor that is the rollout's policy needs
-    no forward: its value and gradient are zero, and in later updates of the rollout the
-    velocities of its sampler stand for the anchor's.
-    policy_moves: an update cannot take the rollout's velocities for its own, so split
-    guidance needs one more forward. Of several updates only the later ones need it; a
-    plan counts it in all of them.
-    keeps_old: a second copy of the trained weights samples. measures_old: that copy
-    runs once more before an update.
-    accumulators: copies of the trained weights that a rollout fills with the gradients
-    of its videos; 0 where the gradient is taken after the rollout.
+    Attributes:
+        positions: K of each rollout, in turn.
+        room: positions at which a plan has room for velocities of other weights.
+        keeps_steps: the states and velocities of the sampler's steps are needed after
+            the rollout.
+        knows_fresh_anchor: the KL to an anchor that is the rollout's policy needs no
+            forward: its value and gradient are zero, and in later updates of the
+            rollout the velocities of its sampler stand for the anchor's.
+        policy_moves: an update cannot take the rollout's velocities for its own, so
+            split guidance needs one more forward. Of several updates only the later
+            ones need it; a plan counts it in all of them.
+        keeps_old: a second copy of the trained weights samples.
+        measures_old: that copy runs once more before an update.
+        accumulators: copies of the trained weights that a rollout fills with the
+            gradients of its videos; 0 where the gradient is taken after the rollout.
     """
 
     positions: Sequence[int]
@@ -395,9 +400,11 @@ class VelocityLoss(Generic[Terms]):
     """Loss of a micro-batch at one state of every sample, as a function of the guided
     velocity there.
 
-    latents: (B, C, F, H, W), the states. sigma: (B,) float32 on the CPU, their noise
-    levels. known_velocity: what the velocity is as long as the policy has not moved;
-    None if the model has not been there.
+    Attributes:
+        latents: (B, C, F, H, W), the states.
+        sigma: (B,) float32 on the CPU, their noise levels.
+        known_velocity: what the velocity is as long as the policy has not moved; None
+            if the model has not been there.
     """
 
     latents: Tensor

@@ -194,7 +194,9 @@ class ForwardLoss(VelocityLoss[ForwardTerms]):
     """Loss of one level of every sample of a micro-batch: `forward_loss` of these
     arguments, (B, C, F, H, W) and (B,).
 
-    anchor_weight: lambda w_pos. anchor_factor: what the KL to the anchor counts here.
+    Attributes:
+        anchor_weight: lambda w_pos.
+        anchor_factor: what the KL to the anchor counts here.
     """
 
     target: Tensor

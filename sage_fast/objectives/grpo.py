@@ -267,9 +267,12 @@ class StepLoss(VelocityLoss[PolicyTerms]):
     """Loss of one step of every sample of a micro-batch; the steps may differ from
     sample to sample.
 
-    keys, steps: B of each; they stand for the noise that the rollout drew.
-    velocity_anchor: like the velocity; None if the anchor is the rollout policy.
-    advantage: (B,). kl_weight: lambda. position_factor: what the position KL counts.
+    Attributes:
+        keys, steps: B of each; they stand for the noise that the rollout drew.
+        velocity_anchor: like the velocity; None if the anchor is the rollout policy.
+        advantage: (B,).
+        kl_weight: lambda.
+        position_factor: what the position KL counts.
 
     Example: a StepLoss of one sample with `advantage=torch.ones(1), kl_weight=0.0` is
     the surrogate per unit advantage.

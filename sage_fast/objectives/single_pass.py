@@ -95,10 +95,12 @@ class GradientSum:
 class VideoGradient:
     """Record of a video's rollout until its reward is known.
 
-    kl_factors: of each trained step, what its position KL counts. surrogate: sum over
-    these steps of the gradient per unit advantage. kl: sum of the KL's gradient, shared
-    by the videos of the group. terms: per trained step, the loss per unit advantage
-    without KL, and all terms at A = 0 with it, (1,) each.
+    Attributes:
+        kl_factors: of each trained step, what its position KL counts.
+        surrogate: sum over these steps of the gradient per unit advantage.
+        kl: sum of the KL's gradient, shared by the videos of the group.
+        terms: per trained step, the loss per unit advantage without KL, and all terms
+            at A = 0 with it, (1,) each.
 
     Example: with 20 trained steps, `terms` holds 20 pairs.
     """

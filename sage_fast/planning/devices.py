@@ -62,9 +62,11 @@ do: 561 / 648, 516 / 595.
 class Efficiencies:
     """Shares of a device's ceilings that a run reaches.
 
-    linear: of products. attention: backend -> forward and backward; `ATTENTION_SHARE`
-    for others. elementwise: of a copy. source: "assumed", or what they are derived
-    from by benchmarks/efficiencies.py.
+    Attributes:
+        linear: of products.
+        attention: backend -> forward and backward; `ATTENTION_SHARE` for others.
+        elementwise: of a copy.
+        source: "assumed", or what they are derived from by benchmarks/efficiencies.py.
 
     Example: `DEVICES["h200"].efficiencies.attention["cudnn"]` is 0.92.
     """
@@ -79,12 +81,16 @@ class Efficiencies:
 class Device:
     """Ceilings of one device, and how much of them a run reaches.
 
-    memory_gb: 1e9 bytes. matmul, matmul_float32: TFLOP/s of products in bfloat16, and
-    in float32 without TF32. attention: backend -> TFLOP/s forward and backward (five
-    products) in bfloat16, head dimension 128; the first one is what `auto` is taken
-    for. bandwidth: TB/s of a copy, bytes read and written. link: GB/s of a GPU to
-    others of its node, network: to other nodes, both in one direction and as
-    collectives reach them. source: where the figures are from.
+    Attributes:
+        memory_gb: 1e9 bytes.
+        matmul, matmul_float32: TFLOP/s of products in bfloat16, and in float32 without
+            TF32.
+        attention: backend -> TFLOP/s forward and backward (five products) in bfloat16,
+            head dimension 128; the first one is what `auto` is taken for.
+        bandwidth: TB/s of a copy, bytes read and written.
+        link: GB/s of a GPU to others of its node, network: to other nodes, both in one
+            direction and as collectives reach them.
+        source: where the figures are from.
 
     Example: `DEVICES["h100"].attention["cudnn"]` is `(595, 516)`.
     """

@@ -73,9 +73,11 @@ _words = cache(word_count)  # a plan with options asks many times
 class Phase:
     """One phase of an iteration, per video, on each of the GPUs that share the video.
 
-    cost: work of one GPU. predicted, bound: seconds, as predicted and with the
-    computation at its ceilings; both hold `waiting`, the seconds in which a rank
-    computes nothing because of an exchange or of a slower rank.
+    Attributes:
+        cost: work of one GPU.
+        predicted, bound: seconds, as predicted and with the computation at its
+            ceilings; both hold `waiting`, the seconds in which a rank computes nothing
+            because of an exchange or of a slower rank.
 
     Example: `Phase(name="update", cost=..., predicted=158.4, bound=138.2)`
     """
@@ -92,8 +94,9 @@ class Encoding:
     """Encoding of the prompts that a run uses, at its first start; what the cache holds
     is not encoded again.
 
-    size: bytes in the cache. seconds: of the processes together, without loading the
-    encoders.
+    Attributes:
+        size: bytes in the cache.
+        seconds: of the processes together, without loading the encoders.
 
     Example: `Encoding(prompts=1625, flops=6.6e15, size=2.5e9, seconds=9.2)`
     """
@@ -128,13 +131,18 @@ def plan_encoding(
 class Plan(MemoryPlan):
     """Memory, work and time of a configuration.
 
-    forward: closed form of one packed forward of one sample. phases: per video, with
-    the optimizer and what is exchanged once divided by the videos of a rollout;
-    `evaluation`, once per `evaluation.every` updates, is not among them. longest: of
-    the prompts that ranks sample at a time, over the mean length; expected. waits:
-    seconds by phase in which tokens and heads are exchanged, per rollout and its
-    updates. seconds_per_evaluation: None without one. checkpoint: bytes of one that
-    each GPU writes. encoding: at the first start; None where its prompts are not here.
+    Attributes:
+        forward: closed form of one packed forward of one sample.
+        phases: per video, with the optimizer and what is exchanged once divided by the
+            videos of a rollout; `evaluation`, once per `evaluation.every` updates, is
+            not among them.
+        longest: of the prompts that ranks sample at a time, over the mean length;
+            expected.
+        waits: seconds by phase in which tokens and heads are exchanged, per rollout and
+            its updates.
+        seconds_per_evaluation: None without one.
+        checkpoint: bytes of one that each GPU writes.
+        encoding: at the first start; None where its prompts are not here.
     """
 
     device: Device

@@ -156,10 +156,12 @@ class _Rewards(NamedTuple):
 class MemoryPlan:
     """How a configuration fills the memory of each of its GPUs.
 
-    asked: the configuration that was planned; in `config` its `auto`s are settled.
-    layout, gathered: how GPUs share the work and the weights. sizes: gigabytes of the
-    weights that are here, by reward. runtime: bytes of the process before it loads
-    anything. memory_limit: bytes that may be used.
+    Attributes:
+        asked: the configuration that was planned; in `config` its `auto`s are settled.
+        layout, gathered: how GPUs share the work and the weights.
+        sizes: gigabytes of the weights that are here, by reward.
+        runtime: bytes of the process before it loads anything.
+        memory_limit: bytes that may be used.
     """
 
     asked: RunConfig

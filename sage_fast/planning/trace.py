@@ -36,10 +36,11 @@ WORK = ("linear", "attention", "attention_backward", "elementwise")
 class Cost:
     """Cost of a call, or of a number of calls.
 
-    linear, attention, attention_backward: FLOPs.
-    elementwise: bytes read and written outside products and by thin ones.
-    kept: bytes that graphs hold when the backward pass begins. working: bytes alive
-    beside them at the peak.
+    Attributes:
+        linear, attention, attention_backward: FLOPs.
+        elementwise: bytes read and written outside products and by thin ones.
+        kept: bytes that graphs hold when the backward pass begins.
+        working: bytes alive beside them at the peak.
 
     Example: a guided velocity of HunyuanVideo-1.5 at 480x832x81 is 359e12 linear and
     964e12 attention FLOPs.
@@ -75,11 +76,15 @@ class Cost:
 class Call:
     """Key of a trace. Hashable, because every call is traced once.
 
-    transformer: items of the config. latent: (C, F, H, W). text_tokens: of every
-    prompt. trained: nothing, adapters or everything. gradient: whether the
-    velocity is differentiated. on_policy: whether dL/dv is known before the forward.
-    collected: whether gradients are returned by video, as single pass takes them, and
-    not added to `.grad`.
+    Attributes:
+        transformer: items of the config.
+        latent: (C, F, H, W).
+        text_tokens: of every prompt.
+        trained: nothing, adapters or everything.
+        gradient: whether the velocity is differentiated.
+        on_policy: whether dL/dv is known before the forward.
+        collected: whether gradients are returned by video, as single pass takes them,
+            and not added to `.grad`.
 
     Example: `Call(..., batch=1, gradient=False)` is a velocity of a rollout.
     """

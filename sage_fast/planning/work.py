@@ -54,9 +54,11 @@ LL128 and 0.5 MiB of LL (defaults in src/init.cc), rounded up.
 class Group:
     """Ranks that share a video.
 
-    ranks: how many. nodes: most nodes that one such group lies on. local: fewest of its
-    ranks on a node that has any, which is the number of network adapters that carry
-    what leaves that node.
+    Attributes:
+        ranks: how many.
+        nodes: most nodes that one such group lies on.
+        local: fewest of its ranks on a node that has any, which is the number of
+            network adapters that carry what leaves that node.
 
     Example: three ranks of which some lie on two nodes are `Group(ranks=3, nodes=2,
     local=1)`.
@@ -179,11 +181,15 @@ def plan_layout(config: RunConfig, gpus: int, heads: int, tokens: int) -> Layout
 class Weights:
     """Numbers of parameters.
 
-    block: of one transformer block, the last one. trained: of those that get a
-    gradient. moments: optimizer state. adaln: of the modulation layers, which may leave
-    the GPU. largest: of the largest trained tensor. muon_flops: of making matrices
-    orthogonal in one step of Muon. pinned, trained_pinned: of all and of trained ones
-    in pinned memory, where torch rounds every tensor up to a power of two.
+    Attributes:
+        block: of one transformer block, the last one.
+        trained: of those that get a gradient.
+        moments: optimizer state.
+        adaln: of the modulation layers, which may leave the GPU.
+        largest: of the largest trained tensor.
+        muon_flops: of making matrices orthogonal in one step of Muon.
+        pinned, trained_pinned: of all and of trained ones in pinned memory, where torch
+            rounds every tensor up to a power of two.
 
     Example: HunyuanVideo-1.5 with adapters of rank 32 has `total=8_326_608_160`,
     adapters not included.
@@ -282,13 +288,18 @@ def _pinned(tensor: torch.Tensor) -> int:
 class Gathered:
     """How FSDP holds the weights on each GPU.
 
-    sharded: whether it does. offloaded: whether the shards are in CPU memory. keep: how
-    long weights stay gathered. item: bytes of a number that the transformer computes
-    with. share: of what there is once per trained weight (gradients, moments, anchor,
-    average), that each GPU holds. resident: bytes of shards, or of whole weights where
-    nothing is sharded. whole: bytes of all weights, gathered. flying: bytes of what is
-    gathered ahead of the computation, one unit after the other. summed: bytes of
-    gradients on their way to their shards.
+    Attributes:
+        sharded: whether it does.
+        offloaded: whether the shards are in CPU memory.
+        keep: how long weights stay gathered.
+        item: bytes of a number that the transformer computes with.
+        share: of what there is once per trained weight (gradients, moments, anchor,
+            average), that each GPU holds.
+        resident: bytes of shards, or of whole weights where nothing is sharded.
+        whole: bytes of all weights, gathered.
+        flying: bytes of what is gathered ahead of the computation, one unit after the
+            other.
+        summed: bytes of gradients on their way to their shards.
 
     Example: with adapters on 2 ranks per video the frozen 16.7 GB are 8.3 `resident`
     and, kept, 16.7 `whole`.
@@ -366,9 +377,12 @@ class Calls:
     """Cost of the calls that a configuration makes of the model, each for one
     micro-batch.
 
-    sampling: a step of the rollout. velocity: of the anchor, at the guidance that is
-    trained. gradient: a step of an update, or with single pass a step of the rollout
-    that leaves its gradient. evaluation: a step of an evaluation.
+    Attributes:
+        sampling: a step of the rollout.
+        velocity: of the anchor, at the guidance that is trained.
+        gradient: a step of an update, or with single pass a step of the rollout that
+            leaves its gradient.
+        evaluation: a step of an evaluation.
     """
 
     sampling: Cost
@@ -488,14 +502,17 @@ class Visits:
     """How often per video, on average over a run's rollouts; of several ranks the one
     with most.
 
-    rollout: steps sampled without a gradient; one that the members of a group share is
-    computed once. pass_steps: steps sampled with one (single pass).
-    anchor: steps at which the velocity of the anchor, and of the forward process's old
-    policy, is measured. second_products: steps with a second backward pass.
-    update: steps differentiated after the rollout.
-    repeated: forwards of the unconditional branch without a graph. With split guidance
-    a single pass needs the guided velocity of a step before it can differentiate its
-    KL.
+    Attributes:
+        rollout: steps sampled without a gradient; one that the members of a group share
+            is computed once.
+        pass_steps: steps sampled with one (single pass).
+        anchor: steps at which the velocity of the anchor, and of the forward process's
+            old policy, is measured.
+        second_products: steps with a second backward pass.
+        update: steps differentiated after the rollout.
+        repeated: forwards of the unconditional branch without a graph. With split
+            guidance a single pass needs the guided velocity of a step before it can
+            differentiate its KL.
 
     Example: the reference recipe has `rollout=20, anchor=18, update=20`, as the anchor
     is fresh in one of ten rollouts.

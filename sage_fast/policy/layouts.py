@@ -79,8 +79,10 @@ NEUTRAL_STARTS = ("gaussian", "orthogonal", "eva")
 class Pair(NamedTuple):
     """The adapter of a linear layer, which adds scale * b @ a to its weight.
 
-    a: (rank, in) float32. b: (out, rank) float32. scale: alpha / rank, as the file
-    defines it.
+    Attributes:
+        a: (rank, in) float32.
+        b: (out, rank) float32.
+        scale: alpha / rank, as the file defines it.
 
     Example: `Pair(torch.zeros(2, 24), torch.zeros(24, 2), 1.0)`
     """

@@ -71,9 +71,13 @@ class Reward(Protocol):
 class RewardCosts:
     """Memory and time of a reward on its device.
 
-    weights: bytes of its published weights. folder: folder or hub id that holds them;
-    the files that are there count instead. tables: bytes kept between calls. working:
-    bytes alive while it scores. seconds: to score one video on a GPU.
+    Attributes:
+        weights: bytes of its published weights.
+        folder: folder or hub id that holds them; the files that are there count
+            instead.
+        tables: bytes kept between calls.
+        working: bytes alive while it scores.
+        seconds: to score one video on a GPU.
 
     Example: `RewardCosts(weights=4.5e9, folder="models/VideoReward", working=1e9,
     seconds=0.5)`
@@ -90,8 +94,10 @@ class RewardCosts:
 class Scale:
     """Definition of a score, here and in Table 2 of the SAGE-GRPO paper.
 
-    here: its definition. published: that of the paper's. factor: ours times it is the
-    paper's.
+    Attributes:
+        here: its definition.
+        published: that of the paper's.
+        factor: ours times it is the paper's.
 
     Example: `Scale(here="exp(logit_scale) cos", published="divided by 26", factor=1 /
     26)`

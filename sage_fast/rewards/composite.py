@@ -85,8 +85,10 @@ def _reward_code(
 class ScoredBatch:
     """The scores of B of a rollout's V videos; `numbers` are theirs.
 
-    scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed for
-    every video is absent. failed: (B,) bool.
+    Attributes:
+        scores: name -> (B,) float64, finite, and 0 where `failed`; a name that failed
+            for every video is absent.
+        failed: (B,) bool.
 
     Example: `ScoredBatch(numbers=[4, 5], scores={"VQ": tensor([0.3, 0.0])},
     failed=tensor([False, True]))`
@@ -601,7 +603,8 @@ def gather_scores(
         count: V, videos on all ranks.
 
     Returns:
-        scores: name -> (V,) float64, 0 where a video failed. failed: (V,) bool.
+        scores: name -> (V,) float64, 0 where a video failed.
+        failed: (V,) bool.
 
     Raises:
         RewardError: a reward failed on any rank and must stop the run, or videos have

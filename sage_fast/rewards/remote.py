@@ -47,8 +47,10 @@ SERVER = Path(__file__).with_name("server.py")
 class RemoteReward:
     """Rewards behind a server, as one reward.
 
-    url: of the server. token: carried by every request. child: the process of the
-    server, if it is this one's.
+    Attributes:
+        url: of the server.
+        token: carried by every request.
+        child: the process of the server, if it is this one's.
 
     Raises:
         RewardServerError: nothing answers there, or it is not a reward server.

@@ -115,14 +115,18 @@ def lasting_streams() -> Iterator[None]:
 class RewardSample:
     """A generated video and its place in the run, for `score_samples(samples)`.
 
-    prompt: its text. columns: the other columns of its row in the prompt file, as
-    texts. group: number that the videos of its group share, and no others of the
-    rollout or evaluation. member: number of the video among those of its prompt.
+    Attributes:
+        prompt: its text.
+        columns: the other columns of its row in the prompt file, as texts.
+        group: number that the videos of its group share, and no others of the rollout
+            or evaluation.
+        member: number of the video among those of its prompt.
+        video: (F, 3, H, W) uint8 RGB.
+        latents: (C, F, H, W) float32, which the video is decoded from.
+        picture: (3, h, w) uint8 RGB that the video begins with, in the size of its
+            file; None without one.
 
-    A reward gets what its attribute `READS` names of the following, else None. video:
-    (F, 3, H, W) uint8 RGB. latents: (C, F, H, W) float32, which the video is decoded
-    from. picture: (3, h, w) uint8 RGB that the video begins with, in the size of its
-    file; None without one.
+    Of the last three a reward gets what its attribute `READS` names, else None.
     """
 
     prompt: str

@@ -81,9 +81,12 @@ def _positive(values: Mapping[str, Any], name: str) -> float:
 class VideoAlignSettings:
     """The part of model_config.json that inference needs.
 
-    sample_fps: frames the model sees per second. max_frame_pixels: upper limit of a
-    frame's area. lora_rank: rank of the LoRA matrices, 0 without LoRA. lora_scale:
-    factor of their product. statistics: score -> (mean, std) of the training set.
+    Attributes:
+        sample_fps: frames the model sees per second.
+        max_frame_pixels: upper limit of a frame's area.
+        lora_rank: rank of the LoRA matrices, 0 without LoRA.
+        lora_scale: factor of their product.
+        statistics: score -> (mean, std) of the training set.
 
     Example: `VideoAlignSettings(sample_fps=2.0, max_frame_pixels=200704, lora_rank=64,
     lora_scale=2.0, statistics={"VQ": (3.6757, 2.2476), "MQ": (1.1646, 1.3811), "TA":

@@ -376,8 +376,9 @@ Place = tuple[int, int, np.ndarray]
 class Cell:
     """A prompt of a sheet.
 
-    videos: (F, 3, H, W) uint8 RGB each, one below the other. marks: whether each shows
-    what was asked, or none.
+    Attributes:
+        videos: (F, 3, H, W) uint8 RGB each, one below the other.
+        marks: whether each shows what was asked, or none.
 
     Example: `Cell(caption="a red circle", videos=[before, after], marks=[False, True])`
     """

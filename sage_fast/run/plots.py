@@ -60,8 +60,11 @@ Rows = Sequence[Mapping[str, Any]]
 class Line:
     """A line of a figure.
 
-    x, y: N numbers each, x ascending. spread: N half widths of its band, or none.
-    colour: number of its colour. dots: mark every point.
+    Attributes:
+        x, y: N numbers each, x ascending.
+        spread: N half widths of its band, or none.
+        colour: number of its colour.
+        dots: mark every point.
 
     Example: `Line(label="evaluation", x=[0, 10], y=[0.2, 0.3], spread=[0.1, 0.1])`
     """

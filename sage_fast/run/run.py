@@ -97,9 +97,11 @@ class RunResult:
     """End of a run: `finished` is False when it was asked to stop, `test` compares the
     last and first evaluation.
 
-    stop_reason: from the callback that stopped it, or how it got worse where
-    `evaluation.stop_when_worse` did; None where none did, and on ranks other than 0.
-    worse: how the last evaluation is below update 0, see `describe_worse`.
+    Attributes:
+        stop_reason: from the callback that stopped it, or how it got worse where
+            `evaluation.stop_when_worse` did; None where none did, and on ranks other
+            than 0.
+        worse: how the last evaluation is below update 0, see `describe_worse`.
 
     Example: `RunResult(output_dir=Path("runs/demo"), update=60, finished=True,
     test=PairedTest(...))`

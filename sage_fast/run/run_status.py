@@ -72,8 +72,10 @@ class StopRun(Exception):
 class UpdateRecord:
     """An iteration that is finished and in metrics.jsonl.
 
-    update: optimizer updates done. total: `training.num_updates`. metrics: its row of
-    metrics.jsonl.
+    Attributes:
+        update: optimizer updates done.
+        total: `training.num_updates`.
+        metrics: its row of metrics.jsonl.
 
     Example: `UpdateRecord(update=3, total=50, metrics={"reward/mean": 0.41,
     "grad_norm": 0.2, ...})`
@@ -89,8 +91,10 @@ class EvaluationRecord:
     """An evaluation whose scores, videos and metrics are on disk. Update 0 is the model
     that the run starts from.
 
-    metrics: its row of metrics.jsonl, with `eval/...`. evaluation: the scores of every
-    prompt. baseline: those of update 0.
+    Attributes:
+        metrics: its row of metrics.jsonl, with `eval/...`.
+        evaluation: the scores of every prompt.
+        baseline: those of update 0.
 
     Example: `EvaluationRecord(update=10, metrics={"eval/paired_gain": 0.1, ...},
     evaluation=..., baseline=...)`
@@ -233,14 +237,22 @@ State = Literal["running", "finished", "stopped", "failed"]
 class Status:
     """Status of a run.
 
-    state: stopped means on request. update, num_updates: done, and of how many. phase,
-    done, total: what it does, and how many of its batches are done. reward: of the last
-    evaluation, or of the last rollout where there is none. gain: paired, over update 0.
-    worse: see `describe_worse`. slowest: rank of the last rollout, where there are
-    several. seconds_left: by the measured pace. longest_seconds: that it has gone
-    without progress. videos_per_rollout: on all ranks. folder: in which it was started.
-    gpus: its processes, if one node has them all. error: that ended it. repeats: a
-    restart would meet it again. written: UTC.
+    Attributes:
+        state: stopped means on request.
+        update, num_updates: done, and of how many.
+        phase, done, total: what it does, and how many of its batches are done.
+        reward: of the last evaluation, or of the last rollout where there is none.
+        gain: paired, over update 0.
+        worse: see `describe_worse`.
+        slowest: rank of the last rollout, where there are several.
+        seconds_left: by the measured pace.
+        longest_seconds: that it has gone without progress.
+        videos_per_rollout: on all ranks.
+        folder: in which it was started.
+        gpus: its processes, if one node has them all.
+        error: that ended it.
+        repeats: a restart would meet it again.
+        written: UTC.
 
     Example: `Status(state="running", update=4, num_updates=60, phase="rollout", done=2,
     total=8, reward=0.41, gain=0.05, seconds_left=1800.0, longest_seconds=2.5,
@@ -524,10 +536,12 @@ Condition = Literal[
 class RunState:
     """Condition of a run, seen from outside.
 
-    condition: `hangs` where its process lives but makes no progress, `killed` where the
-    process is gone without a last word, `unknown` where it has no status. holder: the
-    process, of `lease.txt`. quiet_seconds: since its last progress. acknowledged:
-    `sage-fast status --acknowledge` was called since then.
+    Attributes:
+        condition: `hangs` where its process lives but makes no progress, `killed` where
+            the process is gone without a last word, `unknown` where it has no status.
+        holder: the process, of `lease.txt`.
+        quiet_seconds: since its last progress.
+        acknowledged: `sage-fast status --acknowledge` was called since then.
 
     Example: `RunState(run=Path("runs/demo"), condition="running", status=Status(...),
     holder="process 4711 on node7", quiet_seconds=2.0)`

@@ -78,9 +78,12 @@ class TrainedRun:
     """A run in its directory: what it has measured, and what can be done with its
     newest checkpoint.
 
-    config: of the run. update: optimizer updates done. finished: False where it was
-    stopped before its last one. test: the last evaluation against the first one; None
-    where there are no two. stop_reason: what the callback that stopped it has said.
+    Attributes:
+        config: of the run.
+        update: optimizer updates done.
+        finished: False where it was stopped before its last one.
+        test: the last evaluation against the first one; None where there are no two.
+        stop_reason: what the callback that stopped it has said.
 
     Example: `train(load_config("toy_cpu"))`, or `open_run("runs/toy_cpu")`
     """

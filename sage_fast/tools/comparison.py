@@ -66,8 +66,9 @@ USUAL = {
 class Arm:
     """Runs that differ in nothing but their seed, in the order of their seeds.
 
-    name: what their folders have in common. apart: the settings that set it apart from
-    the other arms.
+    Attributes:
+        name: what their folders have in common.
+        apart: the settings that set it apart from the other arms.
 
     Example: `Arm(name="cps", apart="sde_type=cps", runs=[...])` of the folders cps-0 to
     cps-5.
@@ -257,10 +258,13 @@ class Difference:
 class Comparison:
     """The content of the files.
 
-    update: of the evaluations that are compared; None where there are none that all
-    runs have. means: arm -> column -> mean over seeds and prompts. differences: of
-    every arm but the first. lower_is_better: columns that fall as videos get better.
-    notes: what limits the comparison.
+    Attributes:
+        update: of the evaluations that are compared; None where there are none that all
+            runs have.
+        means: arm -> column -> mean over seeds and prompts.
+        differences: of every arm but the first.
+        lower_is_better: columns that fall as videos get better.
+        notes: what limits the comparison.
 
     Example: `compare_runs([Path("runs/sage/seed-0"), Path("runs/cps/seed-0")])`
     """

@@ -28,9 +28,11 @@ LEVEL = 0.05
 class Effect:
     """A mean and how far it can be trusted.
 
-    stderr: its standard error. num_seeds: seeds behind it. df: degrees of freedom of
-    Student's t, not always whole. p: chance of a mean at least as far from zero if the
-    truth is zero.
+    Attributes:
+        stderr: its standard error.
+        num_seeds: seeds behind it.
+        df: degrees of freedom of Student's t, not always whole.
+        p: chance of a mean at least as far from zero if the truth is zero.
 
     Example: the differences 1, 2, 3 of three seeds have mean 2, stderr 0.577, df 2 and
     p 0.074.

@@ -51,9 +51,11 @@ TEMPLATE = Path(__file__).with_name("model_card.md")
 class Export:
     """A written export.
 
-    averaged: the weights are the moving average that the run evaluated with. dtype: of
-    the stored weights. adapter_files: names of an adapter's file, or of each expert's,
-    as the programs of its layout look for them.
+    Attributes:
+        averaged: the weights are the moving average that the run evaluated with.
+        dtype: of the stored weights.
+        adapter_files: names of an adapter's file, or of each expert's, as the programs
+            of its layout look for them.
 
     Example: `Export(folder=Path("exported"), format="lora", layout="diffusers",
     update=200, averaged=True, ...)`

@@ -115,8 +115,9 @@ class Generator:
     """A model that is ready to sample: the one that the run starts from, until
     `use_trained` is called.
 
-    prompts: those that it can be asked for. sampler: see `evaluation_sampler`, of which
-    the keyword `sde_type` is left.
+    Attributes:
+        prompts: those that it can be asked for.
+        sampler: see `evaluation_sampler`, of which the keyword `sde_type` is left.
     """
 
     config: RunConfig

@@ -62,11 +62,14 @@ SCORES = {"base": "before.json", "trained": "after.json"}
 class Report:
     """The content of the files.
 
-    scores: paired tests by score, the reward first. weights: score name -> weight in
-    the reward. resamples: of the bootstrap. settings: of both evaluations, as JSON
-    values. videos: prompt's number -> name of its video in base/ and in trained/, from
-    the largest gain to the largest loss. scales: of the scores that say how they
-    compare with published ones.
+    Attributes:
+        scores: paired tests by score, the reward first.
+        weights: score name -> weight in the reward.
+        resamples: of the bootstrap.
+        settings: of both evaluations, as JSON values.
+        videos: prompt's number -> name of its video in base/ and in trained/, from the
+            largest gain to the largest loss.
+        scales: of the scores that say how they compare with published ones.
 
     Example: `Report(scores=paired_tests(base, trained), base=base, trained=trained,
     weights={"VQ": 1.0}, ...)`
@@ -90,10 +93,13 @@ class PairedEvaluation:
     """Evaluates the base and the trained model into a folder. The model is loaded when
     it is first needed.
 
-    prompts: at least 2. folder: where everything goes. trained: the checkpoint or
-    adapter that is compared with the base model; its weights identify it. weights:
-    those of the checkpoint, or the adapter's file. overwrite: evaluate again what has
-    been evaluated there.
+    Attributes:
+        prompts: at least 2.
+        folder: where everything goes.
+        trained: the checkpoint or adapter that is compared with the base model; its
+            weights identify it.
+        weights: those of the checkpoint, or the adapter's file.
+        overwrite: evaluate again what has been evaluated there.
     """
 
     config: RunConfig

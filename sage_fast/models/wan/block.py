@@ -111,7 +111,9 @@ class TwoLevels:
     """Kernels of tokens with two noise levels: their modulation is (B, 2, D), of the
     first tokens and of the others.
 
-    kernels: of one level. first: tokens that the first level is of.
+    Attributes:
+        kernels: of one level.
+        first: tokens that the first level is of.
     """
 
     kernels: BlockKernels

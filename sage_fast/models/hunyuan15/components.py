@@ -14,11 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from diffusers import (
-    AutoencoderKLHunyuanVideo15,
-    HunyuanVideo15ImageToVideoPipeline,
-    HunyuanVideo15Pipeline,
-)
+from diffusers import AutoencoderKLHunyuanVideo15, HunyuanVideo15Pipeline
 from diffusers.pipelines.hunyuan_video1_5.image_processor import (
     HunyuanVideo15ImageProcessor,
 )
@@ -162,6 +158,8 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
 
         The autoencoder computes in float32: it is one frame.
         """
+        # Here, because where torchvision is missing transformers warns of it.
+        from diffusers import HunyuanVideo15ImageToVideoPipeline as stock
         from transformers import SiglipImageProcessor, SiglipVisionModel
 
         assert "image_encoder" in self.parts, (
@@ -175,7 +173,6 @@ class HunyuanPromptEncoder(CachedPromptEncoder):
             vae_scale_factor=vae.spatial_compression_ratio, do_resize=False
         )
         features = SiglipImageProcessor.from_pretrained(self.root / "feature_extractor")
-        stock = HunyuanVideo15ImageToVideoPipeline
 
         @torch.no_grad()
         def encode(asked: Pictured) -> tuple[Tensor, Tensor]:

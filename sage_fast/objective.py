@@ -142,8 +142,8 @@ def weighted_advantages(
         if bad := (~given.isfinite()).nonzero().tolist():
             raise ConfigError(
                 f"advantage.normalization {normalization} returned what is not finite "
-                f"at (prompt, video) {bad[:8]}. A group whose rewards are equal has deviation 0, "
-                "so return 0 there."
+                f"at (prompt, video) {bad[:8]}. A group whose rewards are equal has "
+                "deviation 0, so return 0 there."
             )
         advantages = given.detach().clamp(-clip, clip).float()
         return GroupAdvantages(advantages, (advantages == 0).all(1))

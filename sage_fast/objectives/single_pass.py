@@ -159,8 +159,8 @@ class SinglePass(GRPO):
             "training.update to two_phase."
         )
 
-    @staticmethod
-    def check_config(config: RunConfig) -> None:
+    @classmethod
+    def check_config(cls, config: RunConfig) -> None:
         training = config.training
         needs: list[Need] = [
             (
@@ -198,10 +198,6 @@ class SinglePass(GRPO):
             "training.update single_pass", "training.update to two_phase", needs
         )
         GRPO.check_config(config)
-
-    @classmethod
-    def check_run(cls, config: RunConfig, prompts_per_rollout: int) -> None:
-        super().check_run(config, prompts_per_rollout)
         if hasattr(cls, "step_loss"):
             raise ConfigError(
                 f"training.update {config.training.update} has a step_loss, which "

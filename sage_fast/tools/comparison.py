@@ -86,10 +86,11 @@ class Arm:
     def evaluated(self) -> dict[str, Any]:
         """How the videos of its evaluations are made, by the key that decides it."""
         settings = self.runs[0].settings
-        kept = {key: settings.get(key) for key in EVALUATED}
+        # The configuration of an older release lacks some.
+        kept = {key: settings[key] for key in EVALUATED if key in settings}
         for key, usual in USUAL.items():
-            kept[key] = kept[key] or kept[usual]
-            del kept[usual]
+            otherwise = kept.pop(usual)
+            kept[key] = kept[key] or otherwise
         return kept
 
     def line(self, key: str, colour: int = 0) -> Line:
@@ -356,7 +357,9 @@ def _notes(arms: Sequence[Arm], update: int | None) -> list[str]:
         )
     trees = [arm.evaluated() for arm in arms]
     differing = [
-        key for key in trees[0] if any(tree[key] != trees[0][key] for tree in trees)
+        key
+        for key, value in trees[0].items()
+        if any(tree.get(key, value) != value for tree in trees)
     ]
     if differing:
         notes.append(

@@ -190,6 +190,14 @@ def test_in_float64_every_gradient_agrees(
         assert relative(b, a) < 1e-10
 
 
+def shaky(
+    *arguments: Any, velocity: Callable[..., Tensor] = guidance.model_velocity
+) -> Tensor:
+    """The model's velocity, which is another one where it is differentiated."""
+    v = velocity(*arguments)
+    return v * 1.001 if torch.is_grad_enabled() else v
+
+
 def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
     tiny_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,12 +207,6 @@ def test_a_velocity_that_cannot_be_repeated_shows_in_the_ratio(
     trainer = build_trainer(
         tiny_run("--training.guidance=split", "--rollout.num_steps=2")
     )
-    velocity = guidance.model_velocity
-
-    def shaky(*arguments: Any) -> Tensor:
-        v = velocity(*arguments)
-        return v * 1.001 if torch.is_grad_enabled() else v
-
     monkeypatch.setattr(guidance, "model_velocity", shaky)
     with pytest.raises(
         TrainingError,
@@ -220,12 +222,6 @@ def test_the_ratio_is_verified_at_the_first_update_that_has_a_gradient(
     trainer = build_trainer(
         tiny_run("--objective.kl_mode=none", "--rollout.num_steps=2")
     )
-    velocity = guidance.model_velocity
-
-    def shaky(*arguments: Any) -> Tensor:
-        v = velocity(*arguments)
-        return v * 1.001 if torch.is_grad_enabled() else v
-
     monkeypatch.setattr(guidance, "model_velocity", shaky)
     with monkeypatch.context() as flat:
         flat.setattr(objective, "ZERO_SPREAD_RELATIVE", math.inf)

@@ -173,6 +173,7 @@ def test_a_single_pass_refuses_a_loss_of_its_own_which_it_would_not_take(
     )
     with pytest.raises(ConfigError, match=r"EarlySteps has a step_loss.*TwoPhase"):
         train(own_run(tiny_run, tmp_path / "run"))
+    assert main(["plan", "toy_cpu", "--training.update=my_parts:EarlySteps"]) == 2
 
 
 def test_the_table_of_a_variance_is_that_of_the_sampler_which_has_it() -> None:

@@ -155,6 +155,15 @@ def test_videos_that_were_made_otherwise_are_no_effect_of_the_training(
     assert f"differ in {key}, so" in compare_runs(runs).notes[0]
 
 
+def test_a_key_that_an_older_release_lacks_is_no_difference(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", CPS)]
+    file = runs[1] / "config.yaml"
+    file.write_text(file.read_text().replace("  solver: euler\n", ""))
+    assert "evaluation.solver" not in RunDirectory(runs[1]).settings
+    for order in (runs, runs[::-1]):
+        assert not [n for n in compare_runs(order).notes if "differ in" in n]
+
+
 def test_steps_that_the_evaluation_has_of_its_own_are_the_same_in_both(
     tmp_path: Path,
 ) -> None:
